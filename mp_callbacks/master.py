@@ -6,7 +6,8 @@ Docs: https://example.github.io/mp_callbacks/master.html.md"""
 
 # %% auto #0
 __all__ = ['batch_norms', 'norms', 'is_norm', 'kept_modules', 'ForwardWrapper', 'half_forward', 'kept_forward', 'takes_half',
-           'MasterWeights']
+           'MasterWeights', 'BufferSnapshot', 'convert_network', 'get_master', 'to_master_grads', 'to_model_params',
+           'test_overflow', 'grad_overflow', 'copy_clone']
 
 # %% ../nbs/03_master.ipynb #4c0b67fb
 import torch
@@ -128,7 +129,7 @@ def takes_half(
         return y.dtype==dtype and x.grad.dtype==dtype
     except RuntimeError: return False
 
-# %% ../nbs/03_master.ipynb #857e9a7c
+# %% ../nbs/03_master.ipynb #77106119
 class MasterWeights:
     """Low-precision copies of the parameters of `model`, to be lent to it while it computes
 
@@ -186,6 +187,7 @@ class MasterWeights:
         self.lent = True
         for p,c in zip(self.params,self.copies):
             if c.requires_grad!=p.requires_grad: c.requires_grad_(p.requires_grad)
+            if c.grad is not None: c.grad = None # left by a backward pass that was interrupted
         for d,n,_,c in self.slots: d[n] = c
         for o in self.wrappers: o.install()
         self._flat_rnns()
@@ -262,3 +264,108 @@ def _run_hooks(p, g):
         res = h(g)
         if res is not None: g = res
     return g
+
+# %% ../nbs/03_master.ipynb #0d8dc3b5
+class BufferSnapshot:
+    "The buffers of `model`, remembered by `take` and put back by `restore`: bit for bit, the same tensors in the same places"
+    def __init__(self,
+        model:nn.Module, # The model whose buffers are meant
+    ):
+        self.model,self.groups,self.taken = model,[],False
+
+    def _plan(self):
+        slots,self.groups = {},[]
+        for m in self.model.modules():
+            for n,b in m._buffers.items():
+                if b is not None: slots.setdefault((b.device,b.dtype,b.layout), []).append((m._buffers,n,b,b.detach().clone()))
+        self.groups = list(slots.values())
+
+    def _current(self): return all(d.get(n) is b and b.shape==c.shape and b.device==c.device and b.dtype==c.dtype for o in self.groups for d,n,b,c in o)
+
+    @torch.no_grad()
+    def take(self):
+        "Remember the buffers as they are"
+        if self.groups and self._current():
+            for o in self.groups: foreach_copy_([c for *_,c in o], [b for _,_,b,_ in o])
+        else: self._plan()
+        self.taken = True
+
+    @torch.no_grad()
+    def restore(self):
+        "Put back what was remembered last, if anything was"
+        if not self.taken: return
+        for o in self.groups:
+            foreach_copy_([b for _,_,b,_ in o], [c for *_,c in o])
+            for d,n,b,_ in o: d[n] = b # a module may have put another tensor in its place
+
+# %% ../nbs/03_master.ipynb #745ac292
+def convert_network(
+    network:nn.Module, # Changed in place
+    dtype:torch.dtype, # New dtype of its float32, float16 and bfloat16 parameters
+)->nn.Module: # `network`
+    "Convert the parameters of `network` to `dtype`, but those of normalisation layers"
+    kept = {id(p) for m in kept_modules(network).values() for p in m.parameters()}
+    for p in network.parameters():
+        if id(p) not in kept and p.dtype in (torch.float32,*half_dtypes): p.data = p.data.to(dtype)
+    return network
+
+# %% ../nbs/03_master.ipynb #61c6f585
+def get_master(
+    opt, # An optimizer with `param_lists`, as fastai's are
+    flat_master:bool=False, # One flat master for each parameter group?
+)->tuple: # Two lists with a list for each group: trainable parameters of the model, and float32 masters
+    "Trainable parameters of `opt` and float32 masters for them"
+    seen,model_pgs = set(),[]
+    for pg in opt.param_lists:
+        model_pgs.append([p for p in unique(pg) if p.requires_grad and id(p) not in seen])
+        seen |= {id(p) for p in pg}
+    def _master(p): return nn.Parameter(p.detach().clone().float())
+    if flat_master: return model_pgs,[[_master(torch.cat([p.reshape(-1) for p in pg]))] if pg else [] for pg in model_pgs]
+    return model_pgs,[[_master(p) for p in pg] for pg in model_pgs]
+
+# %% ../nbs/03_master.ipynb #f3fe0187
+@torch.no_grad()
+def to_master_grads(
+    model_pgs:list, # Lists of the model's parameters, from `get_master`
+    master_pgs:list, # Lists of their masters
+    flat_master:bool=False, # Is there one flat master in each group?
+):
+    "Copy the gradients of `model_pgs` to `master_pgs`, in float32"
+    for model_ps,master_ps in zip(model_pgs,master_pgs):
+        if flat_master and model_ps:
+            master_ps[0].grad = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).float().reshape(-1) for p in model_ps])
+        elif not flat_master:
+            for p,m in zip(model_ps,master_ps): m.grad = None if p.grad is None else p.grad.clone().float()
+
+# %% ../nbs/03_master.ipynb #a6a711cc
+@torch.no_grad()
+def to_model_params(
+    model_pgs:list, # Lists of the model's parameters, from `get_master`
+    master_pgs:list, # Lists of their masters
+    flat_master:bool=False, # Is there one flat master in each group?
+):
+    "Round the weights of `master_pgs` into `model_pgs`"
+    for model_ps,master_ps in zip(model_pgs,master_pgs):
+        if flat_master and model_ps: master_ps = [o.view_as(p) for o,p in zip(master_ps[0].split([p.numel() for p in model_ps]), model_ps)]
+        for p,m in zip(model_ps,master_ps): p.copy_(m)
+
+# %% ../nbs/03_master.ipynb #d47c89c1
+def test_overflow(
+    x:torch.Tensor, # A tensor of any dtype
+)->bool:
+    "Is anything in `x` infinite or not a number?"
+    return not x.isfinite().all().item()
+test_overflow.__test__ = False # it isn't a test, whatever its name says to pytest
+
+def grad_overflow(
+    pgs:list, # Lists of parameters
+)->bool:
+    "Is anything in the gradients of `pgs` infinite or not a number?"
+    return any(test_overflow(p.grad.coalesce().values() if p.grad.is_sparse else p.grad) for pg in pgs for p in pg if p.grad is not None)
+
+# %% ../nbs/03_master.ipynb #dcc1d39d
+def copy_clone(
+    d:dict, # The state that an optimizer has for a parameter
+)->dict: # A copy that shares no memory
+    "Clone the tensors in `d`, half-precision ones as float32"
+    return {k:cast_tree(v.detach().clone(), torch.float32, half_dtypes) if isinstance(v, torch.Tensor) else v for k,v in d.items()}

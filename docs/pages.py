@@ -1,0 +1,227 @@
+"""Turn the notebooks in nbs/ into Markdown: `pages` for the site, `readme` for README.md
+
+Nothing is run: the outputs are those saved in the notebooks, and what is documented is looked up in the imported package."""
+import argparse,ast,base64,inspect,json,os,re,shutil,sys
+from importlib import import_module
+from pathlib import Path
+
+from latex2mathml.converter import convert as mathml
+
+from fastcore.docments import DocmentText,docments,docstring
+from fastcore.nbio import read_nb
+from nbdev.config import get_config,nbpath2html
+from nbdev.doclinks import NbdevLookup,nbglob
+from nbdev.processors import FilterDefaults,exec_show_docs
+
+cfg  = get_config(Path(__file__).resolve().parent)
+base = cfg.doc_url.rstrip('/')+'/'
+# Parts of the sidebar: a folder of nbs/, or the tens digit of a notebook's number, which is its layer
+parts = {'0': 'Pieces, in plain PyTorch', '1': 'In fastai', '2': 'Vocabularies', '3': 'Programs', 'tutorials': 'Tutorials', 'explanations': 'Explanations'}
+
+# --- What the pages are made of, in three dialects of Markdown
+
+class GitHub:
+    "Markdown as GitHub reads it, for the page at `page`: links lead to the site"
+    show_docs = False
+    def __init__(self, page=Path('index')): self.page = page
+    def link(self, url):
+        p,sep,frag = url.partition('#')
+        if not p.endswith('.ipynb') or '://' in p: return url
+        return base+os.path.normpath(self.page.parent/nbpath2html(p)).replace(os.sep, '/')+sep+frag
+    def callout(self, kind, title, body, fold):
+        return '\n'.join(f'> {o}'.rstrip() for o in [f'[!{kind.upper()}]', *([f'**{title}**', ''] if title else []), *body.splitlines()])
+    def code(self, code, opts): return f'```python\n{code}\n```'
+    def text(self, s): return f'```text\n{s.rstrip()}\n```'
+    def html(self, s): return s
+    def math(self, s, block): return f'$$\n{s}\n$$' if block else f'${s}$'
+    def image(self, path, cap, alt): return f'![{alt}]({path})'
+
+class Plain(GitHub):
+    "The site's pages as plain Markdown, which the docstrings of the modules link to"
+    show_docs = True
+
+class Site(GitHub):
+    "Markdown as Zensical reads it, and MkDocs with Material too"
+    show_docs = True
+    def link(self, url):
+        "Links inside the site become relative, so that the build checks them"
+        p,sep,frag = super().link(url).partition('#')
+        if p.startswith(base): p = os.path.relpath(Path(p.removeprefix(base) or 'index.html').with_suffix('.md'), self.page.parent).replace(os.sep, '/')
+        return p+sep+frag
+    def callout(self, kind, title, body, fold):
+        head = f'{"???" if fold else "!!!"} {kind}' + (f' "{title}"' if title else '')
+        return head+'\n\n' + '\n'.join('    '+o if o else '' for o in body.splitlines())
+    def code(self, code, opts):
+        res,fold = super().code(code, opts),opts.get('code-fold')
+        if fold in (None, 'false'): return res
+        res = self.callout('quote', opts.get('code-summary') or 'Code', res, True)
+        return res.replace('???', '???+', 1) if fold=='show' else res
+    def text(self, s): return f'``` {{ .text .output .no-copy }}\n{s.rstrip()}\n```'
+    def html(self, s): return f'<div class="output">{s}</div>'
+    def math(self, s, block): return f'<div>{mathml(s, display="block")}</div>' if block else mathml(s)
+    def image(self, path, cap, alt): return '\n'.join(['<figure markdown="span">', f'![{alt}]({path})', *([f'<figcaption>{cap}</figcaption>'] if cap else []), '</figure>'])
+
+_callout = re.compile(r'^:{3,} *\{\.callout-(\w+)([^}]*)\} *\n(.*?)^:{3,} *$', re.M|re.S)
+_alert   = re.compile(r'^> \[!(\w+)\] *\n((?:^>.*\n?)+)', re.M)
+_link    = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|\]\((?P<url>[^)\s]+)', re.M|re.S)
+_math    = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|\$\$(?P<block>.+?)\$\$|(?<![\\\w$])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?!\d)', re.M|re.S)
+
+def to_dialect(s, d):
+    "Put the callouts, links and formulas of Markdown `s` in dialect `d`"
+    def callout(m):
+        kind,attrs,body = m.groups()
+        title,body = re.search(r'title="([^"]*)"', attrs),body.strip()
+        if not title and (title := re.match(r'#+ (.*)\n', body)): body = body[title.end():].strip()
+        return d.callout(kind, title and title[1], body, 'collapse="true"' in attrs)
+    s = _callout.sub(callout, s)
+    s = _alert.sub(lambda m: d.callout(m[1].lower(), None, re.sub('(?m)^> ?', '', m[2]).strip(), False)+'\n', s)
+    s = _link.sub(lambda m: m[0] if m['code'] else f']({d.link(m["url"])}', s)
+    return _math.sub(lambda m: m[0] if m['code'] else d.math((m['block'] or m['inline']).strip(), bool(m['block'])), s)
+
+# --- Documentation of a symbol
+
+def namespace(mod):
+    "What a notebook that exports to `mod` can show the documentation of: `mod`'s names, or everybody's if it exports nothing"
+    mods = [mod] if mod else sorted(o.stem for o in cfg.lib_path.glob('[!_]*.py'))
+    return {k: v for o in mods for k,v in vars(import_module(f'{cfg.lib_path.name}.{o}')).items()}
+
+def brief(s): return re.sub(r'\b(?:[a-z_]\w*\.)+(?=[A-Z])', '', s) # without the modules that classes are from
+
+def param_table(func):
+    "A row for each parameter of `func` that is documented, and for what it returns"
+    def cell(s, code=False): return (f'`{s}`' if code and s else s).replace('\n', ' ').replace('|', r'\|')
+    def row(k, o, name):
+        anno = '' if o.anno in (inspect.Parameter.empty, None) else inspect.formatannotation(o.anno).strip("'")
+        default = '' if o.default is inspect.Parameter.empty else getattr(o.default, '__name__', None) or repr(o.default)
+        return f'| {name} | {cell(brief(anno), True)} | {cell(default, True)} | {cell(o.docment or "")} |'
+    docs = docments(func, full=True, returns=not inspect.isclass(func))
+    rows = [row(k, o, '*returns*' if k=='return' else f'`{k}`') for k,o in docs.items() if k!='self' and o.docment]
+    return '\n'.join(['| | type | default | |', '|---|---|---|---|', *rows]) if rows else ''
+
+def symbol_md(call, ns, shown, d):
+    "For a `show_doc` call: heading, link to the source, signature, docstring, table of parameters"
+    name = ast.unparse(call.args[0])
+    kw   = {o.arg: ast.literal_eval(o.value) for o in call.keywords}
+    sym,lookup = eval(name, ns),NbdevLookup()
+    func  = sym.fget if isinstance(sym, property) else inspect.unwrap(sym)
+    title = kw.get('name', name)
+    # nbdev's index has links to every method of a class: they need somewhere to lead
+    anchors = [o for o in lookup.syms if o.startswith(f'{name}.') and o not in shown]
+    res = [''.join(f'<a id="{o.lower()}"></a>' for o in anchors), f'{"#"*kw.get("title_level", 3)} {title} {{ #{name.lower()} }}']
+    if isinstance(lookup[name], tuple): res.append(f'[source]({lookup[name][2]}#L{inspect.getsourcelines(func)[1]}){{ .source }}')
+    if callable(func):
+        params = [brief(o) for o,_ in DocmentText(func).params]
+        anno   = inspect.Signature.empty if inspect.isclass(func) else inspect.signature(func).return_annotation
+        ret    = '' if anno is inspect.Signature.empty else ' -> '+brief(inspect.formatannotation(anno).strip("'"))
+        args   = ', '.join(params)
+        if len(title+args+ret)>72: args = '\n    '+',\n    '.join(params)+'\n'
+        res.append(f'```python\n{"class " if inspect.isclass(func) else ""}{title}({args}){ret}\n```')
+        text = '\n\n'.join(o for o in (docstring(func), param_table(func)) if o)
+    else: text = docstring(func)
+    return '\n\n'.join(o for o in (*res, to_dialect(lookup.linkify(text) or '', d)) if o)
+
+# --- Notebooks
+
+class Filter(FilterDefaults):
+    "What nbdev makes of directives, but without running the notebook for its `show_doc`s"
+    def base_procs(self): return [o for o in super().base_procs() if o is not exec_show_docs]
+
+def options(cell):
+    "Split a cell into its `#|` options and the rest"
+    opts,lines = {},cell.source.splitlines()
+    while lines and (m := re.match(r'#\|\s*([\w-]+)\s*:?\s*(.*)', lines[0])):
+        opts[m[1]] = m[2].strip().strip('"\'')
+        lines.pop(0)
+    return opts,'\n'.join(lines).strip()
+
+def output(o, d, save):
+    "One output of a cell, if it has something to show; `save` takes a picture's bytes and its kind"
+    if o.output_type=='stream': return d.text(''.join(o.text)) if o.name=='stdout' else None
+    if o.output_type=='error':  return d.text('\n'.join(o.traceback))
+    data = {k: v if isinstance(v, str) else ''.join(v) for k,v in o.data.items()}
+    if 'text/html' in data:
+        h = re.sub(r'<style.*?</style>\s*', '', data['text/html'], flags=re.S)
+        h = re.sub(r' (class="(dataframe|fastprogress)"|border="1"|style="text-align: right;")', '', h)
+        return d.html(re.sub(r'\n\s*', '', h)) if re.sub('<[^>]*>', '', h).strip() else None
+    if 'text/markdown' in data: return to_dialect(data['text/markdown'], d)
+    if 'image/svg+xml' in data: return save(data['image/svg+xml'].encode(), 'svg')
+    if 'image/png'     in data: return save(base64.b64decode(data['image/png']), 'png')
+    return d.text(data['text/plain']) if 'text/plain' in data else None
+
+def convert(fn, d, files):
+    "Title, description and Markdown of the notebook at `fn`, in dialect `d`; its pictures go to the folder `files`"
+    nb = read_nb(fn)
+    mod = next((o.directives['default_exp'] for o in nb.cells if 'default_exp' in o.directives), None)
+    ns = namespace(mod) if d.show_docs else {}
+    Filter()(nb)
+    calls = {o.id: ast.parse(src).body[0].value for o in nb.cells if o.cell_type=='code' and (src := options(o)[1]).startswith('show_doc(')}
+    shown = {ast.unparse(o.args[0]) for o in calls.values()}
+    res = []
+    for c in nb.cells:
+        opts,src = options(c)
+        if c.cell_type=='markdown' and not src.startswith('<!-- WARNING'): res.append(to_dialect(src, d))
+        if c.cell_type!='code': continue
+        if c.id in calls:
+            if d.show_docs: res.append(symbol_md(calls[c.id], ns, shown, d))
+            continue
+        if opts.get('include')=='false': continue
+        if src and opts.get('echo')!='false': res.append(d.code(src, opts))
+        if opts.get('output')=='false': continue
+        for i,o in enumerate(c.get('outputs', [])):
+            def save(data, kind):
+                files.mkdir(parents=True, exist_ok=True)
+                (files/f'{c.id}-{i}.{kind}').write_bytes(data)
+                cap = opts.get('fig-cap', '')
+                return d.image(f'{files.name}/{c.id}-{i}.{kind}', cap, opts.get('fig-alt', cap))
+            if md := output(o, d, save): res.append(md)
+    about = nb.frontmatter_
+    return about.get('title', fn.stem),about.get('description', ''),'\n\n'.join(o for o in res if o)+'\n'
+
+# --- The two commands
+
+def navigation(nbs):
+    "The sidebar for notebooks `nbs`: the index, then `parts` in their order"
+    def part(o): return o.parts[0] if len(o.parts)>1 else o.name[0]
+    def page(o): return nbpath2html(o).with_suffix('.md').as_posix()
+    other = [o for o in nbs if o.name!=cfg.readme_nb]
+    if lost := [str(o) for o in other if part(o) not in parts]:
+        sys.exit(f'{", ".join(lost)}: not in a part of the sidebar. Number it, move it to one of the folders, or add to `parts` in docs/pages.py.')
+    nav = [{title: [page(o) for o in other if part(o)==k]} for k,title in parts.items()]
+    return [page(Path(cfg.readme_nb)), *(o for o in nav if all(o.values()))]
+
+def pages(dest):
+    "Write to the folder `dest` a page for each notebook, each page as plain Markdown, and mkdocs.yml"
+    shutil.rmtree(dest, ignore_errors=True)
+    root,here = cfg.path('nbs_path'),Path(__file__).resolve().parent
+    nbs = sorted(o.relative_to(root) for o in nbglob(root, as_path=True))
+    for nb in nbs:
+        page = nbpath2html(nb).with_suffix('.md')
+        for folder,d in (('pages', Site(page)), ('md', Plain(page))):
+            out = (dest/folder/page).with_suffix('.md' if folder=='pages' else '.html.md')
+            out.parent.mkdir(parents=True, exist_ok=True)
+            title,desc,md = convert(root/nb, d, out.with_name(page.stem))
+            path = f'{cfg.user}/{cfg.repo}/blob/{cfg.branch}/{root.name}/{nb.as_posix()}'
+            head = f'> {desc}' if folder=='md' else (f'[Notebook](https://github.com/{path}) · [Colab](https://colab.research.google.com/github/{path})\n'
+                f'{{ .links }}\n\n{desc}\n{{ .lead }}')
+            out.write_text(f'# {title}\n\n{head}\n\n{md}', encoding='utf-8')
+    shutil.copytree(here/'assets', dest/'pages', dirs_exist_ok=True)
+    # A link in the footer instead of `repo_url`, for which each reader's browser would ask GitHub for the number of stars
+    site = dict(INHERIT=os.path.relpath(here/'mkdocs.yml', dest), site_name=cfg.title, site_description=cfg.description, site_url=base,
+        docs_dir='pages', site_dir='site', nav=navigation(nbs), extra=dict(social=[dict(icon='fontawesome/brands/github', link=cfg.git_url, name='Source')]))
+    (dest/'mkdocs.yml').write_text(json.dumps(site, indent=1), encoding='utf-8')
+
+def readme():
+    "README.md as the index notebook has it"
+    nb = cfg.path('nbs_path')/cfg.readme_nb
+    title,desc,md = convert(nb, GitHub(), cfg.config_path/'README_files')
+    note = f'<!-- Made from {nb.relative_to(cfg.config_path).as_posix()} by docs/pages.py: edit the notebook, then make check -->'
+    return f'# {title}\n\n{note}\n\n> {desc}\n\n{md}'
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('what', choices=['pages', 'readme'], help='pages: to _proc/, for `make docs`. readme: to README.md')
+    os.chdir(cfg.config_path) # nbdev's link lookup reads the configuration from here
+    if p.parse_args().what=='pages': pages(cfg.config_path/'_proc')
+    else: (cfg.config_path/'README.md').write_text(readme(), encoding='utf-8')
+
+if __name__=='__main__': main()

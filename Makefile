@@ -36,7 +36,7 @@ ifeq ($(UV),)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -e '.[dev,docs]'
 else
-	test -x $(BIN)/python || $(UV) venv -q --python $(PYTHON) .venv
+	test -x $(BIN)/python || $(UV) venv -q --seed --python $(PYTHON) .venv
 	$(UV) pip install -q --python $(BIN)/python -e '.[dev,docs]'
 endif
 	@touch $@

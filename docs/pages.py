@@ -2,16 +2,19 @@
 
 Nothing is run: the outputs are those saved in the notebooks, and what is documented is looked up in the imported package."""
 import argparse,ast,base64,inspect,json,os,re,shutil,sys
+from functools import lru_cache
+from html import escape
 from importlib import import_module
 from pathlib import Path
+from textwrap import dedent
 
 from latex2mathml.converter import convert as mathml
 
-from fastcore.docments import DocmentText,docments,docstring
+from fastcore.docments import docments,docstring
 from fastcore.nbio import read_nb
 from nbdev.config import get_config,nbpath2html
 from nbdev.doclinks import NbdevLookup,nbglob
-from nbdev.processors import FilterDefaults,exec_show_docs
+from nbdev.processors import FilterDefaults,add_links,exec_show_docs
 
 cfg  = get_config(Path(__file__).resolve().parent)
 base = cfg.doc_url.rstrip('/')+'/'
@@ -30,6 +33,7 @@ class GitHub:
         return base+os.path.normpath(self.page.parent/nbpath2html(p)).replace(os.sep, '/')+sep+frag
     def callout(self, kind, title, body, fold):
         return '\n'.join(f'> {o}'.rstrip() for o in [f'[!{kind.upper()}]', *([f'**{title}**', ''] if title else []), *body.splitlines()])
+    def symbol(self, title, level, anchors, source): return f'{"#"*level} {title}' + (f' ([source]({source}))' if source else '')
     def code(self, code, opts): return f'```python\n{code}\n```'
     def text(self, s): return f'```text\n{s.rstrip()}\n```'
     def html(self, s): return s
@@ -51,6 +55,10 @@ class Site(GitHub):
     def callout(self, kind, title, body, fold):
         head = f'{"???" if fold else "!!!"} {kind}' + (f' "{title}"' if title else '')
         return head+'\n\n' + '\n'.join('    '+o if o else '' for o in body.splitlines())
+    def symbol(self, title, level, anchors, source):
+        ids = ''.join(f'<a id="{o}"></a>' for o in anchors[1:])
+        head = f'{"#"*level} {title} {{ #{anchors[0]} }}'
+        return '\n\n'.join(o for o in (ids, head, f'[source]({source}){{ .source }}' if source else '') if o)
     def code(self, code, opts):
         res,fold = super().code(code, opts),opts.get('code-fold')
         if fold in (None, 'false'): return res
@@ -66,8 +74,16 @@ _alert   = re.compile(r'^> \[!(\w+)\] *\n((?:^>.*\n?)+)', re.M)
 _link    = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|\]\((?P<url>[^)\s]+)', re.M|re.S)
 _math    = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|\$\$(?P<block>.+?)\$\$|(?<![\\\w$])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?!\d)', re.M|re.S)
 
-def to_dialect(s, d):
-    "Put the callouts, links and formulas of Markdown `s` in dialect `d`"
+@lru_cache
+def documented():
+    "Where the names are documented that back-ticks make links of: ours, and what fastai and fastcore have that cannot be taken for a plain word"
+    return {k: v for k,v in NbdevLookup().syms.items() if not re.fullmatch('[a-z]+', k) or str(v[0]).startswith(base)}
+
+def to_dialect(s, d, names=()):
+    "Markdown `s` in dialect `d`: its callouts, formulas and links, and a link at each name in back-ticks that is documented and not in `names`"
+    lookup = NbdevLookup()
+    lookup.syms = {k: v for k,v in documented().items() if k not in names}
+    s = lookup.linkify(s)
     def callout(m):
         kind,attrs,body = m.groups()
         title,body = re.search(r'title="([^"]*)"', attrs),body.strip()
@@ -86,17 +102,39 @@ def namespace(mod):
     return {k: v for o in mods for k,v in vars(import_module(f'{cfg.lib_path.name}.{o}')).items()}
 
 def brief(s): return re.sub(r'\b(?:[a-z_]\w*\.)+(?=[A-Z])', '', s) # without the modules that classes are from
+def type_name(o): return '' if o in (None, inspect.Parameter.empty) else brief(inspect.formatannotation(o).strip("'"))
+def default_name(o): return '' if o is inspect.Parameter.empty else getattr(o, '__name__', None) or repr(o)
+def parameters(func): return [o for o in inspect.signature(func).parameters.values() if o.name!='self']
+def returns(func): return '' if inspect.isclass(func) else type_name(inspect.signature(func).return_annotation)
 
-def param_table(func):
-    "A row for each parameter of `func` that is documented, and for what it returns"
-    def cell(s, code=False): return (f'`{s}`' if code and s else s).replace('\n', ' ').replace('|', r'\|')
-    def row(k, o, name):
-        anno = '' if o.anno in (inspect.Parameter.empty, None) else inspect.formatannotation(o.anno).strip("'")
-        default = '' if o.default is inspect.Parameter.empty else getattr(o.default, '__name__', None) or repr(o.default)
-        return f'| {name} | {cell(brief(anno), True)} | {cell(default, True)} | {cell(o.docment or "")} |'
-    docs = docments(func, full=True, returns=not inspect.isclass(func))
-    rows = [row(k, o, '*returns*' if k=='return' else f'`{k}`') for k,o in docs.items() if k!='self' and o.docment]
-    return '\n'.join(['| | type | default | |', '|---|---|---|---|', *rows]) if rows else ''
+def comments(func):
+    "What the source says about each parameter of `func`, and as `return` about its result"
+    if not hasattr(func, '_fields'): return docments(func, returns=not inspect.isclass(func))
+    # docments do not reach the fields of a NamedTuple
+    lines = dedent(inspect.getsource(func)).splitlines()
+    return {o.target.id: lines[o.end_lineno-1].partition('# ')[2] for o in ast.parse('\n'.join(lines)).body[0].body if isinstance(o, ast.AnnAssign)}
+
+def signature(func, name):
+    "How to call `func`: on one line, or if that is long with a line for each parameter"
+    ps,args = parameters(func),[]
+    for p,after in zip(ps, [*ps[1:], None]):
+        if p.kind is p.KEYWORD_ONLY and not any(o.startswith('*') for o in args): args.append('*')
+        anno,default = type_name(p.annotation),default_name(p.default)
+        args.append({p.VAR_POSITIONAL: '*', p.VAR_KEYWORD: '**'}.get(p.kind, '') + p.name + (anno and f':{anno}') + (default and f'={default}'))
+        if p.kind is p.POSITIONAL_ONLY and not (after and after.kind is p.kind): args.append('/')
+    head,tail,line = ('class ' if inspect.isclass(func) else '')+name,f' -> {o}' if (o := returns(func)) else '',', '.join(args)
+    if len(head+line+tail)>90: line = '\n    '+',\n    '.join(args)+'\n'
+    return f'{head}({line}){tail}'
+
+def param_table(func, d):
+    "A row for each parameter of `func`, and one for its result, that has a comment"
+    def code(s): return '' if not s else f'`{s}`' if '|' not in s else f'<code>{escape(s).replace("|", "&#124;")}</code>' # not all dialects let \| into `…`
+    ps,texts = parameters(func),comments(func)
+    rows = [(f'`{p.name}`', code(type_name(p.annotation)), code(default_name(p.default)), p.name) for p in ps] + [('*returns*', code(returns(func)), '', 'return')]
+    rows = [(*row, to_dialect(' '.join(text.split()).replace('|', r'\|'), d, [p.name for p in ps])) for *row,key in rows if (text := texts.get(key))]
+    cols = [o for o in zip(('parameter', 'type', 'default', 'meaning'), *rows) if any(o[1:])]
+    lines = [f'| {" | ".join(o)} |' for o in zip(*cols)]
+    return '\n'.join([lines[0], '|---'*len(cols)+'|', *lines[1:]]) if rows else ''
 
 def symbol_md(call, ns, shown, d):
     "For a `show_doc` call: heading, link to the source, signature, docstring, table of parameters"
@@ -106,25 +144,18 @@ def symbol_md(call, ns, shown, d):
     func  = sym.fget if isinstance(sym, property) else inspect.unwrap(sym)
     title = kw.get('name', name)
     # nbdev's index has links to every method of a class: they need somewhere to lead
-    anchors = [o for o in lookup.syms if o.startswith(f'{name}.') and o not in shown]
-    res = [''.join(f'<a id="{o.lower()}"></a>' for o in anchors), f'{"#"*kw.get("title_level", 3)} {title} {{ #{name.lower()} }}']
-    if isinstance(lookup[name], tuple): res.append(f'[source]({lookup[name][2]}#L{inspect.getsourcelines(func)[1]}){{ .source }}')
-    if callable(func):
-        params = [brief(o) for o,_ in DocmentText(func).params]
-        anno   = inspect.Signature.empty if inspect.isclass(func) else inspect.signature(func).return_annotation
-        ret    = '' if anno is inspect.Signature.empty else ' -> '+brief(inspect.formatannotation(anno).strip("'"))
-        args   = ', '.join(params)
-        if len(title+args+ret)>72: args = '\n    '+',\n    '.join(params)+'\n'
-        res.append(f'```python\n{"class " if inspect.isclass(func) else ""}{title}({args}){ret}\n```')
-        text = '\n\n'.join(o for o in (docstring(func), param_table(func)) if o)
-    else: text = docstring(func)
-    return '\n\n'.join(o for o in (*res, to_dialect(lookup.linkify(text) or '', d)) if o)
+    anchors = [name, *(o for o in lookup.syms if o.startswith(f'{name}.') and o not in shown)]
+    source = f'{lookup[name][2]}#L{inspect.getsourcelines(func)[1]}' if isinstance(lookup[name], tuple) else None
+    res = [d.symbol(title, kw.get('title_level', 3), [o.lower() for o in anchors], source)]
+    if not callable(func): return '\n\n'.join([*res, to_dialect(docstring(func), d)])
+    res += [f'```python\n{signature(func, title)}\n```', to_dialect(docstring(func), d, [o.name for o in parameters(func)]), param_table(func, d)]
+    return '\n\n'.join(filter(None, res))
 
 # --- Notebooks
 
 class Filter(FilterDefaults):
-    "What nbdev makes of directives, but without running the notebook for its `show_doc`s"
-    def base_procs(self): return [o for o in super().base_procs() if o is not exec_show_docs]
+    "What nbdev makes of directives; but notebooks are not run for their `show_doc`s, and `to_dialect` makes the links"
+    def base_procs(self): return [o for o in super().base_procs() if o not in (exec_show_docs, add_links)]
 
 def options(cell):
     "Split a cell into its `#|` options and the rest"

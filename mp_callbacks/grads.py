@@ -46,7 +46,7 @@ def grad_norms(
         norms[idxs] = torch.cat(res).cpu().double()
     return norms
 
-# %% ../nbs/02_grads.ipynb #b2ac67d9
+# %% ../nbs/02_grads.ipynb #8b6d61b8
 class StepStats(NamedTuple):
     "What one optimizer step saw"
     step:int # Number of the step, from 0
@@ -54,13 +54,7 @@ class StepStats(NamedTuple):
     norm:float # Norm of all gradients together, unscaled, before clipping; not finite if any of them is not
     finite:bool # Are the gradients fit to step on?
     norms:torch.Tensor # Unscaled norm of each gradient: float64, on the CPU
-    params:tuple # The parameters that `norms` speaks of
-
-    @property
-    def culprit(self):
-        "The parameter nearest the loss whose gradient is not finite; None if there is none"
-        bad = (~self.norms.isfinite()).nonzero()
-        return self.params[bad[-1].item()] if len(bad) else None
+    culprit:torch.nn.Parameter|None=None # If they are not finite: the parameter to look at first
 
 # %% ../nbs/02_grads.ipynb #c2ff7ec4
 def check_clip(clip):
@@ -69,7 +63,7 @@ def check_clip(clip):
     if isinstance(clip, bool) or not isinstance(clip, Real) or not isfinite(clip) or clip<=0:
         raise ValueError(f"clip={clip!r} must be positive. Use clip=None for no clipping.")
 
-# %% ../nbs/02_grads.ipynb #1fb4134b
+# %% ../nbs/02_grads.ipynb #9a279bfb
 def prepare_grads(
     params, # Parameters whose `.grad` the optimizer is about to use; those without a gradient, and repetitions, are passed over
     scale:float=1., # Loss scale that the gradients carry
@@ -84,10 +78,11 @@ def prepare_grads(
     params = tuple(p for p in unique(params) if p.grad is not None)
     norms = grad_norms(params)/scale
     norm = norms.norm().item()
-    finite,mult = isfinite(norm),1/scale
+    if not isfinite(norm): return StepStats(step, scale, norm, False, norms, params[(~norms.isfinite()).nonzero()[-1].item()])
+    mult = 1/scale
     if clip is not None: mult *= min(1., clip/(norm+1e-6))
-    if finite and mult!=1: _mul_grads(params, mult)
-    return StepStats(step, scale, norm, finite, norms, params)
+    if mult!=1: _mul_grads(params, mult)
+    return StepStats(step, scale, norm, True, norms)
 
 # %% ../nbs/02_grads.ipynb #b18adf8e
 def _mul_grads(params, mult):

@@ -6,8 +6,8 @@ Docs: https://example.github.io/mp_callbacks/master.html.md"""
 
 # %% auto #0
 __all__ = ['batch_norms', 'norms', 'is_norm', 'kept_modules', 'ForwardWrapper', 'half_forward', 'kept_forward', 'takes_half',
-           'MasterWeights', 'BufferSnapshot', 'convert_network', 'get_master', 'to_master_grads', 'to_model_params',
-           'test_overflow', 'grad_overflow', 'copy_clone']
+           'lendable', 'MasterWeights', 'BufferSnapshot', 'convert_network', 'get_master', 'to_master_grads',
+           'to_model_params', 'test_overflow', 'grad_overflow', 'copy_clone']
 
 # %% ../nbs/03_master.ipynb #4c0b67fb
 import torch
@@ -129,7 +129,30 @@ def takes_half(
         return y.dtype==dtype and x.grad.dtype==dtype
     except RuntimeError: return False
 
-# %% ../nbs/03_master.ipynb #77106119
+# %% ../nbs/03_master.ipynb #dac3af59
+def lendable(
+    model:nn.Module, # A model with float32 parameters
+    dtype:torch.dtype, # Half-precision dtype of the copies
+    keep=is_norm, # What stays float32, see `kept_modules`
+)->tuple: # The modules that stay float32, by name; and for each place of a parameter to be lent `(its module's parameters, name, parameter)`
+    "What can be lent to `model`. Raises `ValueError` if its parameters can't be swapped, or if it has none to lend."
+    for m in model.modules():
+        if isinstance(m, (DataParallel,DistributedDataParallel)):
+            raise ValueError(f"{type(m).__name__} keeps its own lists of the parameters, so they can't be lent. Use to_native_fp16() or to_native_bf16() with it.")
+        if isinstance(m, torch.jit.ScriptModule): raise ValueError("A scripted model holds its parameters where they can't be lent. Train the model before scripting it.")
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+        raise ValueError("The model has lazy parameters that have no shape yet. Call it once on a batch before training it in mixed precision.")
+    float32 = [p for p in model.parameters() if p.dtype==torch.float32]
+    cpu_rnn = (nn.RNNBase,) if dtype==torch.float16 and any(p.device.type=='cpu' for p in float32) else ()
+    kept = kept_modules(model, (keep,*batch_norms,*cpu_rnn))
+    ids = {id(m) for m in kept.values()}
+    slots = [(m._parameters,n,p) for m in model.modules() if id(m) not in ids for n,p in m._parameters.items() if isinstance(p, nn.Parameter) and p.dtype==torch.float32]
+    if slots: return kept,slots
+    if float32: raise ValueError(f"Everything in this {type(model).__name__} that has float32 parameters stays float32, so nothing is left to compute in half precision. Keep less, or use to_fp32().")
+    dtypes = sorted({str(p.dtype) for p in model.parameters()})
+    raise ValueError(f"This {type(model).__name__} has no float32 parameters ({', '.join(dtypes) or 'it has none at all'}). Mixed precision starts from a float32 model: call model.float() first.")
+
+# %% ../nbs/03_master.ipynb #feb8a34e
 class MasterWeights:
     """Low-precision copies of the parameters of `model`, to be lent to it while it computes
 
@@ -147,22 +170,14 @@ class MasterWeights:
 
     def _plan(self):
         "Decide which parameter is lent where, and make the copies"
-        self.modules = list(self.model.modules())
-        _check_swappable(self.model, self.modules)
-        kept = kept_modules(self.model, self.keep)
-        float32 = [p for p in self.model.parameters() if p.dtype==torch.float32]
-        self.device_type = float32[0].device.type if float32 else 'cpu'
-        kept |= {n:m for n,m in self.model.named_modules() if isinstance(m, _must_keep(self.device_type, self.dtype)) or m in kept.values()}
-        ids = {id(m) for m in kept.values()}
-        slots = [(m._parameters,n,p) for m in self.modules if id(m) not in ids for n,p in m._parameters.items() if isinstance(p, nn.Parameter) and p.dtype==torch.float32]
-        if not slots: raise ValueError(_nothing_to_lend(self.model, float32))
+        self.kept,slots = lendable(self.model, self.dtype, self.keep)
+        self.modules,self.device_type = list(self.model.modules()),slots[0][2].device.type
         self.params = unique(p for *_,p in slots)
         self.copies = [nn.Parameter(torch.empty_like(p, dtype=self.dtype, requires_grad=False), requires_grad=p.requires_grad) for p in self.params]
         copy_of = {id(p):c for p,c in zip(self.params,self.copies)}
         self.slots = [(d,n,p,copy_of[id(p)]) for d,n,p in slots]
-        self.rnns = [m for m in self.modules if isinstance(m, nn.RNNBase) and id(m) not in ids]
-        self.kept = kept
-        self.wrappers = [ForwardWrapper(m, partial(kept_forward, self.device_type, self.dtype, is_norm(n,m))) for n,m in kept.items()
+        self.rnns = [m for m in self.modules if isinstance(m, nn.RNNBase)]
+        self.wrappers = [ForwardWrapper(m, partial(kept_forward, self.device_type, self.dtype, is_norm(n,m))) for n,m in self.kept.items()
                          if type(m).forward is not nn.Module.forward and not takes_half(type(m), self.device_type, self.dtype)]
         self.wrappers.append(ForwardWrapper(self.model, partial(half_forward, self.device_type, self.dtype)))
 
@@ -241,24 +256,7 @@ class MasterWeights:
 
     def __repr__(self): return f'MasterWeights({len(self.params)} parameters in {str(self.dtype).removeprefix("torch.")}, {len(self.kept)} modules kept float32)'
 
-# %% ../nbs/03_master.ipynb #da449677
-def _check_swappable(model, modules):
-    for m in modules:
-        if isinstance(m, (DataParallel,DistributedDataParallel)):
-            raise ValueError(f"{type(m).__name__} keeps its own lists of the parameters, so they can't be lent. Use to_native_fp16() or to_native_bf16() with it.")
-        if isinstance(m, torch.jit.ScriptModule): raise ValueError("A scripted model holds its parameters where they can't be lent. Train the model before scripting it.")
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
-        raise ValueError("The model has lazy parameters that have no shape yet. Call it once on a batch before training it in mixed precision.")
-
-def _must_keep(device_type, dtype):
-    "Batch norm's kernels want float32 weights beside float32 statistics; the CPU has no recurrent kernels in float16"
-    return batch_norms + ((nn.RNNBase,) if device_type=='cpu' and dtype==torch.float16 else ())
-
-def _nothing_to_lend(model, float32):
-    if float32: return f"Everything in this {type(model).__name__} that has float32 parameters stays float32, so nothing is left to compute in half precision. Keep less, or use to_fp32()."
-    dtypes = sorted({str(p.dtype) for p in model.parameters()})
-    return f"This {type(model).__name__} has no float32 parameters ({', '.join(dtypes) or 'it has none at all'}). Mixed precision starts from a float32 model: call model.float() first."
-
+# %% ../nbs/03_master.ipynb #75a8b63f
 def _run_hooks(p, g):
     for h in list((p._backward_hooks or {}).values()):
         res = h(g)

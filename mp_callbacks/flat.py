@@ -1,0 +1,2 @@
+class FlatStep:
+    def __init__(self,opt): raise NotImplementedError

@@ -27,7 +27,8 @@ def main():
         return f'Nothing was changed, as this failed: {" ".join(map(str, e.cmd))}'
     after = files()
     changed = sorted(p.relative_to(root).as_posix() for p in before.keys()|after.keys() if before.get(p)!=after.get(p))
-    if changed: return '\n  '.join(['These files were not what the notebooks say. They are now: look at them, commit them, and run this again.', *changed])
+    message = 'These files were not what the notebooks say. They are now: look at them, commit them, and run this again.'
+    if changed: return '\n  '.join([message, *changed])
     print(f'{len(after)} files are what the notebooks say')
 
 if __name__=='__main__': sys.exit(main())

@@ -19,7 +19,8 @@ from nbdev.processors import FilterDefaults,add_links,exec_show_docs
 cfg  = get_config(Path(__file__).resolve().parent)
 base = cfg.doc_url.rstrip('/')+'/'
 # Parts of the sidebar: a folder of nbs/, or the tens digit of a notebook's number, which is its layer
-parts = {'0': 'Pieces, in plain PyTorch', '1': 'In fastai', '2': 'Vocabularies', '3': 'Programs', 'tutorials': 'Tutorials', 'explanations': 'Explanations'}
+parts = {'0': 'Pieces, in plain PyTorch', '1': 'In fastai', '2': 'Vocabularies', '3': 'Programs',
+         'tutorials': 'Tutorials', 'explanations': 'Explanations'}
 
 # --- What the pages are made of, in three dialects of Markdown
 
@@ -50,8 +51,9 @@ class Site(GitHub):
     def link(self, url):
         "Links inside the site become relative, so that the build checks them"
         p,sep,frag = super().link(url).partition('#')
-        if p.startswith(base): p = os.path.relpath(Path(p.removeprefix(base) or 'index.html').with_suffix('.md'), self.page.parent).replace(os.sep, '/')
-        return p+sep+frag
+        if not p.startswith(base): return p+sep+frag
+        page = Path(p.removeprefix(base) or 'index.html').with_suffix('.md')
+        return os.path.relpath(page, self.page.parent).replace(os.sep, '/')+sep+frag
     def callout(self, kind, title, body, fold):
         head = f'{"???" if fold else "!!!"} {kind}' + (f' "{title}"' if title else '')
         return head+'\n\n' + '\n'.join('    '+o if o else '' for o in body.splitlines())
@@ -67,23 +69,25 @@ class Site(GitHub):
     def text(self, s): return f'``` {{ .text .output .no-copy }}\n{s.rstrip()}\n```'
     def html(self, s): return f'<div class="output">{s}</div>'
     def math(self, s, block): return f'<div>{mathml(s, display="block")}</div>' if block else mathml(s)
-    def image(self, path, cap, alt): return '\n'.join(['<figure markdown="span">', f'![{alt}]({path})', *([f'<figcaption>{cap}</figcaption>'] if cap else []), '</figure>'])
+    def image(self, path, cap, alt):
+        return f'<figure markdown="span">\n![{alt}]({path})\n' + (f'<figcaption>{cap}</figcaption>\n' if cap else '') + '</figure>'
 
 _callout = re.compile(r'^:{3,} *\{\.callout-(\w+)([^}]*)\} *\n(.*?)^:{3,} *$', re.M|re.S)
 _alert   = re.compile(r'^> \[!(\w+)\] *\n((?:^>.*\n?)+)', re.M)
 _link    = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|\]\((?P<url>[^)\s]+)', re.M|re.S)
-_math    = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|\$\$(?P<block>.+?)\$\$|(?<![\\\w$])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?!\d)', re.M|re.S)
+_math    = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|\$\$(?P<block>.+?)\$\$|'
+                      r'(?<![\\\w$])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?!\d)', re.M|re.S)
 
 @lru_cache
 def documented():
-    "Where the names are documented that back-ticks make links of: ours, and what fastai and fastcore have that cannot be taken for a plain word"
+    "Where the names are documented that become links: all of ours, and those of fastai and fastcore that are no plain words"
     return {k: v for k,v in NbdevLookup().syms.items() if not re.fullmatch('[a-z]+', k) or str(v[0]).startswith(base)}
 
 def to_dialect(s, d, names=()):
-    "Markdown `s` in dialect `d`: its callouts, formulas and links, and a link at each name in back-ticks that is documented and not in `names`"
+    "Markdown `s` in dialect `d`: callouts, formulas, links; and a link where back-ticks have a documented name that is not in `names`"
     lookup = NbdevLookup()
     lookup.syms = {k: v for k,v in documented().items() if k not in names}
-    s = lookup.linkify(s)
+    s = lookup.linkify(s) or ''
     def callout(m):
         kind,attrs,body = m.groups()
         title,body = re.search(r'title="([^"]*)"', attrs),body.strip()
@@ -97,7 +101,7 @@ def to_dialect(s, d, names=()):
 # --- Documentation of a symbol
 
 def namespace(mod):
-    "What a notebook that exports to `mod` can show the documentation of: `mod`'s names, or everybody's if it exports nothing"
+    "What a notebook that exports to `mod` can document: the names in `mod`, or in every module if it exports nothing"
     mods = [mod] if mod else sorted(o.stem for o in cfg.lib_path.glob('[!_]*.py'))
     return {k: v for o in mods for k,v in vars(import_module(f'{cfg.lib_path.name}.{o}')).items()}
 
@@ -112,7 +116,8 @@ def comments(func):
     if not hasattr(func, '_fields'): return docments(func, returns=not inspect.isclass(func))
     # docments do not reach the fields of a NamedTuple
     lines = dedent(inspect.getsource(func)).splitlines()
-    return {o.target.id: lines[o.end_lineno-1].partition('# ')[2] for o in ast.parse('\n'.join(lines)).body[0].body if isinstance(o, ast.AnnAssign)}
+    fields = [o for o in ast.parse('\n'.join(lines)).body[0].body if isinstance(o, ast.AnnAssign)]
+    return {o.target.id: lines[o.end_lineno-1].partition('# ')[2] for o in fields}
 
 def signature(func, name):
     "How to call `func`: on one line, or if that is long with a line for each parameter"
@@ -128,10 +133,14 @@ def signature(func, name):
 
 def param_table(func, d):
     "A row for each parameter of `func`, and one for its result, that has a comment"
-    def code(s): return '' if not s else f'`{s}`' if '|' not in s else f'<code>{escape(s).replace("|", "&#124;")}</code>' # not all dialects let \| into `…`
+    def code(s):
+        if '|' in s: return f'<code>{escape(s).replace("|", "&#124;")}</code>' # in back-ticks, not every dialect reads \|
+        return s and f'`{s}`'
     ps,texts = parameters(func),comments(func)
-    rows = [(f'`{p.name}`', code(type_name(p.annotation)), code(default_name(p.default)), p.name) for p in ps] + [('*returns*', code(returns(func)), '', 'return')]
-    rows = [(*row, to_dialect(' '.join(text.split()).replace('|', r'\|'), d, [p.name for p in ps])) for *row,key in rows if (text := texts.get(key))]
+    names = [o.name for o in ps]
+    def text(key): return to_dialect(' '.join((texts.get(key) or '').split()).replace('|', r'\|'), d, names)
+    rows = [(f'`{o.name}`', code(type_name(o.annotation)), code(default_name(o.default)), text(o.name)) for o in ps]
+    rows = [o for o in (*rows, ('*returns*', code(returns(func)), '', text('return'))) if o[-1]]
     cols = [o for o in zip(('parameter', 'type', 'default', 'meaning'), *rows) if any(o[1:])]
     lines = [f'| {" | ".join(o)} |' for o in zip(*cols)]
     return '\n'.join([lines[0], '|---'*len(cols)+'|', *lines[1:]]) if rows else ''
@@ -185,7 +194,8 @@ def convert(fn, d, files):
     mod = next((o.directives['default_exp'] for o in nb.cells if 'default_exp' in o.directives), None)
     ns = namespace(mod) if d.show_docs else {}
     Filter()(nb)
-    calls = {o.id: ast.parse(src).body[0].value for o in nb.cells if o.cell_type=='code' and (src := options(o)[1]).startswith('show_doc(')}
+    calls = {o.id: options(o)[1] for o in nb.cells if o.cell_type=='code'}
+    calls = {k: ast.parse(v).body[0].value for k,v in calls.items() if v.startswith('show_doc(')}
     shown = {ast.unparse(o.args[0]) for o in calls.values()}
     res = []
     for c in nb.cells:
@@ -216,7 +226,7 @@ def navigation(nbs):
     def page(o): return nbpath2html(o).with_suffix('.md').as_posix()
     other = [o for o in nbs if o.name!=cfg.readme_nb]
     if lost := [str(o) for o in other if part(o) not in parts]:
-        sys.exit(f'{", ".join(lost)}: not in a part of the sidebar. Number it, move it to one of the folders, or add to `parts` in docs/pages.py.')
+        sys.exit(f'{", ".join(lost)}: not in a part of the sidebar. Number it, move it to one of the folders, or add one in docs/pages.py.')
     nav = [{title: [page(o) for o in other if part(o)==k]} for k,title in parts.items()]
     return [page(Path(cfg.readme_nb)), *(o for o in nav if all(o.values()))]
 
@@ -232,19 +242,20 @@ def pages(dest):
             out.parent.mkdir(parents=True, exist_ok=True)
             title,desc,md = convert(root/nb, d, out.with_name(page.stem))
             path = f'{cfg.user}/{cfg.repo}/blob/{cfg.branch}/{root.name}/{nb.as_posix()}'
-            head = f'> {desc}' if folder=='md' else (f'[Notebook](https://github.com/{path}) · [Colab](https://colab.research.google.com/github/{path})\n'
-                f'{{ .links }}\n\n{desc}\n{{ .lead }}')
+            links = f'[Notebook](https://github.com/{path}) · [Colab](https://colab.research.google.com/github/{path})'
+            head = f'> {desc}' if folder=='md' else f'{links}\n{{ .links }}\n\n{desc}\n{{ .lead }}'
             out.write_text(f'# {title}\n\n{head}\n\n{md}', encoding='utf-8')
     shutil.copytree(here/'assets', dest/'pages', dirs_exist_ok=True)
     # A link in the footer instead of `repo_url`, for which each reader's browser would ask GitHub for the number of stars
+    social = dict(icon='fontawesome/brands/github', link=cfg.git_url, name='Source')
     site = dict(INHERIT=os.path.relpath(here/'mkdocs.yml', dest), site_name=cfg.title, site_description=cfg.description, site_url=base,
-        docs_dir='pages', site_dir='site', nav=navigation(nbs), extra=dict(social=[dict(icon='fontawesome/brands/github', link=cfg.git_url, name='Source')]))
+                docs_dir='pages', site_dir='site', nav=navigation(nbs), extra=dict(social=[social]))
     (dest/'mkdocs.yml').write_text(json.dumps(site, indent=1), encoding='utf-8')
 
-def readme():
-    "README.md as the index notebook has it"
+def readme(folder):
+    "README.md as the index notebook has it; its pictures go to README_files in `folder`"
     nb = cfg.path('nbs_path')/cfg.readme_nb
-    title,desc,md = convert(nb, GitHub(), cfg.config_path/'README_files')
+    title,desc,md = convert(nb, GitHub(), folder/'README_files')
     note = f'<!-- Made from {nb.relative_to(cfg.config_path).as_posix()} by docs/pages.py: edit the notebook, then make check -->'
     return f'# {title}\n\n{note}\n\n> {desc}\n\n{md}'
 
@@ -253,6 +264,6 @@ def main():
     p.add_argument('what', choices=['pages', 'readme'], help='pages: to _proc/, for `make docs`. readme: to README.md')
     os.chdir(cfg.config_path) # nbdev's link lookup reads the configuration from here
     if p.parse_args().what=='pages': pages(cfg.config_path/'_proc')
-    else: (cfg.config_path/'README.md').write_text(readme(), encoding='utf-8')
+    else: (cfg.config_path/'README.md').write_text(readme(cfg.config_path), encoding='utf-8')
 
 if __name__=='__main__': main()

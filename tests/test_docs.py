@@ -18,8 +18,10 @@ def load(path):
 pages = load(root/'docs/pages.py')
 github,site,deep = pages.GitHub(),pages.Site(Path('index.md')),pages.Site(Path('tutorials/first.md'))
 
-def test_readme_in_sync():
-    assert (root/'README.md').read_text(encoding='utf-8')==pages.readme()
+def test_readme_in_sync(tmp_path):
+    assert (root/'README.md').read_text(encoding='utf-8')==pages.readme(tmp_path)
+    def pictures(o): return {p.name: p.read_bytes() for p in o.glob('README_files/*')}
+    assert pictures(root)==pictures(tmp_path)
 
 def test_links():
     "A link to a notebook leads to its page: on the site by a relative path, from GitHub to the site"
@@ -78,7 +80,8 @@ def test_outputs():
     class Out(dict):
         def __getattr__(self, k): return self[k]
     table = '<style>p{}</style><div>\n  <table border="1" class="dataframe"><tr style="text-align: right;"><td>1</td></tr></table></div>'
-    assert pages.output(Out(output_type='display_data', data={'text/html': table}), github, save)=='<div><table><tr><td>1</td></tr></table></div>'
+    clean = '<div><table><tr><td>1</td></tr></table></div>'
+    assert pages.output(Out(output_type='display_data', data={'text/html': table}), github, save)==clean
     assert pages.output(Out(output_type='display_data', data={'image/png': 'AAAA', 'text/plain': 'Figure'}), site, save)=='png of 3'
     assert pages.output(Out(output_type='stream', name='stdout', text='hi\n'), github, save)=='```text\nhi\n```'
     assert pages.output(Out(output_type='stream', name='stderr', text='hi\n'), github, save) is None
@@ -106,4 +109,5 @@ def test_documented(mod, name):
     assert doc
     if not callable(func): return
     texts = pages.comments(func)
-    assert [p.name for p in pages.parameters(func) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and not texts.get(p.name) and f'`{p.name}`' not in doc]==[]
+    named = [p.name for p in pages.parameters(func) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    assert [o for o in named if not texts.get(o) and f'`{o}`' not in doc]==[]

@@ -1,84 +1,328 @@
-"""The table *ours against fastai's own* of the README: each of its rows is a function here, which bears the row's name and returns what a user would see
+"""The table *ours against fastai's* of the README: each row is a function here, named as the row, that returns what a user sees
 
-Each runs with all of our `to_*` in this process and with all of fastai's in another, which never imports mp_callbacks: this file, run as a script.
-fastai's are as they are, but for the device: where they say 'cuda' they get the CPU. In the row *CPU* they don't."""
+It runs with each of our calls in this process and with each of fastai's in another, which never imports mp_callbacks: this file, run as a script.
+fastai's callbacks are as they are, but for the device: where they say 'cuda' they are given the CPU. In the row *CPU* they aren't."""
 import json,re,subprocess,sys,warnings
-from contextlib import contextmanager,suppress
+from contextlib import contextmanager,nullcontext
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import fastai,pytest,torch
+import fastai,pytest
 from fastai.basics import *
 from fastai.callback import fp16
 from fastai.callback.all import *
 
-masters,native,theirs = ('to_fp16', 'to_bf16'),('to_native_fp16', 'to_native_bf16'),('to_fp16', 'to_bf16', 'to_non_native_fp16')
-index = Path(__file__).resolve().parent.parent/'nbs/index.ipynb'
+masters,natives,theirs = ('to_fp16', 'to_bf16'),('to_native_fp16', 'to_native_bf16'),('to_fp16', 'to_bf16', 'to_non_native_fp16')
 rows = {}
 
 def row(
-    *args, # Of our calls those that the row is about
-    sees, # What one sees with ours
-    **fastai # And with fastai's `to_fp16`, `to_bf16`, `to_non_native_fp16`, where it is something else; None: does not have what the row is about
+    sees:dict, # What a user of ours sees
+    ours=masters+natives, # In which of our calls
+    **fastai # What is different in fastai's of this name; None: it doesn't have what the row is about
 ):
-    def _row(f): rows[f.__name__] = SimpleNamespace(f=f, ours=args, sees=sees, fastai=fastai); return f
+    "The decorated function, of the name of a `Learner` method, as a row of the table"
+    def _row(f): rows[f.__name__] = SimpleNamespace(f=f, sees=sees, ours=ours, fastai=fastai); return f
     return _row
 
 # --- What the rows are made of
 
-def line(n=64):
-    "Four numbers, and what a line makes of them"
-    x = torch.randn(n, 4)
+def line():
+    "Numbers, four at a time, and what a line makes of them"
+    x = torch.randn(64, 4)
     return x,x.sum(1, keepdim=True)+1
 
 def linear(): return nn.Linear(4, 1)
+def normed(norm): return lambda: nn.Sequential(nn.Linear(4, 8), norm(), nn.Linear(8, 1))
 
-def learner(to, model=linear, loss=MSELossFlat(), data=line, lr=.1, options={}, **kwargs):
+def learner(to, model=linear, options={}, loss=MSELossFlat(), lr=.1, **kwargs):
+    "A learner after its method `to`, called with `options`; from the same seed each time"
     set_seed(1)
-    ds = list(zip(*data()))
-    dls = DataLoaders.from_dsets(ds, ds, bs=16, device='cpu', num_workers=0)
-    learn = Learner(dls, model(), loss_func=loss, lr=lr, **kwargs)
+    data = list(zip(*line()))
+    learn = Learner(DataLoaders.from_dsets(data, data, bs=16, device='cpu', num_workers=0), model(), loss_func=loss, lr=lr, **kwargs)
     learn.logger,learn.create_mbar = noop,False
     return getattr(learn, to)(**options)
 
 class At(Callback):
-    "Call `f` with the learner in an `event` of the training batch number `at`, or of each in `at`"
-    order = 5
+    "Call `f` with the learner in `event` of the training batches that `at` holds"
     def __init__(self, event, f, at=(2,), order=5):
         self.f,self.at,self.order = f,at,order
-        setattr(self, event, self._do)
-    def _do(self):
+        setattr(self, event, self._call)
+    def _call(self):
         if self.training and self.train_iter in self.at: self.f(self.learn)
 
+every = range(10000)
+
 def throw(e):
-    def _throw(learn): raise e('here')
+    def _throw(learn): raise e('as asked')
     return _throw
 
 def times(x):
-    "Multiply the inputs by `x`"
-    def _times(learn): learn.xb = tuple(o*x for o in learn.xb)
+    "What multiplies the inputs by `x`"
+    def _times(learn): learn.xb = (learn.x*x,)
     return _times
 
 def error(f, *args, **kwargs):
-    "The name of what `f` raises, if anything"
+    "The exception of `f`, if there is one"
     try: f(*args, **kwargs)
-    except BaseException as e: return type(e).__name__
+    except BaseException as e: return e
 
-def weights(learn): return torch.cat([p.detach().float().flatten() for p in learn.model.parameters()])
-def dtypes(tensors): return ' '.join(sorted({str(o.dtype).removeprefix('torch.') for o in tensors}))
-def weight_dtypes(learn): return dtypes(learn.model.parameters())
+def error_name(f, *args, **kwargs): return type(e).__name__ if (e := error(f, *args, **kwargs)) else None
+def weights(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
+def dtypes(tensors): return ','.join(sorted({str(o.dtype).removeprefix('torch.') for o in tensors}))
+def is_finite(x): return bool(tensor(x).isfinite().all())
+def takes(to, option): return option in signature(getattr(Learner, to)).parameters
 def autocast_on(): return torch.is_autocast_enabled('cpu')
 
 def learns(learn):
     "Does the loss come down?"
     before = learn.validate()[0]
-    learn.fit(8)
-    return learn.validate()[0] < before/2
+    learn.fit(10)
+    return learn.validate()[0]<before/2
 
-def loss_scale(learn):
-    "The loss scale in force, in any of them"
-    return learn.scaler.get_scale() if hasattr(learn, 'scaler') else getattr(learn, 'non_native_mixed_precision', learn).loss_scale
+def scale(learn):
+    "The loss scale in force"
+    cb = getattr(learn, 'non_native_mixed_precision', None) or learn.mixed_precision
+    return cb.loss_scale if hasattr(cb, 'loss_scale') else learn.scaler.get_scale()
 
+def scales():
+    "A callback, and the list of scales it makes, one for each batch"
+    seen = []
+    return At('before_backward', lambda learn: seen.append(scale(learn)), every),seen
+
+# --- The rows
+
+@row(dict(autocast_on=False, weights='float32', learns_on=True, others_learn=True),
+     to_fp16=dict(autocast_on=True, learns_on=False, others_learn=False), to_bf16=dict(autocast_on=True, learns_on=False, others_learn=False),
+     to_non_native_fp16=dict(weights='float16', learns_on=False))
+def interrupted_fit(to):
+    "An interrupt in the third batch; then this learner is to go on, and after it another one, in float32"
+    learn = learner(to)
+    error(learn.fit, 1, cbs=At('after_pred', throw(KeyboardInterrupt)))
+    return dict(autocast_on=autocast_on(), weights=dtypes(learn.model.parameters()), learns_on=learns(learn), others_learn=learns(learner('to_fp32')))
+
+@row(dict(step=None, autocast_on=False, learns_on=True),
+     to_fp16=dict(step='AssertionError', autocast_on=True, learns_on=False), to_bf16=dict(autocast_on=True, learns_on=False))
+def cancelled_batch_or_step(to):
+    "A callback raises `CancelStepException` before the step, or `CancelBatchException` after the model was called"
+    step = error_name(learner(to).fit, 1, cbs=At('before_step', throw(CancelStepException)))
+    learn = learner(to)
+    learn.fit(1, cbs=At('after_pred', throw(CancelBatchException)))
+    return dict(step=step, autocast_on=autocast_on(), learns_on=learns(learn))
+
+@row(dict(after_validate=True, after_fit=True, file='float32'), to_non_native_fp16=dict(after_validate=False, after_fit=False, file='float16'))
+def weights_in_float32(to):
+    "After `validate`, after many fits whose steps are smaller than what float16 resolves, and in the file of `SaveModelCallback`"
+    def moved(to):
+        learn = learner(to, lr=1e-7)
+        before = weights(learn)
+        for _ in range(20): learn.fit(1)
+        return weights(learn)-before
+    learn = learner(to)
+    learn.model.weight.data[0,:2] = tensor(.1234567, 70000.)
+    before = weights(learn)
+    learn.validate()
+    res = dict(after_validate=torch.equal(weights(learn), before), after_fit=torch.allclose(moved(to), moved('to_fp32'), rtol=.3))
+    with TemporaryDirectory() as d:
+        learner(to, path=d).fit(1, cbs=SaveModelCallback(every_epoch=True))
+        return dict(res, file=dtypes(torch.load(Path(d)/'models/model_0.pth').values()))
+
+@row(dict(steps=True, next_fit=True, checkpoint=True),
+     to_fp16=dict(steps=False, next_fit=False, checkpoint=False), to_non_native_fp16=dict(checkpoint=False))
+def loss_scale_of_the_next_fit(to):
+    "A loss so steep that its scale needs more than one fit to come down: is there a step in five fits, and where do a second fit, and a learner that has loaded a checkpoint, begin?"
+    def make(**kwargs): return learner(to, loss=lambda p,y: 2000*F.mse_loss(p, y), **kwargs)
+    with TemporaryDirectory() as d:
+        cb,seen = scales()
+        learn = make(path=d, cbs=cb)
+        before = weights(learn)
+        for _ in range(5): learn.fit(2)
+        n = len(seen)//5
+        next_fit = seen[n] in (seen[n-1], seen[n-1]/2)
+        learn.save('checkpoint')
+        cb,new = scales()
+        make(path=d, cbs=cb).load('checkpoint').fit(1)
+    return dict(steps=not torch.equal(weights(learn), before), next_fit=next_fit, checkpoint=new[0] in (seen[-1], seen[-1]/2))
+
+@row(dict(error='FloatingPointError', named=True, scale=True, weights=True),
+     **{o: dict(error=None, named=False, scale=o=='to_bf16', weights=False) for o in theirs})
+def gradients_that_stay_infinite(to):
+    "400 batches of nothing else, then good ones: is there an error, does it name a parameter, is the scale at least 1, are the weights finite?"
+    cb,seen = scales()
+    learn = learner(to, cbs=cb)
+    e = error(learn.fit, 100, cbs=At('before_batch', times(float('inf')), every))
+    learn.fit(5)
+    return dict(error=type(e).__name__ if e else None, named='bias' in str(e), scale=min(seen)>=1, weights=is_finite(weights(learn)))
+
+@row(dict(valid_loss=True, weights=True), to_fp16=dict(valid_loss=False), to_bf16=dict(weights=False), to_non_native_fp16=dict(valid_loss=False))
+def batch_that_overflows(to):
+    "One batch too large for float16, in a model with `BatchNorm`; and one that is infinite, in a model without: is everything finite afterwards?"
+    learn = learner(to, normed(lambda: nn.BatchNorm1d(8)))
+    learn.fit(3, cbs=At('before_batch', times(1e6)))
+    plain = learner(to)
+    plain.fit(3, cbs=At('before_batch', times(float('inf'))))
+    return dict(valid_loss=is_finite(learn.validate()[0]), weights=is_finite(weights(plain)))
+
+@row(dict(finite=True), **{o: dict(finite=False) for o in theirs})
+def training_loss_shown(to):
+    "In the epoch of an infinite batch, and in those after it"
+    learn = learner(to)
+    learn.fit(3, cbs=At('before_batch', times(float('inf'))))
+    return dict(finite=is_finite([o[0] for o in learn.recorder.values]))
+
+def step_norms(learn):
+    "The largest norm of the gradients with which the optimizer of `learn` makes a step, in 8 epochs"
+    norms = []
+    def _norm(learn): norms.append(torch.cat([p.grad.flatten() for p in learn.opt.all_params().itemgot(0) if p.grad is not None]).norm().item())
+    learn.fit(8, cbs=At('before_step', _norm, every, order=12))
+    return round(max(norms), 3)
+
+@row(dict(norm=.1), to_non_native_fp16=dict(norm=5.))
+def gradientclip(to):
+    "The norm of the gradients under `GradientClip(.1)`"
+    return dict(norm=step_norms(learner(to, cbs=GradientClip(.1))))
+
+@row(dict(norm=.1), ours=masters, to_fp16=None, to_bf16=None, to_non_native_fp16=dict(norm=.141))
+def clip(to):
+    "The norm of the gradients with `clip=.1`, in a model of two parameter groups"
+    return dict(norm=step_norms(learner(to, options=dict(clip=.1), splitter=lambda m: [[m.weight], [m.bias]])))
+
+@row(dict(in_half=True, error=None, weights='float32'),
+     to_fp16=dict(in_half=False), to_bf16=dict(in_half=False), to_non_native_fp16=dict(in_half=False, error='AssertionError', weights='float16'))
+def cpu(to):
+    "Does the model compute in half precision, is there an error, and what are the weights afterwards?"
+    learn,seen = learner(to),[]
+    h = learn.model.register_forward_hook(lambda m,args,res: seen.append(res))
+    e = error_name(learn.fit, 1)
+    return dict(in_half=dtypes(seen) in ('float16','bfloat16'), error=e, weights=dtypes(learn.model.parameters()))
+
+@row(dict(error=None, callbacks=1), to_fp16=dict(error='AssertionError', callbacks=2), to_bf16=dict(callbacks=2), to_non_native_fp16=dict(callbacks=2))
+def called_twice(to):
+    "A second call of the same method; and the callbacks of order 10 after a call of another one"
+    learn = learner(to)
+    e = error_name(getattr(learn, to)().fit, 1)
+    return dict(error=e, callbacks=len([cb for cb in learner(to).to_bf16().cbs if cb.order==10]))
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+class Returns(nn.Module):
+    "A linear model whose predictions `f` makes something of"
+    def __init__(self, f): super().__init__(); self.f,self.lin = f,nn.Linear(4, 1)
+    def forward(self, x): return self.f(self.lin(x))
+
+@row(dict(none=None, text=None, namedtuple=None), **{o: dict(none='TypeError', text='TypeError', namedtuple='TypeError') for o in theirs})
+def predictions_that_aren_t_tensors(to):
+    "A model that returns a tuple with None in it, a dict with a string, or a namedtuple"
+    def fit(f, get): return error_name(learner(to, lambda: Returns(f), loss=lambda p,y: F.mse_loss(get(p), y)).fit, 1)
+    return dict(none=fit(lambda p: (p,None), itemgetter(0)), text=fit(lambda p: dict(p=p, kind='line'), itemgetter('p')), namedtuple=fit(lambda p: Pair(p, p), attrgetter('first')))
+
+@row(dict(LayerNorm='float32', GroupNorm='float32'), to_non_native_fp16=dict(LayerNorm="float16", GroupNorm="float16"))
+def normalisation_layers(to):
+    "The dtype of their weights in `forward`"
+    def seen(norm):
+        learn,res = learner(to, normed(norm)),[]
+        learn.model[1].register_forward_pre_hook(lambda m,args: res.extend(m.parameters()))
+        learn.fit(1)
+        return dtypes(res)
+    return dict(LayerNorm=seen(lambda: nn.LayerNorm(8)), GroupNorm=seen(lambda: nn.GroupNorm(2, 8)))
+
+@row(dict(dtype='float32', finite=True), to_fp16=dict(dtype='float16', finite=False), to_bf16=dict(dtype='bfloat16'))
+def loss_function(to):
+    "The dtype of a matrix product in it, and is the product of predictions of 1000 finite?"
+    def loss(p, y):
+        seen.append(sim := (p+1000)@(p+1000).T)
+        return F.mse_loss(p, y)
+    seen = []
+    learner(to, loss=loss).fit(1)
+    return dict(dtype=dtypes(seen), finite=all(map(is_finite, seen)))
+
+def two_layers(): return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 1))
+
+class Unused(nn.Module):
+    def __init__(self): super().__init__(); self.used,self.unused = nn.Linear(4, 1),nn.Linear(4, 1)
+    def forward(self, x): return self.used(x)
+
+@row(dict(frozen=None, unused=None, same=True), ours=masters, to_fp16=None, to_bf16=None, to_non_native_fp16=dict(frozen='ValueError', unused='AttributeError', same=False))
+def flat_master(to):
+    "A frozen parameter group; a parameter without gradient; and are the weights those of `flat_master=False` where weight decay leaves out norms and biases?"
+    def make(flat, model=two_layers, wd=.3, **kwargs): return learner(to, model, dict(flat_master=flat), opt_func=SGD, lr=.01, wd=wd, wd_bn_bias=False, **kwargs)
+    frozen = make(True, splitter=lambda m: [[*m[:2].parameters()], [*m[2].parameters()]])
+    frozen.freeze()
+    flat,plain = make(True),make(False)
+    for o in (flat, plain): o.fit(10)
+    return dict(frozen=error_name(frozen.fit, 1), unused=error_name(make(True, Unused).fit, 10), same=torch.equal(weights(flat), weights(plain)))
+
+@row(dict(error=None), to_fp16=dict(error='AttributeError'), to_bf16=dict(error='AttributeError'))
+def validate_inside_a_fit(to):
+    "By a callback, after the third batch"
+    return dict(error=error_name(learner(to).fit, 1, cbs=At('after_batch', lambda learn: learn.get_preds())))
+
+@row(dict(kept=True, entries=2), to_non_native_fp16=dict(kept=False, entries=6))
+def optimizers_of_pytorch(to):
+    "Does their state live from fit to fit, and for how many parameters do they have one after three fits of a model with two?"
+    learn,steps = learner(to, opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)),[]
+    def _count(learn): steps.append(max([int(s['step']) for p,s in learn.opt.opt.state.items() if any(p is q for q in learn.opt.all_params().itemgot(0))], default=0))
+    for _ in range(3): learn.fit(8, cbs=At('before_step', _count, every, order=12))
+    return dict(kept=steps==[*range(len(steps))], entries=len(learn.opt.opt.state))
+
+# --- fastai's side
+
+@contextmanager
+def on_cpu():
+    "Let fastai's callbacks take the CPU for the device they want"
+    class NonNativeMixedPrecision(fp16.NonNativeMixedPrecision): dls = SimpleNamespace(device=torch.device('cuda')) # asked for this, once, and for nothing else
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(fp16, 'NonNativeMixedPrecision', NonNativeMixedPrecision)
+        for o in ('autocast', 'GradScaler'): m.setattr(fp16, o, lambda device, f=getattr(fp16, o), **kwargs: f('cpu', **kwargs))
+        yield
+
+def close_autocast():
+    "Close what a row has left open, so that it is not the next row's"
+    for _ in range(torch.autocast_increment_nesting()): torch.autocast_decrement_nesting()
+    torch.set_autocast_enabled('cpu', False)
+    torch.clear_autocast_cache()
+
+def fastai_sees():
+    "For each row and each of fastai's methods: what is different from ours"
+    torch.set_num_threads(1)
+    warnings.simplefilter('ignore')
+    for name,o in rows.items():
+        for to in theirs:
+            if o.fastai.get(to, {}) is None: continue
+            with nullcontext() if name=='cpu' else on_cpu():
+                try: res = o.f(to)
+                except Exception as e: res = repr(e)
+            close_autocast()
+            yield f'{name}-{to}',res
+
+if __name__=='__main__':
+    res = dict(fastai_sees())
+    if any(o.startswith('mp_callbacks') for o in sys.modules): sys.exit('mp_callbacks has been imported')
+    print(json.dumps(res))
+    sys.exit()
+
+# --- The tests
+
+def slug(s): return re.sub(r'\W+', '_', s.lower()).strip('_')
+
+@pytest.fixture(scope='session')
+def fastai_saw():
+    res = subprocess.run([sys.executable, __file__], stdout=subprocess.PIPE, text=True)
+    assert res.returncode==0
+    return json.loads(res.stdout.splitlines()[-1])
+
+pytestmark = pytest.mark.filterwarnings('ignore')
+
+@pytest.mark.parametrize('name,to', [pytest.param(k, to, id=f'{k}-{to}') for k,o in rows.items() for to in o.ours])
+def test_ours(name, to):
+    import mp_callbacks.all
+    assert rows[name].f(to)==rows[name].sees
+
+@pytest.mark.parametrize('name,to', [pytest.param(k, to, id=f'{k}-{to}') for k,o in rows.items() for to in theirs if o.fastai.get(to, {}) is not None])
+def test_fastai(name, to, fastai_saw):
+    assert fastai_saw[f'{name}-{to}']=={**rows[name].sees, **rows[name].fastai.get(to, {})}

@@ -5,8 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-import torch.nn.functional as F
-from fastai.basics import *
+from fastai.basics import DataLoader,DataLoaders,Learner,MSELossFlat,load_learner,noop,set_seed
 from fastai.callback.core import Callback
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -1,0 +1,50 @@
+"Small learners for the tests: one line of data, one model, and every precision that we have"
+import torch
+from fastai.basics import *
+from fastai.callback.all import *
+from mp_callbacks.all import *
+from mp_callbacks.callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback # fastai's names too: be sure of ours
+
+def alone(learn, **kwargs): return learn.add_cb(MixedPrecision(**{'max_loss_scale':2.**10, **kwargs}))
+
+modes = dict( # the scale starts where nothing overflows, so that no step is skipped and trajectories can be compared
+    fp16         = lambda learn, **kwargs: learn.to_fp16(**{'max_loss_scale':2.**10, **kwargs}),
+    fp16_static  = lambda learn, **kwargs: learn.to_fp16(**{'dynamic':False, **kwargs}),
+    bf16         = lambda learn, **kwargs: learn.to_bf16(**kwargs),
+    native_fp16  = lambda learn, **kwargs: learn.to_native_fp16(**{'init_scale':2.**10, **kwargs}),
+    native_bf16  = lambda learn, **kwargs: learn.to_native_bf16(**kwargs),
+    alone        = alone)
+calls = 'to_fp16 to_bf16 to_native_fp16 to_native_bf16'.split()
+
+def numbers(n=64, seed=0):
+    "`n` rows of eight numbers, and something to learn from them"
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 8, generator=g)
+    return x,x[:,:4].sin().sum(1, keepdim=True)+x[:,4:].prod(1, keepdim=True)
+
+class First: # of an item; a class, so that it can be exported
+    def __call__(self, o): return o[0]
+class Second:
+    def __call__(self, o): return o[1]
+
+def get_dls(bs=16, device='cpu', **kwargs):
+    "Training and validation data, both the same and in order"
+    items = L(zip(*numbers(**kwargs)))
+    dsets = [Datasets(items, [[First()],[Second()]]) for _ in range(2)]
+    return DataLoaders.from_dsets(*dsets, bs=bs, device=device, num_workers=0, shuffle=False)
+
+def mlp(norm=False):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8,16), *([nn.BatchNorm1d(16)] if norm else []), nn.GELU(), nn.Linear(16,16), nn.GELU(), nn.Linear(16,1))
+
+def get_learner(model=None, dls=None, norm=False, **kwargs):
+    "A quiet learner, the same each time"
+    if model is None: model = mlp(norm)
+    learn = Learner(get_dls() if dls is None else dls, model, **{'loss_func':MSELossFlat(), 'lr':1e-2, **kwargs})
+    for cb in learn.cbs.filter(lambda o: isinstance(o, ProgressCallback)): learn.remove_cb(cb)
+    learn.logger,learn.create_mbar = noop,False
+    return learn
+
+def weights(learn): return [p.detach().clone() for p in learn.model.parameters()]
+def flat(ts): return torch.cat([t.detach().double().reshape(-1) for t in ts])
+def skipped(learn): return int(learn.precision_recorder.log.skipped.sum())

@@ -52,12 +52,12 @@ class LoopCallback(Callback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #b8d14256
+# %% ../nbs/10_callback.ipynb #b22aaaef
 class PrecisionCallback(LoopCallback):
     "What every precision does around a step: scale the loss, check the gradients, skip the step if they are not finite"
     order,name = 10,'mixed_precision' # fastai's own callbacks are ordered around it, and `load_learner` looks for the name
-    _stateattrs = ('_snapshot','_outside')
-    _snapshot,_outside,_open,_pending,_steps,_skips,clip,warn_skips = None,(),False,None,0,0,None,32
+    _stateattrs = ('_snapshot','_outside','_strangers')
+    _snapshot,_strangers,_outside,_open,_pending,_steps,_skips,clip,warn_skips = None,None,(),False,None,0,0,None,32
 
     def __init__(self, scaling, max_skips):
         if isinstance(max_skips, bool) or not isinstance(max_skips, int) or max_skips<1:
@@ -78,6 +78,7 @@ class PrecisionCallback(LoopCallback):
     def during_fit(self):
         learn = self.learn
         self.check(learn)
+        self._strangers = None # the optimizer may be another one than in the last fit
         try: yield
         finally:
             if self._pending is not None: learn.opt.zero_grad() # gradients were accumulated for a step that never came
@@ -106,8 +107,10 @@ class PrecisionCallback(LoopCallback):
 
     def before_backward(self):
         if self._pending is None: self._pending = self.loss_scale
-        mine = {id(p) for p in self._params()}
-        self._outside = [(p,p.grad) for p in self.model.parameters() if id(p) not in mine and p.requires_grad]
+        if self._strangers is None:
+            mine = {id(p) for p in self._params()}
+            self._strangers = [p for p in self.model.parameters() if id(p) not in mine]
+        self._outside = [(p,p.grad) for p in self._strangers]
         for p,_ in self._outside: p.grad = None
         self.learn.loss_grad = self._scale(self.loss_grad.float() if self.loss_grad.dtype in half_dtypes else self.loss_grad)
 

@@ -51,23 +51,24 @@ def check_flat(
     for (dev1,_,end,p),(dev2,start,_,q) in pairwise(sorted(spans, key=lambda o:o[:3])):
         if dev1==dev2 and start<end: raise ValueError(f"Parameters of shapes {tuple(p.shape)} and {tuple(q.shape)} share memory, and flat_master=True would separate them. Use flat_master=False.")
 
-# %% ../nbs/07_flat.ipynb #27840018
+# %% ../nbs/07_flat.ipynb #fbb9c19f
 def _check_grad(p):
     g = p.grad
     if g.layout!=torch.strided or g.is_complex() or (g.dtype,g.shape)!=(p.dtype,p.shape):
         raise ValueError(f"flat_master=True needs dense real gradients like their parameters, not {g.dtype} in {g.layout} for a parameter of shape {tuple(p.shape)}. Use flat_master=False.")
 
-def _key(p, group, hyper, state):
+def _key(p, group, state):
     "What parameters have in common that can be stepped on together. Raises `ValueError` if `p` can't be at all."
     _check_grad(p)
     for k,v in state.items():
         if v.shape!=p.shape if isinstance(v, Tensor) else not isinstance(v, (Number,str,type(None))):
             raise ValueError(f"flat_master=True needs state that is a number or has its parameter's shape {tuple(p.shape)}, but {k} is {tuple(v.shape) if isinstance(v, Tensor) else v!r}. Use flat_master=False.")
     kinds = frozenset((k, v.dtype, v.device) if isinstance(v, Tensor) else (k, type(v), v) for k,v in state.items())
-    alone = p.device.type=='cpu' and (p.dtype in half_dtypes or hyper.get('beta'))
-    return group,p.dtype,p.device,kinds,(id(p) if alone else None)
+    return group,p.dtype,p.device,kinds
 
-# %% ../nbs/07_flat.ipynb #9fd864e3
+def _alone(p, hyper): return p.device.type=='cpu' and (p.dtype in half_dtypes or bool(hyper.get('beta')))
+
+# %% ../nbs/07_flat.ipynb #3a7ae769
 def same(xs, ys):
     "Do `xs` and `ys` hold the very same objects?"
     return len(xs)==len(ys) and all(map(is_, xs, ys))
@@ -82,7 +83,7 @@ class Bucket:
             start = -(-end//self.align)*self.align
             self.layout.append((p.shape, torch.empty_like(p, device='meta').stride(), start)) # p's own strides, if it has no gaps
             end = start+p.numel()
-        self.size,self.moves = end,[] # not rounded up: a bucket of one is as long as its parameter, and ends like it
+        self.size,self.moves = end,[]
         self.flat,self.grads = self._gather(params),[p.grad for p in params]
         self.flat.grad = self._gather(self.grads)
         self.cols = {k:[d[k] for d in states] for k in states[0]}
@@ -127,11 +128,12 @@ class Bucket:
         for k,v in new.items():
             if isinstance(v, Tensor) and (v.shape!=self.flat.shape or not v.is_contiguous()):
                 raise ValueError(f"A stepper made {k} of shape {tuple(v.shape)} from {self.size} numbers, so it doesn't work on each number by itself. Use flat_master=False.")
-            self.cols[k],self.seen[k] = self._views(v) if isinstance(v, Tensor) else [v]*len(self.params),v
-            for d,o in zip(self.states,self.cols[k]): d[k] = o
+            col = self._views(v) if isinstance(v, Tensor) else [v]*len(self.params)
+            for d,o in zip(self.states,col): d[k] = o
+            self.cols[k],self.seen[k] = col,v
         if any(isinstance(v, Tensor) for v in new.values()): self.where = self._where()
 
-# %% ../nbs/07_flat.ipynb #784b7a09
+# %% ../nbs/07_flat.ipynb #050eb628
 class FlatStep:
     "Let the steppers of `opt` work on flat tensors instead of on each parameter"
     def __init__(self,
@@ -139,7 +141,7 @@ class FlatStep:
     ):
         self.outer = self.opt = opt
         while hasattr(self.opt, 'slow_weights'): self.opt = self.opt.opt
-        self.buckets,self.rest,self.about = [],[],[]
+        self.buckets,self.alone,self.rest,self.about = [],{},[],[]
         check_flat(self.opt)
 
     def install(self):
@@ -182,18 +184,19 @@ class FlatStep:
         if not known or len(kept)<len(self.buckets) or any(p.grad is not None for p in self.rest): self._gather(kept)
 
     def _gather(self, kept):
-        opt,groups,rest,done = self.opt,{},[],{p for b in kept for p in b.params}
+        opt,groups,alone,rest,done = self.opt,{},{},[],{p for b in kept for p in b.params}
         check_flat(opt)
         for i,(pg,hyper) in enumerate(zip(opt.param_lists,opt.hypers)):
             for p in pg:
                 state = opt.state[p] # which makes an empty one for a parameter without gradient, as fastai's loop does
                 if p in done: continue
                 done.add(p)
-                if p.grad is None: rest.append(p)
-                else: groups.setdefault(_key(p, i, hyper, state), []).append(p)
+                if _alone(p, hyper): alone[p] = i
+                elif p.grad is None: rest.append(p)
+                else: groups.setdefault(_key(p, i, state), []).append(p)
         self.about = [] # until all is done, so that after an interrupt it is done anew
         self._release([b for b in self.buckets if b not in kept])
-        self.buckets,self.rest = kept,rest
+        self.buckets,self.alone,self.rest = kept,alone,rest
         for (i,*_),ps in groups.items():
             self.buckets.append(Bucket(i, ps, [opt.state[p] for p in ps]))
             self.buckets[-1].attach()
@@ -206,9 +209,10 @@ class FlatStep:
         buckets = [b for b in self.buckets if b.params[0].grad is not None]
         for b in buckets: b.pull_grads()
         own = opt.param_lists,opt.state
+        todo = [*((b.flat,b.group,b.state) for b in buckets), *((p,i,opt.state[p]) for p,i in self.alone.items())]
         try:
-            opt.param_lists = [[b.flat for b in buckets if b.group==i] for i in range(len(own[0]))]
-            opt.state = {b.flat:b.state for b in buckets}
+            opt.param_lists = [[p for p,group,_ in todo if group==i] for i in range(len(own[0]))]
+            opt.state = {p:state for p,_,state in todo}
             type(opt).step(opt, closure)
         finally:
             try: self._put_back(*own)

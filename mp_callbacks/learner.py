@@ -35,13 +35,15 @@ def _unwinding(self, f, event_type, ex, *args, **kwargs):
 _unwinding.plain = _with_events
 Learner._with_events = _unwinding
 
-# %% ../nbs/13_learner.ipynb #cb88d408
+# %% ../nbs/13_learner.ipynb #88563cf6
 def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
 def _is_precision(cb): return isinstance(cb, (PrecisionCallback,ModelToHalf)) or type(cb).__module__=='fastai.callback.fp16'
 
 def _remove_precision(learn):
-    learn.remove_cbs([cb for cb in learn.cbs if _is_precision(cb)])
-    for n in ('_precision_state','scaler'): vars(learn).pop(n, None) # the latter is left by fastai's
+    off = [cb for cb in learn.cbs if _is_precision(cb)]
+    learn.remove_cbs(off)
+    vars(learn).pop('_precision_state', None)
+    if any(type(cb).__module__=='fastai.callback.fp16' for cb in off): vars(learn).pop('scaler', None)
 
 def _set_precision(learn, dtype, new, half=None):
     check_device(fit_device(learn), dtype)

@@ -1,5 +1,5 @@
 "Small learners for the tests: one line of data, one model, and every precision that we have"
-import torch
+import copy,torch
 from fastai.basics import *
 from fastai.callback.all import *
 from mp_callbacks.all import *
@@ -22,20 +22,20 @@ def numbers(n=64, seed=0):
     x = torch.randn(n, 8, generator=g)
     return x,x[:,:4].sin().sum(1, keepdim=True)+x[:,4:].prod(1, keepdim=True)
 
-class First: # of an item; a class, so that it can be exported
-    def __call__(self, o): return o[0]
-class Second:
-    def __call__(self, o): return o[1]
+class At:
+    "Item number `i` of `xs`; a class, so that it can be exported"
+    def __init__(self, xs): self.xs = xs
+    def __call__(self, i:int): return self.xs[i]
 
 def get_dls(bs=16, device='cpu', **kwargs):
-    "Training and validation data, both the same and in order"
-    items = L(zip(*numbers(**kwargs)))
-    dsets = [Datasets(items, [[First()],[Second()]]) for _ in range(2)]
+    "Training and validation data, both the same and in order. An item is its number."
+    x,y = numbers(**kwargs)
+    dsets = [Datasets(range(len(x)), [[At(x)],[At(y)]]) for _ in range(2)]
     return DataLoaders.from_dsets(*dsets, bs=bs, device=device, num_workers=0, shuffle=False)
 
 def mlp(norm=False):
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8,16), *([nn.BatchNorm1d(16)] if norm else []), nn.GELU(), nn.Linear(16,16), nn.GELU(), nn.Linear(16,1))
+    return nn.Sequential(nn.Linear(8,16,bias=not norm), *([nn.BatchNorm1d(16)] if norm else []), nn.GELU(), nn.Linear(16,16), nn.GELU(), nn.Linear(16,1))
 
 def get_learner(model=None, dls=None, norm=False, **kwargs):
     "A quiet learner, the same each time"
@@ -48,3 +48,5 @@ def get_learner(model=None, dls=None, norm=False, **kwargs):
 def weights(learn): return [p.detach().clone() for p in learn.model.parameters()]
 def flat(ts): return torch.cat([t.detach().double().reshape(-1) for t in ts])
 def skipped(learn): return int(learn.precision_recorder.log.skipped.sum())
+
+__all__ = [o for o in globals() if not o.startswith(('test','_'))] # for pytest would run what fastai has in the way of `test_fail`

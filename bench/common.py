@@ -1,0 +1,265 @@
+"What the scripts here share: the loops to be measured, how they are measured, and the files with the results"
+import copy,csv,gc,os,platform,sys
+from contextlib import nullcontext
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import fastai,torch
+import pandas as pd
+from fastai.callback import fp16 as theirs
+from fastai.learner import Learner
+from fastai.optimizer import Adam,OptimWrapper
+
+import mp_callbacks
+from mp_callbacks.all import *
+from models import loss_func
+
+fp16,bf16 = torch.float16,torch.bfloat16
+init_scale = 2.**16 # for every float16 loop: with fastai's 2**24 the first steps, the ones timed here, would be skipped and cost less
+
+class Variant(NamedTuple):
+    loop:str       # hand: a plain PyTorch loop; fastai: its own callbacks; ours
+    opt:str        # fused: torch's AdamW; fastai: fastai's Adam; flat: the same with flat_master=True
+    precision:str  # fp32; tf32; autocast-fp16, autocast-bf16; fp16, bf16: half-precision copies of float32 weights
+    @property
+    def dtype(self): return fp16 if self.precision.endswith('fp16') else bf16 if self.precision.endswith('bf16') else torch.float32
+
+class Hand:
+    "A training loop without a library"
+    def __init__(self, v, model, make_opt):
+        self.v,self.model,self.net,self.dev = v,model,model,next(model.parameters()).device.type
+        self.autocast = v.precision.startswith('autocast')
+        self.scaler = torch.amp.GradScaler(self.dev, init_scale=init_scale, enabled=v.precision=='autocast-fp16')
+        self.masters,self.copies = list(model.parameters()),None
+        self.opt = make_opt(self.masters)
+        if v.precision=='bf16':
+            self.net = copy.deepcopy(model).to(bf16)
+            self.copies = list(self.net.parameters())
+
+    def push(self):
+        if self.copies: torch._foreach_copy_([c.data for c in self.copies], [p.data for p in self.masters])
+
+    def forward(self, x, y):
+        if self.copies and x.is_floating_point(): x = x.to(bf16)
+        with torch.autocast(self.dev, self.v.dtype) if self.autocast else nullcontext(): pred = self.net(x)
+        return loss_func(pred.float(), y)
+
+    def backward(self, loss): self.scaler.scale(loss).backward()
+
+    def pull(self):
+        if not self.copies: return
+        for p in self.masters: p.grad = torch.empty_like(p)
+        torch._foreach_copy_([p.grad for p in self.masters], [c.grad for c in self.copies])
+        for c in self.copies: c.grad = None
+
+    def step(self):
+        if not self.scaler.is_enabled(): return self.opt.step()
+        self.scaler.step(self.opt)
+        self.scaler.update()
+
+    def grad_opt(self, loss):
+        self.backward(loss)
+        self.pull()
+        self.step()
+        self.opt.zero_grad()
+
+    def __call__(self, batches):
+        for x,y in batches:
+            self.push()
+            self.grad_opt(self.forward(x, y))
+
+    def parts(self): return [(self,'push','push'), (self,'grad_opt','grad_opt'), (self,'backward','backward'), (self,'pull','pull'), (self,'step','step'), (self.opt,'zero_grad','zero_grad')]
+
+class FastaiNative(theirs.MixedPrecision):
+    "fastai's, on any device: its own says 'cuda' wherever it is"
+    def before_fit(self):
+        super().before_fit()
+        dev,dtype = self.dls.device.type,bf16 if self.amp_mode==theirs.AMPMode.BF16 else fp16
+        if dev!='cuda': self.autocast,self.learn.scaler = torch.autocast(dev, dtype),torch.amp.GradScaler(dev, **self.kwargs)
+
+class FastaiNonNative(theirs.NonNativeMixedPrecision):
+    "fastai's, without the check that the device is a GPU"
+    def before_fit(self):
+        dev,self.dls.device = self.dls.device,SimpleNamespace(type='cuda')
+        try: super().before_fit()
+        finally: self.dls.device = dev
+
+class Fastai:
+    "A `Learner`, with fastai's callbacks or ours"
+    def __init__(self, v, model, make_opt):
+        self.v,self.model,kind = v,model,v.precision.removeprefix('autocast-')
+        self.learn = learn = Learner(SimpleNamespace(device=next(model.parameters()).device, valid=[]), model, loss_func=loss_func, opt_func=make_opt, lr=1e-4)
+        flat,auto = v.opt=='flat',v.precision.startswith('autocast')
+        if v.loop=='fastai':
+            if auto: learn.add_cb(FastaiNative(kind, init_scale=init_scale))
+            elif kind=='fp16': learn.add_cbs([theirs.ModelToHalf(), FastaiNonNative(flat_master=flat, max_loss_scale=init_scale)])
+        elif auto: learn.to_native_fp16(init_scale) if kind=='fp16' else learn.to_native_bf16()
+        elif kind=='fp16': learn.to_fp16(flat_master=flat, max_loss_scale=init_scale)
+        elif kind=='bf16': learn.to_bf16(flat_master=flat)
+        learn.create_opt()
+        self.opt = learn.opt
+
+    def __call__(self, batches):
+        self.learn.dls.train = batches
+        with self.learn.no_bar(), self.learn.no_logging(): self.learn.fit(1)
+
+    def parts(self):
+        learn,phases = self.learn,dict(before_batch='push', after_backward='pull', before_step='check', after_step='after')
+        res = [(learn,'_do_grad_opt','grad_opt'), (learn,'_backward','backward'), (learn,'_step','step'), (learn.opt,'zero_grad','zero_grad')]
+        cbs = [cb for cb in learn.cbs if isinstance(cb, (theirs.MixedPrecision,theirs.NonNativeMixedPrecision,MixedPrecision,ModelToHalf,NativeMixedPrecision))]
+        return res+[(cb,k,o) for cb in cbs for k,o in phases.items() if hasattr(cb, k)]
+
+def build(v, model):
+    "The loop that `v` names, around `model`: call it with batches"
+    if v.opt!='fused':       make_opt = lambda ps, lr=1e-4, **kw: Adam(ps, lr, wd=.01)
+    elif v.loop=='hand':     make_opt = lambda ps: torch.optim.AdamW(ps, lr=1e-4, fused=True)
+    else:                    make_opt = lambda ps, lr=1e-4, **kw: OptimWrapper(ps, torch.optim.AdamW, lr=lr, fused=True)
+    return (Hand if v.loop=='hand' else Fastai)(v, model, make_opt)
+
+def steps_taken(loop):
+    "How many steps the optimizer took: a skipped one doesn't count"
+    opt = getattr(loop.opt, 'opt', loop.opt)
+    return int(next((s['step'] for s in opt.state.values() if 'step' in s), 0))
+
+def sync(dev):
+    if torch.device(dev).type=='cuda': torch.cuda.synchronize()
+
+class Clock:
+    "Milliseconds per step, from here to when the device has finished"
+    def __init__(self, loop, dev): self.dev = dev
+    def __enter__(self): sync(self.dev); self.start = perf_counter()
+    def __exit__(self, *_): sync(self.dev); self.ms = (perf_counter()-self.start)*1e3
+    def rows(self, n): yield 'step_ms',self.ms/n,''
+
+class Batches:
+    "One batch, on the device already, `warm` times and then `n` times inside `probe`. So neither loading data nor starting a fit is measured."
+    def __init__(self, batch, warm, n, probe): self.batch,self.warm,self.n,self.probe = batch,warm,n,probe
+    def __len__(self): return self.warm+self.n
+    def __iter__(self):
+        for _ in range(self.warm): yield self.batch
+        with self.probe:
+            for _ in range(self.n): yield self.batch
+
+class Phases:
+    "Milliseconds that the parts of `loop` take in a step, by the device's own clock where it has one"
+    def __init__(self, loop, dev):
+        self.cuda,self.marks,self.on = torch.device(dev).type=='cuda',[],False
+        for o,name,label in loop.parts(): vars(o)[name] = self._timed(getattr(o, name), label)
+
+    def _timed(self, f, label):
+        def _f(*args, **kwargs):
+            if not self.on: return f(*args, **kwargs)
+            start = self._now()
+            try: return f(*args, **kwargs)
+            finally: self.marks.append((label,start,self._now()))
+        return _f
+
+    def _now(self):
+        if not self.cuda: return perf_counter()
+        e = torch.cuda.Event(enable_timing=True)
+        e.record()
+        return e
+
+    def __enter__(self): self.marks,self.on = [],True
+    def __exit__(self, *_): self.on = False
+
+    def rows(self, n):
+        "Each part, summed over a step, the median of the steps; `overhead`: all of a step but forward, loss and backward"
+        if self.cuda: torch.cuda.synchronize()
+        calls = {}
+        for k,a,b in self.marks: calls.setdefault(k, []).append(a.elapsed_time(b) if self.cuda else (b-a)*1e3)
+        ms = {k:median(sum(o[i*len(o)//n:(i+1)*len(o)//n]) for i in range(n)) for k,o in calls.items()}
+        ms['overhead'] = ms.get('push', 0)+ms.pop('grad_opt')-ms.pop('backward')
+        for k,o in ms.items(): yield f'{k}_ms',o,''
+
+def set_tf32(on): torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
+
+def compare(task, variants, dev, batch=None, probe=Clock, turns=5, seconds=60, turn=.3):
+    """Measure `variants` in turns with a `probe`: rows of (variant, turn, metric, value, note)
+
+    A turn before the first is to warm up and to see how many steps take `turn` seconds; the first also measures memory. A variant that can't run says why, and the others go on."""
+    data,loops,probes,n,own = task.data(dev, batch),{},{},{},{}
+    cuda,end = torch.device(dev).type=='cuda',perf_counter()+seconds
+    allocated = torch.cuda.memory_allocated if cuda else lambda: 0
+    for i in range(turns+1):
+        for v in variants:
+            if i and v not in loops: continue
+            set_tf32(v.precision=='tf32')
+            gc.collect()
+            before = allocated()
+            try:
+                if not i:
+                    loop,clock = build(v, task.model(dev)),Clock(None, dev)
+                    loop(Batches(data, 6, 2, clock))
+                    n[v],own[v],loops[v],probes[v] = max(2, min(50, round(turn*2e3/clock.ms))),allocated()-before,loop,probe(loop, dev)
+                    continue
+                if cuda: torch.cuda.reset_peak_memory_stats()
+                taken = steps_taken(loops[v])
+                loops[v](Batches(data, 2, n[v], probes[v]))
+                for row in probes[v].rows(n[v]): yield v,i,*row
+                if skipped := n[v]+2-steps_taken(loops[v])+taken: yield v,i,'skipped',skipped,''
+                if i==1: yield v,i,'parameters',sum(p.numel() for p in loops[v].model.parameters()),''
+                if cuda and i==1: yield v,i,'peak_mb',(torch.cuda.max_memory_allocated()-before+own[v])/2**20,''
+            except Exception as e:
+                loop = loops.pop(v, None)
+                yield v,i,'oom' if isinstance(e, torch.OutOfMemoryError) else 'error',0,f'{type(e).__name__}: {e}'.splitlines()[0][:200]
+                del loop,e
+                if cuda: gc.collect(); torch.cuda.empty_cache()
+        if i>=2 and perf_counter()>end: return
+
+def machine():
+    "Where this runs, and on what versions"
+    cpu = next((o.split(':')[1].strip() for o in Path('/proc/cpuinfo').read_text().splitlines() if o.startswith('model name')), '') if Path('/proc/cpuinfo').exists() else ''
+    gpu = f'{torch.cuda.get_device_name()} (CUDA {torch.version.cuda}), ' if torch.cuda.is_available() else ''
+    return f'{gpu}{cpu or platform.processor() or platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads; Python {platform.python_version()}, torch {torch.__version__}, fastai {fastai.__version__}, mp_callbacks {mp_callbacks.__version__}'
+
+class Results:
+    """A csv file in which every measurement is a row, written as soon as it is made, below a comment with the command, the machine and the versions
+
+    A group is what was measured in turns in one run, so that its numbers may be compared. One that was interrupted is measured again, and its first rows no longer count."""
+    keys,cols = ['part','case','size'],['run','part','case','size','loop','opt','precision','turn','metric','value','note']
+
+    def __init__(self, path):
+        self.path,self.run = Path(path),datetime.now().strftime('%Y-%m-%d %H:%M:%S')
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = not self.path.exists()
+        self.about = f'# {self.run} | {" ".join(["python", *sys.argv])} | {machine()}'
+        with self.path.open('a') as f: f.write(self.about.replace('\n', ' ')+'\n'+(','.join(self.cols)+'\n' if new else ''))
+
+    def add(self, *row):
+        with self.path.open('a', newline='') as f: csv.writer(f).writerow([self.run, *row[:-2], f'{row[-2]:.5g}', str(row[-1]).replace('#', '')])
+
+    def measure(self, part, case, size, rows):
+        "Write what `rows` yields, (variant, turn, metric, value, note), unless this group is there already"
+        if self.has(part, case, size): return
+        start = perf_counter()
+        for v,*row in rows: self.add(part, case, size, *v, *row)
+        self.add(part, case, size, '', '', '', 0, 'done', perf_counter()-start, '')
+        print(f'{part} {case} {size}: {perf_counter()-start:.0f} s', flush=True)
+
+    def has(self, *group): return ((df := self._read()).metric.eq('done') & df[self.keys].astype(str).eq([*map(str, group)]).all(1)).any()
+    def _read(self): return pd.read_csv(self.path, comment='#', keep_default_na=False)
+
+    def read(self):
+        "The rows of the groups that are complete"
+        df = self._read()
+        done = df.loc[df.metric=='done', ['run',*self.keys]].drop_duplicates(self.keys, keep='last')
+        return df[df.metric!='done'].merge(done)
+
+def pivot(df, index=('loop','opt','precision')):
+    "One row per variant, in the order of the file, with the median of each metric, and the quartiles of the time"
+    res = df.pivot_table(index=list(index), columns='metric', values='value', aggfunc='median', sort=False)
+    if 'step_ms' in res:
+        q = df[df.metric=='step_ms'].groupby(list(index)).value.quantile([.25,.75]).unstack()
+        res['quartiles'] = [f'{q.loc[i,.25]:.3g}-{q.loc[i,.75]:.3g}' if i in q.index else '' for i in res.index]
+    return res
+
+def markdown(df, about): # about: a sentence above the table
+    def show(o): return '' if o is None or o!=o else f'{o:.3g}' if isinstance(o, float) and abs(o)<1000 else f'{o:.0f}' if isinstance(o, float) else str(o)
+    df = df.reset_index()
+    rows = [list(df.columns), ['---']*df.shape[1], *df.itertuples(index=False)]
+    return f'{about}\n\n'+'\n'.join('| '+' | '.join(map(show, o))+' |' for o in rows)+'\n'

@@ -1,0 +1,304 @@
+"""Each precision against float32: the same learner from the same seed, with each kind of optimizer
+
+How far apart may they be? Let u be the unit roundoff of the half dtype. On its way through one of the three layers of the model a number is rounded
+four times: input and weight on the way there, incoming gradient and weight on the way back. These twelve errors are independent and evenly
+spread, each of root mean square u/√3 at most, so together they are √12·u/√3 = 2u of a gradient. Steps add up to the distance travelled as gradients
+add up to steps, so the final weights should be within 2u of that distance from those of float32; `tolerance` allows twice as much, since
+optimizers amplify what differs where gradients are small. Measured: .5u to u, for each optimizer. The validation loss is held to the same tolerance, relative to its value."""
+from functools import lru_cache
+
+import pytest
+from learners import *
+
+pytestmark = pytest.mark.filterwarnings('ignore:float16 on a CPU')
+
+def wrapped(**kwargs): return partial(OptimWrapper, opt=partial(torch.optim.AdamW, **kwargs))
+
+optimizers = dict( # and a learning rate that suits it
+    sgd     = (SGD, .1),
+    mom     = (partial(SGD, mom=.9), .02),
+    adam    = (Adam, .01),
+    radam   = (RAdam, .01),
+    qhadam  = (QHAdam, .01),
+    lamb    = (Lamb, .01),
+    ranger  = (ranger, .02),
+    adamw   = (wrapped(foreach=False), .01),
+    foreach = (wrapped(foreach=True), .01),
+    fused   = (wrapped(fused=True), .01))
+
+roundoff = dict(fp16=2**-11, fp16_static=2**-11, native_fp16=2**-11, bf16=2**-8, native_bf16=2**-8)
+tolerance = {k:4*u for k,u in roundoff.items()}
+
+each_mode = pytest.mark.parametrize('mode', modes)
+each_half = pytest.mark.parametrize('mode', roundoff)
+each_opt  = pytest.mark.parametrize('opt',  optimizers)
+
+def make(opt, mode=None, **kwargs):
+    "A learner with batch norm that steps with `opt`, in `mode`, or in float32"
+    opt_func,lr = optimizers[opt]
+    learn = get_learner(norm=True, opt_func=opt_func, lr=lr, **kwargs)
+    if mode is not None: modes[mode](learn)
+    return learn
+
+def everything(learn): return [o.clone() for o in learn.model.state_dict().values()]
+
+def same(xs, ys): return all(torch.equal(x, y) for x,y in zip(xs, ys, strict=True))
+
+@lru_cache(None)
+def in_float32(opt):
+    "Weights at the start and after six epochs of float32, and the validation loss"
+    learn = make(opt)
+    start = flat(weights(learn))
+    learn.fit(6)
+    return start,flat(weights(learn)),learn.validate()[0]
+
+# --- Following float32
+
+@each_half
+@each_opt
+def test_follows_float32(opt, mode):
+    start,end,loss = in_float32(opt)
+    learn = make(opt, mode)
+    learn.fit(6)
+    assert skipped(learn)==0 and len(learn.precision_recorder.log)==24
+    off = (flat(weights(learn))-end).norm()/(end-start).norm()
+    assert roundoff[mode]/10<off<tolerance[mode] # nearer would not be half precision
+    assert abs(learn.validate()[0]/loss-1)<tolerance[mode]
+
+@each_opt
+def test_learns(opt):
+    "What the tolerance is relative to is not small: each optimizer goes some way, and downhill"
+    start,end,loss = in_float32(opt)
+    assert (end-start).norm()>.5 and loss<.85*make(opt).validate()[0]
+
+# --- Loss scaling alone
+
+def others(names):
+    "The callbacks of fastai that are ordered around loss scaling"
+    return [dict(acc=lambda: GradientAccumulation(32), clip=lambda: GradientClip(.1))[o]() for o in names]
+
+@pytest.mark.parametrize('around', [(), ('acc',), ('clip',), ('acc','clip')], ids='+'.join)
+@each_opt
+def test_scaling_alone(opt, around):
+    "A power of two times the loss, and the gradients divided by it, change no bit of weights, batch norms and losses"
+    def run(mode):
+        learn = make(opt, mode, cbs=others(around))
+        for _ in range(2): learn.fit(2)
+        return everything(learn),learn.recorder.losses,learn.validate()[0]
+    for a,b in zip(run('alone'), run(None), strict=True): assert same(a, b) if isinstance(a, list) else a==b
+
+def test_scaling_alone_large():
+    "The scale that `MixedPrecision` starts from by default is no problem in float32"
+    learn,plain = make('adam'),make('adam')
+    alone(learn, max_loss_scale=2.**24)
+    for o in (learn,plain): o.fit(2)
+    assert learn.mixed_precision.loss_scale==2**24 and same(weights(learn), weights(plain))
+
+@pytest.mark.parametrize('mode', ['fp16', 'fp16_static', 'bf16', 'alone'])
+def test_clip(mode):
+    "`clip=` does what fastai's GradientClip does, and the norms that are recorded are those before clipping"
+    a,b = make('sgd', cbs=GradientClip(.1)),make('sgd')
+    modes[mode](a)
+    modes[mode](b, clip=.1)
+    for o in (a,b):
+        o.add_cb(PrecisionRecorder()) if mode=='alone' else None
+        o.fit(2)
+    assert torch.allclose(flat(weights(a)), flat(weights(b)), rtol=0, atol=1e-6)
+    assert (b.precision_recorder.log.norm>.1).all()
+    assert torch.allclose(*[torch.tensor(o.precision_recorder.log.norm.values) for o in (a,b)], rtol=1e-4)
+
+@each_mode
+def test_accumulation(mode):
+    "Two batches of 16 with GradientAccumulation are one of 32, in half precision too"
+    learn,whole = [get_learner(opt_func=SGD, lr=.05, dls=get_dls(bs=bs), cbs=cbs) for bs,cbs in ((16, GradientAccumulation(32)), (32, None))]
+    for o in (learn,whole):
+        start = flat(weights(o))
+        modes[mode](o).fit(4)
+    moved = flat(weights(whole))-start
+    assert (flat(weights(learn))-flat(weights(whole))).norm()/moved.norm()<tolerance.get(mode, 1e-5)
+
+# --- Updates far below the resolution of half precision
+
+@each_half
+def test_tiny_updates(mode):
+    "fastai's own masters are thrown away at the end of each fit. Here fifty short ones move the weights as float32 does, each by less than half precision could tell"
+    def run(mode):
+        learn = get_learner(opt_func=SGD, lr=1e-7, dls=get_dls(n=32))
+        start = weights(learn)
+        if mode: modes[mode](learn)
+        for _ in range(50): learn.fit(1)
+        return flat(start),flat(weights(learn))
+    start,end = run(None)
+    moved = end-start
+    big = start.abs()>.01
+    assert (moved.abs()[big] < start.abs()[big]*roundoff[mode]/4).all() # all fifty together would be rounded away
+    assert moved.abs().max()>1e-6
+    res = run(mode)[1]-start
+    assert (res-moved).norm()/moved.norm()<tolerance[mode]+.01 # the latter: float32 has about a hundred steps of 1e-8 in a movement of 1e-5
+
+# --- One flat tensor per group
+
+class Net(nn.Module):
+    "Three layers, two of them in the first of two groups, batch norm, and a layer that is not used"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.body = nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16,16), nn.GELU())
+        self.unused = nn.Linear(3,3)
+        self.head = nn.Linear(16,1)
+    def forward(self, x): return self.head(self.body(x))
+
+def halves(model): return [params(nn.ModuleList([model.body, model.unused])),params(model.head)]
+
+elementwise = [o for o in optimizers if o not in ('lamb', 'adamw', 'foreach', 'fused')]
+flat_modes = [o for o in modes if 'native' not in o]
+
+def opt_state(learn):
+    "All numbers in the optimizer, in order"
+    sd = learn.opt.state_dict()
+    return sd.get('count'),sd.get('slow_weights'),[dict(sorted(s.items())) for s in sd['state']],[dict(h) for h in sd['hypers']]
+
+def identical(a, b):
+    if isinstance(a, torch.Tensor): return torch.equal(a, b)
+    if isinstance(a, dict): return a.keys()==b.keys() and all(identical(a[k], b[k]) for k in a)
+    if isinstance(a, (list,tuple,L)): return len(a)==len(b) and all(map(identical, a, b))
+    return a==b
+
+class Twins:
+    "The same learner twice, the second with `flat_master=True` in every precision that has it"
+    def __init__(self, opt, path, splitter=halves, **kwargs):
+        opt_func,lr = optimizers.get(opt, (opt, .01))
+        self.learns = [get_learner(Net(), opt_func=opt_func, lr=lr, wd=.1, splitter=splitter, path=path/name, **kwargs) for name in ('each','flat')]
+
+    def each(self, f):
+        "Do `f` with each, and see that nothing differs"
+        for o in self.learns: f(o)
+        a,b = self.learns
+        assert same(everything(a), everything(b))
+        if a.opt is None: return
+        assert identical(opt_state(a), opt_state(b))
+        own = [p for pg in b.opt.param_lists for p in pg]
+        assert {id(p) for p in own}=={id(p) for p in b.model.parameters()}
+        for p in own: assert p.untyped_storage().nbytes()==p.numel()*4 # its own memory again, so that a saved part is no more than that part
+
+    def to(self, mode, **kwargs):
+        "Both in `mode`, or in float32"
+        for o,is_flat in zip(self.learns, (False, True)):
+            o.to_fp32()
+            if mode: modes[mode](o, flat_master=is_flat, **kwargs)
+
+    def ran_flat(self):
+        "Did the second step on fewer tensors than it has parameters?"
+        learn,seen = self.learns[1],[]
+        def _count(p, **kwargs): seen.append(p.numel())
+        _count.elementwise = True
+        opt = getattr(learn.opt, 'opt', learn.opt)
+        opt.cbs.append(_count)
+        learn.fit(1)
+        opt.cbs.remove(_count)
+        return len(seen)<4*sum(p.grad is not None for p in learn.model.parameters())
+
+@pytest.mark.parametrize('mode', flat_modes)
+@pytest.mark.parametrize('opt', elementwise)
+def test_flat_master(opt, mode, tmp_path):
+    "Bit for bit: discriminative rates, decay exclusions, frozen groups, an unused layer, fit after fit, save and load"
+    twins = Twins(opt, tmp_path)
+    twins.to(mode)
+    for f in (lambda o: o.freeze(),
+              lambda o: o.fit(1, slice(1e-3, 1e-2)),
+              lambda o: o.unfreeze(),
+              lambda o: o.fit_one_cycle(2, slice(1e-3, 1e-2)),
+              lambda o: o.save('here'),
+              lambda o: o.fit(1),
+              lambda o: o.load('here'),
+              lambda o: o.freeze_to(1),
+              lambda o: o.fit(1),
+              lambda o: o.fit(1, reset_opt=True)): twins.each(f)
+    assert twins.ran_flat()
+
+@pytest.mark.parametrize('opt', elementwise)
+def test_flat_master_switch(opt, tmp_path):
+    "Flat or not or float32, from fit to fit: the optimizer goes on with what it knows"
+    twins = Twins(opt, tmp_path)
+    a,b = twins.learns
+    for i,(first,second) in enumerate([(False,True), (False,False), (None,None), (True,True), (True,False), (None,None), (False,True)]):
+        for o,is_flat in ((a,first), (b,second)): o.to_fp32() if is_flat is None else o.to_bf16(flat_master=is_flat)
+        twins.each(lambda o: o.fit(1))
+
+@pytest.mark.parametrize('mode', ['fp16', 'alone'])
+def test_flat_master_with(mode, tmp_path):
+    "Bit for bit as well with accumulation and clipping, with a step that is skipped, and after an interrupt"
+    class Poison(Callback):
+        def before_batch(self):
+            if self.training and self.train_iter==2: self.learn.xb = (self.x*float('inf'),)
+    class Stop(Callback):
+        def after_backward(self):
+            if self.train_iter==1: raise KeyboardInterrupt
+    def stopped(learn):
+        with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=Stop())
+    twins = Twins('adam', tmp_path)
+    twins.to(mode, clip=.5)
+    for f in (lambda o: o.fit(2, cbs=Poison()),
+              stopped,
+              lambda o: o.fit(1, cbs=[GradientAccumulation(32), GradientClip(.1)])): twins.each(f)
+    assert all(o.mixed_precision.loss_scale==2**9 for o in twins.learns)
+
+@pytest.mark.parametrize('opt,match', [(Lamb, 'lamb_step'), (Larc, 'larc_layer_lr'), (wrapped(), 'AdamW'), (wrapped(foreach=True), 'AdamW')], ids='lamb larc adamw foreach'.split())
+@pytest.mark.parametrize('mode', flat_modes)
+def test_flat_master_refused(mode, opt, match, tmp_path):
+    "Optimizers that need each parameter by itself, or have their own fast ways: a clear error, and all is as it was"
+    learn = get_learner(opt_func=opt, norm=True)
+    learn.fit(1)
+    before,objects,state = everything(learn),list(learn.model.parameters()),copy.deepcopy(learn.opt.state_dict())
+    with pytest.raises(ValueError, match='flat_master=True') as e: modes[mode](learn, flat_master=True).fit(1)
+    assert match in str(e.value) and 'flat_master=False' in str(e.value)
+    assert same(everything(learn), before) and all(p is q for p,q in zip(learn.model.parameters(), objects, strict=True))
+    assert all(p is q for p,q in zip([p for pg in learn.opt.param_lists for p in pg], objects, strict=True))
+    assert repr(learn.opt.state_dict())==repr(state)
+    modes[mode](learn.to_fp32()).fit(1) # not flat: all is well
+    assert not same(everything(learn), before)
+
+# --- The optimizer's memory
+
+def taken(learn):
+    "How many steps the optimizer has counted for each parameter"
+    if isinstance(learn.opt, OptimWrapper): return [int(learn.opt.opt.state[p]['step']) for pg in learn.opt.param_lists for p in pg]
+    return [learn.opt.state[p].get('step') for pg in learn.opt.param_lists for p in pg]
+
+def averages(learn):
+    "The optimizer's averages of gradients, all in one"
+    states = learn.opt.opt.state if isinstance(learn.opt, OptimWrapper) else learn.opt.state
+    return flat([s for p in learn.model.parameters() for k,s in sorted(states[p].items()) if isinstance(s, torch.Tensor) and s.shape==p.shape])
+
+@each_opt
+def test_optimizer_state(opt, tmp_path):
+    "Is kept over fits, checkpoints and changes of precision, as it is in float32"
+    def life(*steps):
+        learn = make(opt, path=tmp_path)
+        for mode in steps:
+            learn.to_fp32()
+            if mode in modes: modes[mode](learn)
+            learn.fit(1)
+            learn.save('here')
+            learn.fit(1)
+            learn.load('here')
+        assert len(learn.model.state_dict())+2==len({id(p) for p in learn.model.state_dict().values()})+2
+        return learn
+    plain,mixed = life(*[None]*6),life('bf16', 'fp16', None, 'native_bf16', 'alone', 'native_fp16')
+    assert taken(plain)==taken(mixed)
+    if opt not in ('sgd', 'mom'): assert set(taken(mixed))=={6*4}
+    if opt!='sgd': assert (averages(plain)-averages(mixed)).norm()/averages(plain).norm()<.05
+    states = mixed.opt.opt.state if isinstance(mixed.opt, OptimWrapper) else mixed.opt.state
+    assert len(states)==len(list(mixed.model.parameters())) # none left over for parameters that are no more
+
+@each_mode
+@pytest.mark.parametrize('opt', ['adam', 'ranger', 'fused'])
+def test_optimizer_state_resumes(opt, mode, tmp_path):
+    "A new learner that loads a checkpoint goes on bit for bit as the first one does"
+    a = make(opt, mode, path=tmp_path)
+    a.fit(2)
+    a.save('here')
+    b = make(opt, mode, path=tmp_path).load('here')
+    for o in (a,b): o.fit(2)
+    assert same(everything(a), everything(b)) and taken(a)==taken(b)
+    assert a.mixed_precision.precision_state()==b.mixed_precision.precision_state()

@@ -19,6 +19,7 @@ from mp_callbacks.all import *
 from models import loss_func
 
 fp16,bf16 = torch.float16,torch.bfloat16
+gc.freeze() # what is imported need not be searched for garbage before every turn
 init_scale = 2.**16 # for every float16 loop: with fastai's 2**24 the first steps, the ones timed here, would be skipped and cost less
 
 class Variant(NamedTuple):
@@ -74,6 +75,11 @@ class Hand:
 
     def parts(self): return [(self,'push','push'), (self,'grad_opt','grad_opt'), (self,'backward','backward'), (self,'pull','pull'), (self,'step','step'), (self.opt,'zero_grad','zero_grad')]
 
+class Loaders(list):
+    "As much of fastai's `DataLoaders` as a `Learner` needs here"
+    def __init__(self, dev): super().__init__([[],[]]); self.device = dev
+    train = property(lambda self: self[0])
+
 class FastaiNative(theirs.MixedPrecision):
     "fastai's, on any device: its own says 'cuda' wherever it is"
     def before_fit(self):
@@ -92,7 +98,7 @@ class Fastai:
     "A `Learner`, with fastai's callbacks or ours"
     def __init__(self, v, model, make_opt):
         self.v,self.model,kind = v,model,v.precision.removeprefix('autocast-')
-        self.learn = learn = Learner(SimpleNamespace(device=next(model.parameters()).device, valid=[]), model, loss_func=loss_func, opt_func=make_opt, lr=1e-4)
+        self.learn = learn = Learner(Loaders(next(model.parameters()).device), model, loss_func=loss_func, opt_func=make_opt, lr=1e-4)
         flat,auto = v.opt=='flat',v.precision.startswith('autocast')
         if v.loop=='fastai':
             if auto: learn.add_cb(FastaiNative(kind, init_scale=init_scale))
@@ -104,7 +110,7 @@ class Fastai:
         self.opt = learn.opt
 
     def __call__(self, batches):
-        self.learn.dls.train = batches
+        self.learn.dls[0] = batches
         with self.learn.no_bar(), self.learn.no_logging(): self.learn.fit(1)
 
     def parts(self):

@@ -116,7 +116,7 @@ def main():
     args = p.parse_args()
     dev,end = 'cuda' if torch.cuda.is_available() else 'cpu',perf_counter()+60*args.minutes
     if dev=='cpu' and not args.tiny: raise SystemExit('There is no CUDA device here. Use --tiny to see whether this script works, and bench/train.py to measure a CPU.')
-    if args.tiny: shrink()
+    if args.tiny: shrink(); torch.set_num_threads(1)
     out = Path(args.out or (tempfile.mkdtemp() if args.tiny else Path(__file__).parent/'results'))
     results,few = Results(out/'gpu.csv'),dict(turns=2, turn=.001) if args.tiny else {}
     groups = [('train',t,t.batch,every,{}) for t in (base,gpt)]+[('step',big,big.batch,every,dict(probe=Phases, turns=3)), ('syncs',small,small.batch,every,dict(probe=Syncs, turns=1))]

@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 __all__ = ['fit_device', 'LoopCallback', 'PrecisionCallback', 'ModelToHalf', 'check_device', 'MixedPrecision',
            'NativeMixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #fbb7fa23
+# %% ../nbs/10_callback.ipynb #85cfd6df
 import math,torch
 from contextlib import contextmanager
 from dataclasses import asdict,replace
@@ -16,6 +16,7 @@ from functools import partial
 from warnings import warn
 
 from fastai.callback.core import *
+from fastai.callback.training import GradientClip
 from fastai.torch_core import default_device
 from torch import nn
 
@@ -52,12 +53,14 @@ class LoopCallback(Callback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #b22aaaef
+# %% ../nbs/10_callback.ipynb #0d31322f
+def _version(x): return None if x is None else x._version # what autograd itself goes by to find out that a tensor has been changed
+
 class PrecisionCallback(LoopCallback):
     "What every precision does around a step: scale the loss, check the gradients, skip the step if they are not finite"
     order,name = 10,'mixed_precision' # fastai's own callbacks are ordered around it, and `load_learner` looks for the name
-    _stateattrs = ('_snapshot','_outside','_strangers')
-    _snapshot,_strangers,_outside,_open,_pending,_steps,_skips,clip,warn_skips = None,None,(),False,None,0,0,None,32
+    _stateattrs = ('_snapshot','_outside','_strangers','_checked')
+    _snapshot,_strangers,_outside,_checked,_open,_pending,_steps,_skips,clip,warn_skips = None,None,(),(),False,None,0,0,None,32
 
     def __init__(self, scaling, max_skips):
         if isinstance(max_skips, bool) or not isinstance(max_skips, int) or max_skips<1:
@@ -128,7 +131,21 @@ class PrecisionCallback(LoopCallback):
         self._steps += 1
         self.learn.step_stats = stats
         if self._pending is not None: self._scaling = self._scaling.adjust(stats.finite)
-        if stats.finite: self._skips = 0; return
+        if not stats.finite: self._skip(stats)
+        self._skips = 0
+        self._checked = [(p,p.grad,_version(p.grad)) for p in self._params()] if self._meddlers() else ()
+
+    def _meddlers(self): return [cb for cb in self.learn.cbs if cb.order>self.order and not isinstance(cb, GradientClip) and (hasattr(type(cb), 'before_step') or 'before_step' in vars(cb))]
+
+    def last_look(self):
+        "Skip the step after all if another callback has changed the gradients since they were checked, and not for the better"
+        if all(p.grad is g and _version(g)==v for p,g,v in self._checked): return
+        stats = prepare_grads(self._params(), step=self._steps-1)
+        if stats.finite: return
+        self.learn.step_stats = stats._replace(scale=self.learn.step_stats.scale)
+        self._skip(stats)
+
+    def _skip(self, stats):
         self._undo()
         self._skips += 1
         self._speak(stats)

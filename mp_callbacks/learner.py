@@ -7,14 +7,16 @@ Docs: https://example.github.io/mp_callbacks/learner.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/13_learner.ipynb #91e34b8a
-import torch
+# %% ../nbs/13_learner.ipynb #0d6da070
+import os,torch
 from contextlib import ExitStack,contextmanager
 from functools import wraps
+from pathlib import Path
 from warnings import warn
 
 from fastai.learner import Learner
 from fastcore.basics import patch
+from fastcore.xtras import join_path_file
 
 from .master import is_norm,lendable
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback,check_device,fit_device
@@ -34,6 +36,18 @@ def _unwinding(self, f, event_type, ex, *args, **kwargs):
 
 _unwinding.plain = _with_events
 Learner._with_events = _unwinding
+
+# %% ../nbs/13_learner.ipynb #596dc222
+_step = getattr(Learner._step, 'plain', Learner._step)
+
+@wraps(_step)
+def _looked_over(self):
+    cb = _precision(self)
+    if cb is not None: cb.last_look()
+    _step(self)
+
+_looked_over.plain = _step
+Learner._step = _looked_over
 
 # %% ../nbs/13_learner.ipynb #88563cf6
 def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
@@ -139,7 +153,7 @@ def to_fp32(self:Learner)->Learner: # The same learner
 Learner.to_native_fp32 = Learner.to_non_native_fp32 = Learner.to_fp32
 Learner.to_non_native_fp16 = Learner.to_fp16
 
-# %% ../nbs/13_learner.ipynb #6527cb89
+# %% ../nbs/13_learner.ipynb #ef7a00f6
 _key = 'mp_callbacks'
 
 @contextmanager
@@ -155,12 +169,22 @@ def _standing_in(o, name, f):
 _save,_load = (getattr(f, 'plain', f) for f in (Learner.save,Learner.load))
 
 @wraps(_save)
-def _save_scale(self, file, **kwargs):
+def _save_whole(self, file, **kwargs):
     cb,opt = _precision(self),self.opt
     state = getattr(self, '_precision_state', None) if cb is None else cb.precision_state()
-    if opt is None or state is None: return _save(self, file, **kwargs)
-    plain = opt.state_dict
-    with _standing_in(opt, 'state_dict', lambda: {**plain(), _key:state}): return _save(self, file, **kwargs)
+    with ExitStack() as stack:
+        if opt is not None and state is not None:
+            plain = opt.state_dict
+            stack.enter_context(_standing_in(opt, 'state_dict', lambda: {**plain(), _key:state}))
+        if not isinstance(file, (str,Path)): return _save(self, file, **kwargs)
+        file = join_path_file(file, self.path/self.model_dir, ext='.pth')
+        part = file.with_name(f'.{file.name}.{os.getpid()}')
+        written = Path(f'{part}.pth')
+        try:
+            _save(self, part, **kwargs)
+            if written.exists(): os.replace(written, file) # there is none in the child processes of distributed training
+        finally: written.unlink(missing_ok=True)
+        return file
 
 @wraps(_load)
 def _load_scale(self, file, *args, **kwargs):
@@ -176,5 +200,5 @@ def _load_scale(self, file, *args, **kwargs):
         else: cb.load_precision_state(found)
     return res
 
-_save_scale.plain,_load_scale.plain = _save,_load
-Learner.save,Learner.load = _save_scale,_load_scale
+_save_whole.plain,_load_scale.plain = _save,_load
+Learner.save,Learner.load = _save_whole,_load_scale

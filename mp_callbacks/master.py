@@ -152,7 +152,7 @@ def lendable(
     dtypes = sorted({str(p.dtype) for p in model.parameters()})
     raise ValueError(f"This {type(model).__name__} has no float32 parameters ({', '.join(dtypes) or 'it has none at all'}). Mixed precision starts from a float32 model: call model.float() first.")
 
-# %% ../nbs/03_master.ipynb #feb8a34e
+# %% ../nbs/03_master.ipynb #403870d9
 class MasterWeights:
     """Low-precision copies of the parameters of `model`, to be lent to it while it computes
 
@@ -241,6 +241,16 @@ class MasterWeights:
             if p.grad is None: p.grad = g
         for p,_ in pairs:
             for h in list((p._post_accumulate_grad_hooks or {}).values()): h(p)
+
+    def state_dict(self):
+        "What a model needs to compute in half precision, and what it needs to go on learning: its state with the copies for the weights, and the `masters` by name"
+        lent = {id(p) for p in self.params}
+        masters = {n:p.detach() for n,p in self.model.named_parameters(remove_duplicate=False) if id(p) in lent}
+        return dict(model={n:v.to(self.dtype) if n in masters else v for n,v in self.model.state_dict().items()}, masters=masters)
+
+    def load_state_dict(self, state):
+        "Load what `state_dict` returned: the real weights from the masters, everything else from the model's state"
+        self.model.load_state_dict({**state['model'], **state['masters']})
 
     def __enter__(self):
         self.refresh()

@@ -37,13 +37,13 @@ def _unwinding(self, f, event_type, ex, *args, **kwargs):
 _unwinding.plain = _with_events
 Learner._with_events = _unwinding
 
-# %% ../nbs/13_learner.ipynb #596dc222
+# %% ../nbs/13_learner.ipynb #73387ada
 _step = getattr(Learner._step, 'plain', Learner._step)
 
 @wraps(_step)
 def _looked_over(self):
-    cb = _precision(self)
-    if cb is not None: cb.last_look()
+    for cb in self.cbs:
+        if hasattr(type(cb), 'last_look'): cb.last_look()
     _step(self)
 
 _looked_over.plain = _step

@@ -81,7 +81,7 @@ class Twins:
             for t in (p.data, p.grad, *inner(opt).state[p].values()):
                 if isinstance(t, torch.Tensor) and t.numel(): assert t.untyped_storage().nbytes()==t.numel()*t.element_size()
 
-shapes = [(), (0,), (1,), (3,), (7,), (17,), (5,3), (33,), (1000,), (2,0,3)]
+shapes = [(), (0,), (1,), (3,), (7,), (17,), (5,3), (33,), (1000,), (2,0,3), (4,4)]
 
 def param(dtypes=(torch.float32,)):
     "A parameter of random shape, dtype and layout"

@@ -1,5 +1,5 @@
 "What the scripts here share: the loops to be measured, how they are measured, and the files with the results"
-import copy,csv,gc,os,platform,sys
+import argparse,copy,csv,gc,os,platform,sys,tempfile
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +19,6 @@ from mp_callbacks.all import *
 from models import loss_func
 
 fp16,bf16 = torch.float16,torch.bfloat16
-gc.freeze() # what is imported need not be searched for garbage before every turn
 init_scale = 2.**16 # for every float16 loop: with fastai's 2**24 the first steps, the ones timed here, would be skipped and cost less
 
 class Variant(NamedTuple):
@@ -34,18 +33,18 @@ class Hand:
     def __init__(self, v, model, make_opt):
         self.v,self.model,self.net,self.dev = v,model,model,next(model.parameters()).device.type
         self.autocast = v.precision.startswith('autocast')
-        self.scaler = torch.amp.GradScaler(self.dev, init_scale=init_scale, enabled=v.precision=='autocast-fp16')
+        self.scaler = torch.amp.GradScaler(self.dev, init_scale=init_scale, enabled=v.dtype==fp16)
         self.masters,self.copies = list(model.parameters()),None
         self.opt = make_opt(self.masters)
-        if v.precision=='bf16':
-            self.net = copy.deepcopy(model).to(bf16)
+        if v.precision in ('fp16','bf16'):
+            self.net = copy.deepcopy(model).to(v.dtype)
             self.copies = list(self.net.parameters())
 
     def push(self):
         if self.copies: torch._foreach_copy_([c.data for c in self.copies], [p.data for p in self.masters])
 
     def forward(self, x, y):
-        if self.copies and x.is_floating_point(): x = x.to(bf16)
+        if self.copies and x.is_floating_point(): x = x.to(self.v.dtype)
         with torch.autocast(self.dev, self.v.dtype) if self.autocast else nullcontext(): pred = self.net(x)
         return loss_func(pred.float(), y)
 
@@ -73,7 +72,7 @@ class Hand:
             self.push()
             self.grad_opt(self.forward(x, y))
 
-    def parts(self): return [(self,'push','push'), (self,'grad_opt','grad_opt'), (self,'backward','backward'), (self,'pull','pull'), (self,'step','step'), (self.opt,'zero_grad','zero_grad')]
+    def parts(self): return [(self,'push','push'), (self,'grad_opt','grad_opt'), (self,'backward','backward'), (self,'pull','pull'), (self,'step','opt'), (self.opt,'zero_grad','zero_grad')]
 
 class Loaders(list):
     "As much of fastai's `DataLoaders` as a `Learner` needs here"
@@ -115,7 +114,7 @@ class Fastai:
 
     def parts(self):
         learn,phases = self.learn,dict(before_batch='push', after_backward='pull', before_step='check', after_step='after')
-        res = [(learn,'_do_grad_opt','grad_opt'), (learn,'_backward','backward'), (learn,'_step','step'), (learn.opt,'zero_grad','zero_grad')]
+        res = [(learn,'_do_grad_opt','grad_opt'), (learn,'_backward','backward'), (learn,'_step','opt'), (learn.opt,'zero_grad','zero_grad')]
         cbs = [cb for cb in learn.cbs if isinstance(cb, (theirs.MixedPrecision,theirs.NonNativeMixedPrecision,MixedPrecision,ModelToHalf,NativeMixedPrecision))]
         return res+[(cb,k,o) for cb in cbs for k,o in phases.items() if hasattr(cb, k)]
 
@@ -184,23 +183,28 @@ class Phases:
 
 def set_tf32(on): torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
 
-def compare(task, variants, dev, batch=None, probe=Clock, turns=5, seconds=60, turn=.3):
+def compare(task, variants, dev, batch=None, probe=Clock, turns=5, seconds=60, turn=.25, build=build):
     """Measure `variants` in turns with a `probe`: rows of (variant, turn, metric, value, note)
 
     A turn before the first is to warm up and to see how many steps take `turn` seconds; the first also measures memory. A variant that can't run says why, and the others go on."""
     data,loops,probes,n,own = task.data(dev, batch),{},{},{},{}
     cuda,end = torch.device(dev).type=='cuda',perf_counter()+seconds
     allocated = torch.cuda.memory_allocated if cuda else lambda: 0
+    gc.collect(); gc.freeze()
+    if cuda: # so that nobody pays for the workspaces of the matrix products
+        torch.cuda.empty_cache()
+        for o in (torch.float32,fp16,bf16): x = torch.ones(64, 64, device=dev, dtype=o, requires_grad=True); (x@x).sum().backward()
     for i in range(turns+1):
         for v in variants:
             if i and v not in loops: continue
             set_tf32(v.precision=='tf32')
-            gc.collect()
+            if cuda: gc.collect() # a Learner is full of cycles
             before = allocated()
             try:
                 if not i:
                     loop,clock = build(v, task.model(dev)),Clock(None, dev)
                     loop(Batches(data, 6, 2, clock))
+                    if cuda: gc.collect()
                     n[v],own[v],loops[v],probes[v] = max(2, min(50, round(turn*2e3/clock.ms))),allocated()-before,loop,probe(loop, dev)
                     continue
                 if cuda: torch.cuda.reset_peak_memory_stats()
@@ -212,10 +216,39 @@ def compare(task, variants, dev, batch=None, probe=Clock, turns=5, seconds=60, t
                 if cuda and i==1: yield v,i,'peak_mb',(torch.cuda.max_memory_allocated()-before+own[v])/2**20,''
             except Exception as e:
                 loop = loops.pop(v, None)
-                yield v,i,'oom' if isinstance(e, torch.OutOfMemoryError) else 'error',0,f'{type(e).__name__}: {e}'.splitlines()[0][:200]
+                yield v,i,'oom' if isinstance(e, torch.OutOfMemoryError) else 'error',0,' '.join(f'{type(e).__name__}: {e}'.split())[:300]
                 del loop,e
-                if cuda: gc.collect(); torch.cuda.empty_cache()
-        if i>=2 and perf_counter()>end: return
+        if i>=2 and perf_counter()>end: break
+    gc.unfreeze()
+
+def copy_gbs(dev, n):
+    "Measured bandwidth: bytes read and written by a copy of `n` float32 numbers, in GB/s"
+    x,y,clock,res = torch.ones(n, device=dev),torch.empty(n, device=dev),Clock(None, dev),[]
+    for _ in range(6):
+        with clock:
+            for _ in range(10): y.copy_(x)
+        res.append(clock.ms/10)
+    return 8*n/median(res[1:])/1e6
+
+def floor_bytes(precision):
+    "Bytes per parameter that Adam must move after a backward pass: weight and two averages in and out, gradient in. Mixed precision looks at the gradient before, and writes copies, if it has them."
+    if precision in ('fp32','tf32'): return 24+4
+    return 24+2*4 if precision.startswith('autocast') else 24+2*2+2
+
+def arguments(doc):
+    "The options that all scripts have"
+    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--out', help='folder for the results [bench/results; with --tiny a temporary one]')
+    p.add_argument('--tiny', action='store_true', help='toy sizes, to see that it works: the numbers mean nothing')
+    p.add_argument('--threads', type=int, help="PyTorch's CPU threads [as many as it likes; with --tiny 1]")
+    return p
+
+def start(p, name):
+    "Parse, and open the results: arguments, device, `Results`"
+    args,dev = p.parse_args(),'cuda' if torch.cuda.is_available() else 'cpu'
+    if threads := args.threads or args.tiny: torch.set_num_threads(int(threads))
+    out = Path(args.out or (tempfile.mkdtemp() if args.tiny else Path(__file__).parent/'results'))
+    return args,dev,Results(out/f'{name.format(dev=dev)}{"_tiny"*args.tiny}.csv')
 
 def machine():
     "Where this runs, and on what versions"
@@ -230,14 +263,14 @@ class Results:
     keys,cols = ['part','case','size'],['run','part','case','size','loop','opt','precision','turn','metric','value','note']
 
     def __init__(self, path):
-        self.path,self.run = Path(path),datetime.now().strftime('%Y-%m-%d %H:%M:%S')
+        self.path,self.run,self.begun = Path(path),datetime.now().strftime('%Y-%m-%d %H:%M:%S'),False
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = not self.path.exists()
-        self.about = f'# {self.run} | {" ".join(["python", *sys.argv])} | {machine()}'
-        with self.path.open('a') as f: f.write(self.about.replace('\n', ' ')+'\n'+(','.join(self.cols)+'\n' if new else ''))
 
     def add(self, *row):
-        with self.path.open('a', newline='') as f: csv.writer(f).writerow([self.run, *row[:-2], f'{row[-2]:.5g}', str(row[-1]).replace('#', '')])
+        new,about = not self.path.exists(),f'# {self.run} | {" ".join(["python", *sys.argv])} | {machine()}\n'
+        with self.path.open('a', newline='') as f:
+            if not self.begun: f.write(about+(','.join(self.cols)+'\n' if new else '')); self.begun = True
+            csv.writer(f).writerow([self.run, *row[:-2], f'{row[-2]:.5g}', str(row[-1]).replace('#', '')])
 
     def measure(self, part, case, size, rows):
         "Write what `rows` yields, (variant, turn, metric, value, note), unless this group is there already"
@@ -248,7 +281,13 @@ class Results:
         print(f'{part} {case} {size}: {perf_counter()-start:.0f} s', flush=True)
 
     def has(self, *group): return ((df := self._read()).metric.eq('done') & df[self.keys].astype(str).eq([*map(str, group)]).all(1)).any()
-    def _read(self): return pd.read_csv(self.path, comment='#', keep_default_na=False)
+    def write(self, name, text):
+        "The commands, machines and versions, and below them `text`, as Markdown"
+        about = [o.replace('# ', '', 1) for o in self.path.read_text().splitlines() if o.startswith('# ')]
+        self.path.with_suffix('.md').write_text('\n'.join([f'# {name}\n', *(f'- {o}' for o in about), f'\nEvery measurement is in {self.path.name}. What is compared was measured in turns in one process; these are the medians.\n', *text]))
+        print(self.path.with_suffix('.md'))
+
+    def _read(self): return pd.read_csv(self.path, comment='#', keep_default_na=False) if self.path.exists() else pd.DataFrame(columns=self.cols)
 
     def read(self):
         "The rows of the groups that are complete"
@@ -256,16 +295,19 @@ class Results:
         done = df.loc[df.metric=='done', ['run',*self.keys]].drop_duplicates(self.keys, keep='last')
         return df[df.metric!='done'].merge(done)
 
-def pivot(df, index=('loop','opt','precision')):
-    "One row per variant, in the order of the file, with the median of each metric, and the quartiles of the time"
-    res = df.pivot_table(index=list(index), columns='metric', values='value', aggfunc='median', sort=False)
-    if 'step_ms' in res:
-        q = df[df.metric=='step_ms'].groupby(list(index)).value.quantile([.25,.75]).unstack()
-        res['quartiles'] = [f'{q.loc[i,.25]:.3g}-{q.loc[i,.75]:.3g}' if i in q.index else '' for i in res.index]
-    return res
+def medians(df, of='step_ms', index=('loop','opt','precision')):
+    "One row per variant, in the order of the file: the median of each metric, the quartiles of `of`, and what went wrong"
+    index = list(index)
+    rows,res = df.groupby(index, sort=False),df.pivot_table(index=index, columns='metric', values='value', aggfunc='median', sort=False)
+    res = res.reindex(rows.groups.keys() if len(index)==1 else pd.MultiIndex.from_tuples(rows.groups, names=index))
+    if of in res:
+        q = df[df.metric==of].groupby(index).value.quantile([.25,.75]).unstack()
+        res.insert(res.columns.get_loc(of)+1, 'quartiles', [f'{q.loc[i,.25]:.3g} to {q.loc[i,.75]:.3g}' if i in q.index else '' for i in res.index])
+    notes = df[df.note!=''].groupby(index).note.first()
+    if len(notes): res['note'] = notes
+    return res.drop(columns=['oom','error'], errors='ignore')
 
-def markdown(df, about): # about: a sentence above the table
-    def show(o): return '' if o is None or o!=o else f'{o:.3g}' if isinstance(o, float) and abs(o)<1000 else f'{o:.0f}' if isinstance(o, float) else str(o)
+def markdown(df):
+    def show(o): return '' if o is None or o!=o else f'{o:.0f}' if isinstance(o, float) and abs(o)>=1000 else f'{o:.3g}' if isinstance(o, float) else str(o)
     df = df.reset_index()
-    rows = [list(df.columns), ['---']*df.shape[1], *df.itertuples(index=False)]
-    return f'{about}\n\n'+'\n'.join('| '+' | '.join(map(show, o))+' |' for o in rows)+'\n'
+    return '\n'.join('| '+' | '.join(map(show, o))+' |' for o in [df.columns, ['---']*df.shape[1], *df.itertuples(index=False)])+'\n'

@@ -108,9 +108,11 @@ def namespace(mod):
 def brief(s): return re.sub(r'\b(?:[a-z_]\w*\.)+(?=[A-Z])', '', s) # without the modules that classes are from
 def type_name(o): return '' if o in (None, inspect.Parameter.empty) else brief(inspect.formatannotation(o).strip("'"))
 def default_name(o): return '' if o is inspect.Parameter.empty else getattr(o, '__name__', None) or repr(o)
-def parameters(func): return [o for o in inspect.signature(func).parameters.values() if o.name!='self']
 def returns(func): return '' if inspect.isclass(func) else type_name(inspect.signature(func).return_annotation)
 
+def parameters(func):
+    "What `func` is called with; for a fastai callback without the events, each of which could be passed as a function"
+    return [o for o in inspect.signature(func).parameters.values() if o.name not in ('self', *getattr(func, '_methods', ()))]
 def comments(func):
     "What the source says about each parameter of `func`, and as `return` about its result"
     if not hasattr(func, '_fields'): return docments(func, returns=not inspect.isclass(func))

@@ -53,7 +53,7 @@ class LoopCallback(Callback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #0d31322f
+# %% ../nbs/10_callback.ipynb #ba9c086a
 def _version(x): return None if x is None else x._version # what autograd itself goes by to find out that a tensor has been changed
 
 class PrecisionCallback(LoopCallback):
@@ -139,7 +139,8 @@ class PrecisionCallback(LoopCallback):
 
     def last_look(self):
         "Skip the step after all if another callback has changed the gradients since they were checked, and not for the better"
-        if all(p.grad is g and _version(g)==v for p,g,v in self._checked): return
+        checked,self._checked = self._checked,() # a reference would keep the gradients alive
+        if all(p.grad is g and _version(g)==v for p,g,v in checked): return
         stats = prepare_grads(self._params(), step=self._steps-1)
         if stats.finite: return
         self.learn.step_stats = stats._replace(scale=self.learn.step_stats.scale)

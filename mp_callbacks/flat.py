@@ -133,7 +133,7 @@ class Bucket:
             self.cols[k],self.seen[k] = col,v
         if any(isinstance(v, Tensor) for v in new.values()): self.where = self._where()
 
-# %% ../nbs/07_flat.ipynb #050eb628
+# %% ../nbs/07_flat.ipynb #8953faef
 class FlatStep:
     "Let the steppers of `opt` work on flat tensors instead of on each parameter"
     def __init__(self,
@@ -176,7 +176,7 @@ class FlatStep:
     def _about(self):
         "What must be the same objects as when the buckets were made"
         opt = self.opt
-        return [opt.state, *opt.cbs, *(bool(h.get('beta')) for h in opt.hypers), *chain(*((None,*pg) for pg in opt.param_lists)), *opt.state.values()]
+        return [*opt.cbs, *(bool(h.get('beta')) for h in opt.hypers), *chain(*((None,*pg) for pg in opt.param_lists)), *opt.state.values()]
 
     def _refresh(self):
         known = same(self._about(), self.about)

@@ -12,21 +12,21 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from fastai.callback.core import Callback
 
-# %% ../nbs/11_recorder.ipynb #40126ab3
+# %% ../nbs/11_recorder.ipynb #3995f954
 class PrecisionRecorder(Callback):
     "Remember the loss scale, the gradient norm and the fate of every step"
     order,_cols = 55,('step','scale','norm','finite','skipped')
     _seen,_cancelled = None,False
 
     def __init__(self): self.rows = []
-    def before_step(self): self._cancelled = False
     def after_cancel_step(self): self._cancelled = True
 
     def after_step(self):
-        stats = getattr(self.learn, 'step_stats', None)
+        stats,skipped = getattr(self.learn, 'step_stats', None),self._cancelled
+        self._cancelled = False
         if stats is None or stats is self._seen: return # another callback has cancelled the step before the gradients were looked at
         self._seen = stats
-        self.rows.append((stats.step, stats.scale, stats.norm, stats.finite, self._cancelled))
+        self.rows.append((stats.step, stats.scale, stats.norm, stats.finite, skipped))
 
     @property
     def log(self):

@@ -140,33 +140,54 @@ def test_dtypes(name, dtype):
         twins.each(new_grads)
         twins.step(f'step {i}')
 
-def poke(opt):
-    "Change something behind the optimizer's back"
-    ps,r = inner(opt).all_params().itemgot(0),random.randrange(13)
-    p = random.choice(ps)
+def poke(opt, how=None):
+    "Change something behind the optimizer's back, on a random parameter"
+    p = random.choice(inner(opt).all_params().itemgot(0))
     st = inner(opt).state[p]
-    if   r==0: p.data = p.data.clone()
-    elif r==1: p.data = torch.randn(p.shape).to(p.dtype)
-    elif r==2: p.data.mul_(.5)
-    elif r==3: inner(opt).state[p] = dict(st)
-    elif r==4: st['do_wd'] = random.random()<.5
-    elif r==5:
+    def each(f):
         for k in list(st):
-            if isinstance(st[k], torch.Tensor): st[k] = st[k]*2
-    elif r==6:
-        for k in list(st):
-            if isinstance(st[k], torch.Tensor): st[k].data = st[k].data*2
-    elif r==7 and 'step' in st: st['step'] += 3
-    elif r==8 and p.grad is not None: p.grad.data = p.grad.data.clone()*2
-    elif r==9: inner(opt).state[p] = {}
-    elif r==10 and p.dim()==2 and p.shape[0]==p.shape[1]: p.data = p.data.t()
-    elif r==11:
-        dtype = random.choice([torch.bfloat16,torch.float64])
-        for k in list(st):
-            if isinstance(st[k], torch.Tensor): st[k] = st[k].to(dtype)
-    elif r==12:
-        random.choice(inner(opt).param_lists).append(p := nn.Parameter(torch.randn(6)))
-        inner(opt).state[p] = {}
+            if isinstance(st[k], torch.Tensor): f(k)
+    def rewrite(k, f): st[k] = f(st[k])
+    def new_param():
+        random.choice(inner(opt).param_lists).append(q := nn.Parameter(torch.randn(6)))
+        inner(opt).state[q] = {}
+    pokes = dict(
+        other_memory  = lambda: setattr(p, 'data', p.data.clone()),
+        other_numbers = lambda: setattr(p, 'data', torch.randn(p.shape).to(p.dtype)),
+        in_place      = lambda: p.data.mul_(.5),
+        transposed    = lambda: setattr(p, 'data', p.data.t()) if p.dim()==2 and p.shape[0]==p.shape[1] else None,
+        grad_memory   = lambda: setattr(p.grad, 'data', p.grad.data.clone()*2) if p.grad is not None else None,
+        state_copied  = lambda: inner(opt).state.update({p: dict(st)}),
+        state_emptied = lambda: inner(opt).state.update({p: {}}),
+        state_flag    = lambda: st.update(do_wd=random.random()<.2),
+        state_steps   = lambda: st.update(step=st['step']+3) if 'step' in st else None,
+        state_tensor  = lambda: each(lambda k: rewrite(k, lambda v: v*2)),
+        state_memory  = lambda: each(lambda k: setattr(st[k], 'data', st[k].data*2)),
+        state_dtype   = lambda: each(lambda k: rewrite(k, lambda v: v.to(dtype))),
+        new_param     = new_param)
+    dtype = random.choice([torch.bfloat16,torch.float64])
+    pokes[how or random.choice(list(pokes))]()
+    return pokes
+
+@pytest.mark.parametrize('how', poke(SGD(nn.Parameter(torch.zeros(1)), lr=.1)))
+@pytest.mark.parametrize('name', ['momentum','adam','rmsprop'])
+def test_poke(how, name):
+    "Each change by itself"
+    twins = Twins(optimizers[name], [[nn.Parameter(torch.randn(4,4)) for _ in range(3)] for _ in range(2)])
+    twins.each(lambda o: o.set_hypers(wd=.5, lr=.1))
+    for i in range(8):
+        twins.each(new_grads)
+        if i%3==1: twins.each(lambda o: poke(o, how))
+        twins.step(f'step {i}')
+
+def test_pruned():
+    twins = Twins(optimizers['sgd'], [[nn.Parameter(torch.randn(4,3)), nn.Parameter(torch.randn(5))]])
+    for i in range(3):
+        twins.each(new_grads)
+        twins.step(f'step {i}')
+        for o in twins.opts:
+            p = o.param_lists[0][0]
+            p.grad,p.data = None,p.data[:-1]
 
 def reload(opt):
     "Through a file, or a copy"
@@ -266,8 +287,9 @@ def interrupt(f, n):
     except KeyboardInterrupt: return True
     finally: sys.settrace(None)
 
+@pytest.mark.parametrize('release', [True,False])
 @pytest.mark.parametrize('first', [True,False])
-def test_interrupt_anywhere(first):
+def test_interrupt_anywhere(first, release):
     "A KeyboardInterrupt at any line: the step has been taken or it hasn't, the optimizer is itself, and the next steps are right"
     n = 0
     while True:
@@ -281,8 +303,9 @@ def test_interrupt_anywhere(first):
         if not interrupt(flat_step.step, n): break
         assert opt.param_lists is lists and opt.state is state
         flat_step.remove()
-        if interrupt(flat_step.release, n%40+1): flat_step.release()
-        twins.own_storage()
+        if release:
+            if interrupt(flat_step.release, n%40+1): flat_step.release()
+            twins.own_storage()
         taken = {opt.state[p].get('step', 0) for p in twins.params(opt)}
         assert len(taken)==1
         if taken!={int(not first)}: twins.opts[0].step()
@@ -339,7 +362,12 @@ def test_what_a_stepper_may_leave():
     with pytest.raises(ValueError, match='history is'): FlatStep(opt).step()
 
 def test_replaced_loop():
-    "Whoever has replaced `step` may need each parameter"
+    "Whoever has replaced `step` may need each parameter; so may a stepper that is new"
+    opt = SGD([nn.Parameter(torch.ones(1))], lr=.1)
+    fs = FlatStep(opt)
+    fs.step()
+    opt.cbs.append(lambda p, **kwargs: None)
+    with pytest.raises(ValueError, match="can't run <lambda>"): fs.step()
     class Mine(Optimizer):
         def step(self, closure=None): super().step(closure)
     with pytest.raises(ValueError, match="can't run step"): FlatStep(Mine([nn.Parameter(torch.ones(1))], [sgd_step], lr=.1))

@@ -1,13 +1,15 @@
 """The test cells of each notebook, run against the package as it is installed
 
 `nbdev-test` runs a notebook with the definitions that it makes itself. Here its `#| export` cells are left out, and what its
-module exports stands in for them: this is what users get, pickling and `__module__` are real, and coverage counts."""
+module exports stands in for them: this is what users get, and pickling and `__module__` are real."""
+import os
+from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 from execnb.shell import CaptureShell
-from fastcore.xtras import working_directory
 from nbdev.config import get_config
 from nbdev.doclinks import nbglob
 from nbdev.test import nb_test_cells
@@ -17,13 +19,25 @@ exports = {'export', 'exports', 'exporti', 'exportd'}
 
 def name(fn): return fn.relative_to(cfg.nbs_path).with_suffix('').as_posix()
 
-@pytest.mark.parametrize('fn', sorted(nbglob(cfg.nbs_path, as_path=True)), ids=name)
-def test_notebook(fn, flags, monkeypatch):
-    monkeypatch.setenv('IN_TEST', '1') # as nbdev-test has it
+def run(fn, flags):
+    "Run the notebook at `fn`, and return what its first failing cell has to say"
+    os.environ['IN_TEST'] = '1' # as nbdev-test has it
+    os.chdir(fn.parent)
     shell = CaptureShell(fn, profile=False)
     for cell in nb_test_cells(fn, cfg.tst_flags, flags):
         if mod := cell.directives_.get('default_exp'):
             shell.user_ns.update({k: v for k,v in vars(import_module(f'{cfg.lib_path.name}.{mod}')).items() if not k.startswith('__')})
         if exports & cell.directives_.keys(): continue
-        with working_directory(fn.parent): shell.cell(cell)
-        if shell.exc: pytest.fail(f'{name(fn)}, cell {cell.id}:\n{cell.source}\n\n{shell.prettytb(fname=fn)}', pytrace=False)
+        shell.cell(cell)
+        if shell.exc: return f'{name(fn)}, cell {cell.id}:\n{cell.source}\n\n{shell.prettytb(fname=fn)}'
+
+@pytest.fixture(scope='module')
+def pools():
+    "A process for the notebooks numbered below 10, which do without fastai (importing it changes tensors), and one for the others"
+    with ProcessPoolExecutor(1, get_context('spawn')) as plain, ProcessPoolExecutor(1, get_context('spawn')) as fastai:
+        yield dict(plain=plain, fastai=fastai)
+
+@pytest.mark.parametrize('fn', sorted(nbglob(cfg.nbs_path, as_path=True)), ids=name)
+def test_notebook(fn, flags, pools):
+    error = pools['plain' if fn.name.startswith('0') else 'fastai'].submit(run, fn, flags).result()
+    if error: pytest.fail(error, pytrace=False)

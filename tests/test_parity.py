@@ -5,6 +5,7 @@ four times: input and weight on the way there, incoming gradient and weight on t
 spread, each of root mean square u/√3 at most, so together they are √12·u/√3 = 2u of a gradient. Steps add up to the distance travelled as gradients
 add up to steps, so the final weights should be within 2u of that distance from those of float32; `tolerance` allows twice as much, since
 optimizers amplify what differs where gradients are small. Measured: .5u to u, for each optimizer. The validation loss is held to the same tolerance, relative to its value."""
+from copy import deepcopy
 from functools import lru_cache
 
 import pytest
@@ -119,21 +120,24 @@ def test_accumulation(mode):
 
 # --- Updates far below the resolution of half precision
 
+@lru_cache(None)
+def crawl(mode):
+    "Weights before and after fifty fits with a very small learning rate"
+    learn = get_learner(opt_func=SGD, lr=1e-7, dls=get_dls(n=32))
+    start = flat(weights(learn))
+    if mode: modes[mode](learn)
+    for _ in range(50): learn.fit(1)
+    return start,flat(weights(learn))
+
 @each_half
 def test_tiny_updates(mode):
     "fastai's own masters are thrown away at the end of each fit. Here fifty short ones move the weights as float32 does, each by less than half precision could tell"
-    def run(mode):
-        learn = get_learner(opt_func=SGD, lr=1e-7, dls=get_dls(n=32))
-        start = weights(learn)
-        if mode: modes[mode](learn)
-        for _ in range(50): learn.fit(1)
-        return flat(start),flat(weights(learn))
-    start,end = run(None)
+    start,end = crawl(None)
     moved = end-start
     big = start.abs()>.01
     assert (moved.abs()[big] < start.abs()[big]*roundoff[mode]/4).all() # all fifty together would be rounded away
     assert moved.abs().max()>1e-6
-    res = run(mode)[1]-start
+    res = crawl(mode)[1]-start
     assert (res-moved).norm()/moved.norm()<tolerance[mode]+.01 # the latter: float32 has about a hundred steps of 1e-8 in a movement of 1e-5
 
 # --- One flat tensor per group
@@ -177,9 +181,7 @@ class Twins:
         assert same(everything(a), everything(b))
         if a.opt is None: return
         assert identical(opt_state(a), opt_state(b))
-        own = [p for pg in b.opt.param_lists for p in pg]
-        assert {id(p) for p in own}=={id(p) for p in b.model.parameters()}
-        for p in own: assert p.untyped_storage().nbytes()==p.numel()*4 # its own memory again, so that a saved part is no more than that part
+        assert {id(p) for pg in b.opt.param_lists for p in pg}=={id(p) for p in b.model.parameters()}
 
     def to(self, mode, **kwargs):
         "Both in `mode`, or in float32"
@@ -243,13 +245,28 @@ def test_flat_master_with(mode, tmp_path):
               lambda o: o.fit(1, cbs=[GradientAccumulation(32), GradientClip(.1)])): twins.each(f)
     assert all(o.mixed_precision.loss_scale==2**9 for o in twins.learns)
 
+@pytest.mark.parametrize('how', ['fit', 'interrupt', 'to_fp32'])
+def test_flat_master_own_storage(how, tmp_path):
+    "After a fit each parameter and its state have their own memory again: a part of the model that is saved is no larger than that part"
+    class Stop(Callback):
+        def after_step(self):
+            if self.train_iter==2: raise KeyboardInterrupt
+    learn = get_learner(Net(), opt_func=Adam, splitter=halves, path=tmp_path).to_bf16(flat_master=True)
+    learn.fit(1)
+    if how=='interrupt':
+        with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=Stop())
+    if how=='to_fp32': learn.to_fp32()
+    for n,p in learn.model.named_parameters():
+        for t in (p, *learn.opt.state[p].values()):
+            if isinstance(t, torch.Tensor): assert t.untyped_storage().nbytes()==t.numel()*4, n
+
 @pytest.mark.parametrize('opt,match', [(Lamb, 'lamb_step'), (Larc, 'larc_layer_lr'), (wrapped(), 'AdamW'), (wrapped(foreach=True), 'AdamW')], ids='lamb larc adamw foreach'.split())
 @pytest.mark.parametrize('mode', flat_modes)
 def test_flat_master_refused(mode, opt, match, tmp_path):
     "Optimizers that need each parameter by itself, or have their own fast ways: a clear error, and all is as it was"
     learn = get_learner(opt_func=opt, norm=True)
     learn.fit(1)
-    before,objects,state = everything(learn),list(learn.model.parameters()),copy.deepcopy(learn.opt.state_dict())
+    before,objects,state = everything(learn),list(learn.model.parameters()),deepcopy(learn.opt.state_dict())
     with pytest.raises(ValueError, match='flat_master=True') as e: modes[mode](learn, flat_master=True).fit(1)
     assert match in str(e.value) and 'flat_master=False' in str(e.value)
     assert same(everything(learn), before) and all(p is q for p,q in zip(learn.model.parameters(), objects, strict=True))
@@ -282,7 +299,6 @@ def test_optimizer_state(opt, tmp_path):
             learn.save('here')
             learn.fit(1)
             learn.load('here')
-        assert len(learn.model.state_dict())+2==len({id(p) for p in learn.model.state_dict().values()})+2
         return learn
     plain,mixed = life(*[None]*6),life('bf16', 'fp16', None, 'native_bf16', 'alone', 'native_fp16')
     assert taken(plain)==taken(mixed)

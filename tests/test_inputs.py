@@ -1,0 +1,618 @@
+"Odd models, data and arguments through real learners: the right result or a clear error, and the learner as it was"
+import json,re,subprocess,sys
+from collections import OrderedDict,namedtuple
+from dataclasses import dataclass,fields
+from types import SimpleNamespace
+from typing import Any
+
+import cloudpickle,learners,pytest
+from fastai.callback import fp16
+from fastai.torch_core import TensorBase,TensorImage
+from learners import *
+
+pytestmark = [pytest.mark.filterwarnings('ignore:float16 on a CPU'), pytest.mark.filterwarnings('ignore:load_learner')]
+
+half_dtype = dict(fp16=torch.float16, fp16_static=torch.float16, native_fp16=torch.float16, bf16=torch.bfloat16, native_bf16=torch.bfloat16, alone=torch.float32)
+
+each_mode = pytest.mark.parametrize('mode', modes)
+each_half = pytest.mark.parametrize('mode', [o for o in modes if o!='alone'])
+each_call = pytest.mark.parametrize('call', calls)
+
+def state(learn): return [p for p in learn.model.parameters()],weights(learn),list(learn.cbs)
+
+def unchanged(learn, before, named=True):
+    "Has `learn` the same parameters, weights and callbacks (each under its name, if they are `named` apart) as when `state` was taken?"
+    ps,ws,cbs = before
+    assert all(p is q for p,q in zip(learn.model.parameters(), ps, strict=True))
+    assert all(torch.equal(p, w) and p.dtype==w.dtype for p,w in zip(ps, ws, strict=True))
+    assert all(a is b for a,b in zip(learn.cbs, cbs, strict=True))
+    if named: assert all(getattr(learn, cb.name) is cb and cb.learn is learn for cb in cbs)
+    assert [n for n,m in learn.model.named_modules() if 'forward' in vars(m)]==[]
+
+def trains(learn):
+    "Does a fit change all trainable weights, finitely, and leave them float32?"
+    before = weights(learn)
+    learn.fit(2)
+    assert all(not torch.equal(p, w) and p.isfinite().all() and p.dtype==torch.float32 for p,w in zip(learn.model.parameters(), before, strict=True))
+
+# --- Models
+
+class NoParameters(nn.Module):
+    def forward(self, x): return x[:,:1]
+
+class Integers(nn.Module):
+    "Its only parameter is not floating"
+    def __init__(self):
+        super().__init__()
+        self.n = nn.Parameter(torch.tensor([1]), requires_grad=False)
+    def forward(self, x): return x[:,:1]*self.n
+
+unfit = dict(none=NoParameters, integers=Integers, half=lambda: mlp().half(), bfloat16=lambda: mlp().bfloat16())
+
+@each_call
+@pytest.mark.parametrize('model', unfit)
+def test_unfit_model(model, call):
+    "A model without float32 parameters is refused at the call, whether or not they could be made float32"
+    learn = get_learner(unfit[model]())
+    before = state(learn)
+    with pytest.raises(ValueError, match='float32'): getattr(learn, call)()
+    unchanged(learn, before)
+
+@pytest.mark.parametrize('call', calls[:2])
+def test_double_model(call):
+    "Masters are float32: a float64 model is refused, unless a part of it is float32"
+    learn = get_learner(mlp().double())
+    with pytest.raises(ValueError, match='float64.*call model.float'): getattr(learn, call)()
+    class Cast(nn.Module):
+        def forward(self, x): return x.double()
+    learn = getattr(get_learner(nn.Sequential(nn.Linear(8,8), Cast(), nn.Linear(8,1).double())), call)()
+    learn.fit(1)
+    assert [p.dtype for p in learn.model.parameters()]==[torch.float32]*2+[torch.float64]*2
+
+def test_lazy_model():
+    "A model that doesn't know its shapes yet"
+    learn = get_learner(nn.Sequential(nn.LazyLinear(4), nn.GELU(), nn.LazyLinear(1)))
+    before = list(learn.cbs)
+    with pytest.raises(ValueError, match='Call it once on a batch'): learn.to_fp16()
+    assert list(learn.cbs)==before
+    learn.model(numbers()[0])
+    trains(modes['fp16'](learn))
+
+@each_mode
+def test_frozen_parts(mode):
+    "Parameters that aren't trained are neither changed nor given gradients"
+    model = mlp()
+    for p in model[0].parameters(): p.requires_grad_(False)
+    learn = modes[mode](get_learner(model))
+    before = weights(learn)
+    learn.fit(1)
+    assert [torch.equal(p, w) for p,w in zip(model.parameters(), before)]==[True]*2+[False]*4
+    assert all(p.grad is None for p in model[0].parameters())
+
+@each_mode
+def test_outside_the_optimizer(mode):
+    "Gradients of parameters that no optimizer looks after are not scaled, and a batch that overflows leaves nothing in them"
+    def run(mode, poisoned, cbs):
+        class Poison(Callback):
+            def before_batch(self):
+                if self.training and self.train_iter in poisoned: self.learn.xb = (self.x*float('inf'),)
+        learn = get_learner(opt_func=SGD, lr=.05, splitter=lambda m: [params(m[-1])], cbs=[Poison(), *cbs])
+        if mode: modes[mode](learn)
+        learn.fit(1)
+        return learn.model[0].weight.grad,learn.model[-1].weight
+    for cbs in ((), (GradientClip(1.),)):
+        (g,w),(g32,w32) = run(mode, (), cbs),run(None, (), cbs)
+        assert (g-g32).norm()/g32.norm()<.05 and (w-w32).norm()/w32.norm()<.05
+        g,w = run(mode, (1,), cbs)
+        assert g.isfinite().all() and w.isfinite().all() and (w-w32).norm()/w32.norm()<.5
+
+# --- Devices and data
+
+@each_mode
+def test_no_device(mode):
+    "dls that name no device: that of the model counts"
+    learn = get_learner(dls=get_dls(device=None))
+    assert learn.dls.device is None
+    trains(modes[mode](learn))
+
+@each_mode
+def test_plain_lists(mode):
+    "Any iterable that has a length will do for dls"
+    batches = [(x[None],y[None]) for x,y in zip(*numbers(8))]
+    learn = get_learner(dls=DataLoaders(batches, batches))
+    trains(modes[mode](learn))
+    assert math.isfinite(learn.validate()[0])
+
+@each_call
+def test_unsupported_device(call):
+    learn = get_learner()
+    before = state(learn)
+    learn.dls._device = torch.device('meta')
+    with pytest.raises(ValueError, match="device=meta doesn't compute in .* Use learn.to_fp32()"): getattr(learn, call)()
+    unchanged(learn, before)
+    learn.dls._device = torch.device('cpu')
+    trains(learn)
+
+@each_mode
+def test_unsupported_device_later(mode):
+    "The data may move after the call: then the fit refuses, before anything has changed"
+    learn = modes[mode](get_learner())
+    before = state(learn)
+    learn.dls._device = torch.device('meta')
+    if mode=='alone': return # computes in float32, wherever
+    with pytest.raises(ValueError, match="device=meta doesn't compute in"): learn.fit(1)
+    unchanged(learn, before)
+
+# --- Arguments
+
+nan,inf = float('nan'),float('inf')
+
+bad = dict(
+    to_fp16 = [('loss_scale', 0, dict(dynamic=False)), ('loss_scale', -1, dict(dynamic=False)), ('loss_scale', nan, dict(dynamic=False)), ('loss_scale', 'auto', dict(dynamic=False)),
+               ('loss_scale', 0), ('loss_scale', -1.), ('loss_scale', 'auto'), # not needed by a dynamic scale, but wrong all the same
+               ('max_loss_scale', 0), ('max_loss_scale', -2.), ('max_loss_scale', inf), ('max_loss_scale', nan), ('max_loss_scale', '2**24'), ('max_loss_scale', None), ('max_loss_scale', .5),
+               ('div_factor', 1), ('div_factor', .5), ('div_factor', inf), ('div_factor', None), ('scale_wait', 0), ('scale_wait', -1), ('scale_wait', 1.5), ('scale_wait', True),
+               ('clip', 0), ('clip', -1.), ('clip', nan), ('clip', inf), ('clip', '1'), ('clip', True), ('min_loss_scale', 0), ('min_loss_scale', 2.**25), ('min_loss_scale', 'low'),
+               ('max_skips', 0), ('max_skips', 1.5), ('max_skips', None), ('max_skips', True), ('keep', 3), ('keep', None), ('keep', 'head*'), ('keep', [3])],
+    to_bf16 = [('clip', 0), ('clip', nan), ('max_skips', -1), ('max_skips', '9'), ('keep', 1.), ('keep', ('*.nothing',))],
+    to_native_fp16 = [('init_scale', 0), ('init_scale', inf), ('init_scale', 'x'), ('init_scale', 2.**25), ('growth_factor', 1.), ('growth_factor', 'x'), ('backoff_factor', 1.), ('backoff_factor', 0),
+                      ('backoff_factor', 2), ('growth_interval', 0), ('growth_interval', 2.5), ('min_loss_scale', -1), ('min_loss_scale', 2.**17), ('max_loss_scale', 0), ('max_loss_scale', 2.), ('max_skips', 0)],
+    to_native_bf16 = [('max_skips', 0), ('max_skips', 'many')])
+
+@pytest.mark.parametrize('call,name,value,others', [pytest.param(k, *o[:2], dict(*o[2:]), id=f'{k}-{o[0]}={o[1]!r}'+'-static'*(len(o)>2)) for k,os in bad.items() for o in os])
+def test_bad_argument(call, name, value, others):
+    "The error comes at the call, with the value and a way out, and what was on stays on"
+    learn = get_learner().to_native_bf16()
+    before = state(learn)
+    with pytest.raises((ValueError,TypeError)) as e: getattr(learn, call)(**{name:value, **others})
+    while isinstance(value, (list,tuple)): value, = value
+    assert any(repr(o) in str(e.value) for o in (value, float(value) if isinstance(value, int) else value)), e.value
+    assert re.search(r'\w\. \w', str(e.value)), e.value
+    unchanged(learn, before)
+    learn.fit(1)
+
+def test_unknown_argument():
+    learn = get_learner()
+    before = state(learn)
+    for call in calls:
+        with pytest.raises(TypeError, match='unexpected keyword'): getattr(learn, call)(loss_scael=2)
+    unchanged(learn, before)
+
+@pytest.mark.parametrize('kind', [ModelToHalf, lambda dtype: NativeMixedPrecision(dtype=dtype)], ids='ModelToHalf NativeMixedPrecision'.split())
+@pytest.mark.parametrize('dtype', [torch.float32, torch.int8, 'float8', 16, None])
+def test_bad_dtype(kind, dtype):
+    with pytest.raises(ValueError, match=re.escape(str(dtype))): kind(dtype)
+
+# --- Predictions of every structure
+
+@dataclass
+class Data:
+    a:Any
+    b:Any=None
+
+@dataclass(frozen=True)
+class Frozen:
+    a:Any
+    b:Any=None
+
+Named = namedtuple('Named', 'a b')
+
+@dataclass
+class ModelOutput(OrderedDict):
+    "As in transformers: a dict, and its items are attributes too"
+    a:Any=None
+    b:Any=None
+    c:Any=None
+    def __post_init__(self):
+        for o in fields(self):
+            if getattr(self, o.name) is not None: self[o.name] = getattr(self, o.name)
+    def __getitem__(self, k): return dict(self.items())[k] if isinstance(k, str) else tuple(self.values())[k]
+    def __setitem__(self, k, v):
+        super().__setitem__(k, v)
+        super().__setattr__(k, v)
+    def __setattr__(self, k, v):
+        if k in self.keys() and v is not None: super().__setitem__(k, v)
+        super().__setattr__(k, v)
+    def __delitem__(self, *args, **kwargs): raise Exception('not in a ModelOutput')
+    def pop(self, *args, **kwargs): raise Exception('not in a ModelOutput')
+    def update(self, *args, **kwargs): raise Exception('not in a ModelOutput')
+    def __reduce__(self):
+        f,_,*rest = super().__reduce__()
+        return f,tuple(getattr(self, o.name) for o in fields(self)),*rest
+
+n = torch.tensor([1,2])
+structures = dict( # from a prediction, and back to it
+    tensor      = (lambda p: p,                               lambda o: o),
+    tuple       = (lambda p: (p, None, 3, 'word', n),         lambda o: o[0]),
+    list        = (lambda p: [True, p, 2.5],                  lambda o: o[1]),
+    dict        = (lambda p: dict(a=p, b=None, c='word'),     lambda o: o['a']),
+    ordered     = (lambda p: OrderedDict(b=1, a=p),           lambda o: o['a']),
+    L           = (lambda p: L(p, None),                      lambda o: o[0]),
+    named       = (lambda p: Named(p, None),                  lambda o: o.a),
+    data        = (lambda p: Data(p, 'word'),                 lambda o: o.a),
+    frozen      = (lambda p: Frozen(p, n),                    lambda o: o.a),
+    output      = (lambda p: ModelOutput(a=p, c=(p,p)),       lambda o: (o.a+o['a']+o[0]+o.c[1])/4),
+    subclass    = (lambda p: TensorBase(p),                   lambda o: o.as_subclass(torch.Tensor)),
+    image       = (lambda p: (TensorImage(p), 1),             lambda o: o[0].as_subclass(torch.Tensor)),
+    builtin     = (lambda p: p.max(1, keepdim=True),          lambda o: o.values),
+    nested      = (lambda p: [dict(a=(Data(Named(p, [None])),),), 3], lambda o: o[0]['a'][0].a.a),
+    object      = (lambda p: (p, SimpleNamespace(x=1)),       lambda o: o[0]),
+    same_twice  = (lambda p: (p, p),                          lambda o: (o[0]+o[1])/2))
+
+def sketch(o):
+    "The structure of `o`: its classes, and dtypes and shapes of its tensors"
+    if isinstance(o, torch.Tensor): return type(o),o.dtype,tuple(o.shape)
+    if isinstance(o, dict): return type(o),{k:sketch(v) for k,v in o.items()}
+    if isinstance(o, (tuple,list,L)): return type(o),[sketch(v) for v in o]
+    if isinstance(o, (Data,Frozen)): return type(o),[sketch(getattr(o, f.name)) for f in fields(o)]
+    return type(o),str(o)
+
+class Structured(nn.Module):
+    "Returns what `make` makes of its prediction"
+    def __init__(self, make):
+        super().__init__()
+        self.layers,self.make,self.dtypes = mlp(),make,set()
+    def forward(self, x):
+        res = self.layers(x)
+        self.dtypes.add(res.dtype)
+        return self.make(res)
+
+class Loss:
+    "A loss that finds the prediction with `get`, and remembers what it was given"
+    def __init__(self, get): self.get,self.seen = get,[]
+    def __call__(self, pred, y):
+        self.seen.append(sketch(pred))
+        return F.mse_loss(self.get(pred), y)
+
+@pytest.mark.parametrize('structure', structures)
+@each_mode
+def test_predictions(mode, structure):
+    "They reach the loss in float32, in the classes that the model made, and gradients find their way back"
+    make,get = structures[structure]
+    def run(mode):
+        learn = get_learner(Structured(make), loss_func=Loss(get), opt_func=SGD, lr=.05)
+        if mode: modes[mode](learn)
+        learn.fit(1)
+        assert learn.model.dtypes=={half_dtype[mode] if mode else torch.float32}
+        return learn.loss_func.seen,flat(weights(learn))
+    (seen,w),(seen32,w32) = run(mode),run(None)
+    assert seen==seen32 and len(seen)==8
+    assert (w-w32).norm()/w32.norm()<1e-3
+
+@each_mode
+def test_other_dtypes(mode):
+    "What the model makes float64, complex, integer or bool stays so"
+    make = lambda p: (p.double(), p.detach().float().to(torch.complex64), p.detach().long(), p.detach()>0, p.detach().half(), p.detach().bfloat16())
+    learn = get_learner(Structured(make), loss_func=Loss(lambda o: o[0].float()))
+    modes[mode](learn)
+    trains(learn)
+    kept = [torch.float64,torch.complex64,torch.int64,torch.bool]
+    assert {tuple(o[1] for o in s[1]) for s in learn.loss_func.seen}=={(*kept, *([torch.float32]*2 if mode!='alone' else [torch.float16,torch.bfloat16]))}
+
+@each_mode
+def test_loss_in_float32(mode):
+    "The loss is computed outside autocast: a product of 300 and 300 does not overflow in it"
+    seen = []
+    def loss(p, y):
+        big = torch.full((2,2), 300., device=p.device)@torch.full((2,2), 300., device=p.device)
+        seen.append((p.dtype, big.dtype, big.isfinite().all().item(), torch.is_autocast_enabled(p.device.type)))
+        return F.mse_loss(p, y)
+    learn = modes[mode](get_learner(loss_func=loss))
+    learn.fit(1)
+    assert set(seen)=={(torch.float32, torch.float32, True, False)}
+
+# --- Inputs of every structure
+
+class Reader(nn.Module):
+    "Finds its input with `get`, and remembers what it was given"
+    def __init__(self, get):
+        super().__init__()
+        self.layers,self.get,self.seen = mlp(),get,[]
+    def forward(self, *args):
+        self.seen.append(sketch(args))
+        return self.layers(self.get(*args))
+
+big = torch.tensor([1e5,1e-8]) # float16 can hold neither
+inputs = dict( # from rows of numbers, and back
+    tensor  = (lambda x: (x,),                                lambda x: x),
+    several = (lambda x: (x, n, n>1, big, x.double()),        lambda x,*_: x),
+    none    = (lambda x: (None, x, 'word', 3, 2.5),           lambda _,x,*__: x),
+    tuple   = (lambda x: ((x, None, 7),),                     lambda t: t[0]),
+    list    = (lambda x: ([big, x],),                         lambda t: t[1]),
+    dict    = (lambda x: (dict(x=x, n=n, s='word'),),         lambda d: d['x']),
+    data    = (lambda x: (Data(x, big),),                     lambda o: o.a),
+    image   = (lambda x: (TensorImage(x),),                   lambda x: x.as_subclass(torch.Tensor)),
+    half    = (lambda x: (x.half(),),                         lambda x: x.float()),
+    int     = (lambda x: ((x*4).long(),),                     lambda x: x.float()))
+
+@pytest.mark.parametrize('structure', inputs)
+@each_mode
+def test_inputs(mode, structure):
+    "They reach the model as they do in float32: no dtype changed, no bit lost"
+    make,get = inputs[structure]
+    batches = [(*make(x), y) for x,y in zip(*(o.split(16) for o in numbers()))]
+    def run(mode):
+        learn = get_learner(Reader(get), dls=DataLoaders(batches, batches), opt_func=SGD, lr=.05)
+        if mode: modes[mode](learn)
+        learn.fit(1)
+        return learn.model.seen,flat(weights(learn))
+    (seen,w),(seen32,w32) = run(mode),run(None)
+    assert seen==seen32 and len(seen)==8
+    assert (w-w32).norm()/w32.norm()<1e-3
+
+@each_half
+def test_wide_inputs(mode):
+    "Columns that float16 can't hold, before a batch norm, as in tabular data: the norm sees every bit"
+    x,y = numbers()
+    x = x*torch.tensor([1e6,1e-9,1,1,1,1,1,1])
+    items = list(zip(x, y))
+    dls = DataLoaders.from_dsets(items, items, bs=16, device='cpu', num_workers=0, shuffle=False)
+    learn = get_learner(nn.Sequential(nn.BatchNorm1d(8), mlp()), dls=dls)
+    modes[mode](learn).fit(1)
+    norm = nn.BatchNorm1d(8)
+    for o in x.split(16): norm(o)
+    assert torch.equal(learn.model[0].running_var, norm.running_var) and norm.running_var[0]>1e11 and skipped(learn)==0
+
+# --- The learner afterwards
+
+@each_mode
+def test_afterwards(mode, tmp_path):
+    "All that a learner can do, and not one bit of a weight different for it"
+    learn = get_learner(norm=True, path=tmp_path)
+    modes[mode](learn)
+    trains(learn)
+    before,loss = state(learn),learn.validate()[0]
+    learn.get_preds(with_input=True, with_loss=True, with_decoded=True)
+    learn.predict(3)
+    learn.validate()
+    learn.summary()
+    learn.save('here')
+    learn.lr_find(show_plot=False, num_it=6)
+    unchanged(learn, before)
+    trains(learn)
+    learn.load('here')
+    unchanged(learn, before)
+    learn.export()
+    unchanged(learn, before)
+    preds = learn.to_fp32().get_preds()[0]
+    assert abs(learn.validate()[0]/loss-1)<.02
+    loaded = load_learner(tmp_path/'export.pkl', cpu=True)
+    loaded.remove_cb(ProgressCallback)
+    loaded.logger,loaded.create_mbar = noop,False
+    assert torch.equal(loaded.get_preds(dl=learn.dls.valid)[0], preds)
+    assert not any(isinstance(cb, (PrecisionCallback,ModelToHalf)) for cb in loaded.cbs)
+
+@pytest.fixture(scope='module')
+def unpatched(tmp_path_factory):
+    "What another process sees of an exported learner: one that imports a little of fastai, or all callbacks, and never our patches"
+    path = tmp_path_factory.mktemp('export')
+    learn = modes['fp16'](get_learner(norm=True, path=path))
+    learn.fit(1)
+    cloudpickle.register_pickle_by_value(learners) # so that the other process needn't import it, and with it all of ours
+    try: learn.export()
+    finally: cloudpickle.unregister_pickle_by_value(learners)
+    code = '''if True:
+        import json,sys,warnings
+        warnings.simplefilter('ignore')
+        from fastai.learner import load_learner
+        def see():
+            try:
+                learn = load_learner(sys.argv[1])
+                learn.logger,learn.create_mbar = lambda *args: None,False
+                return dict(preds=[learn.predict(i)[2].tolist() for i in (3,4)], dtypes=sorted({str(p.dtype) for p in learn.model.parameters()}))
+            except Exception as e: return dict(error=f'{type(e).__name__}: {e}')
+        res = dict(little=see())
+        from fastai.callback.all import *
+        print(json.dumps({**res, 'all':see(), 'patched':'mp_callbacks.learner' in sys.modules}))'''
+    res = subprocess.run([sys.executable, '-c', code, str(path/'export.pkl')], capture_output=True, text=True)
+    assert res.returncode==0, res.stderr
+    return json.loads(res.stdout.splitlines()[-1]),[learn.to_fp32().predict(i)[2].tolist() for i in (3,4)]
+
+@pytest.mark.parametrize('imported', ['little', 'all'])
+def test_unpatched_process(imported, unpatched):
+    "load_learner needs nothing but that mp_callbacks is installed, and predicts in float32"
+    res,preds = unpatched
+    assert res[imported]==dict(preds=preds, dtypes=['torch.float32'])
+
+# --- Callbacks added by hand
+
+def test_half_alone():
+    "ModelToHalf without MixedPrecision trains nothing, and says so before anything has changed; inference is float32"
+    plain,learn = get_learner(),get_learner(cbs=ModelToHalf())
+    before = state(learn)
+    with pytest.raises(ValueError, match='only together with MixedPrecision'): learn.fit(1)
+    unchanged(learn, before)
+    assert learn.validate()==plain.validate() and torch.equal(learn.get_preds()[0], plain.get_preds()[0])
+    unchanged(learn, before)
+    trains(learn.to_bf16())
+
+@pytest.mark.parametrize('how', ['learner', 'fit'])
+def test_both_by_hand(how):
+    "ModelToHalf and MixedPrecision through `cbs=` are to_fp16 to the bit, whichever comes first"
+    learn = modes['fp16'](get_learner(norm=True))
+    learn.fit(2)
+    for cbs in ([ModelToHalf(),MixedPrecision(max_loss_scale=2.**10)], [MixedPrecision(max_loss_scale=2.**10),ModelToHalf()]):
+        other = get_learner(norm=True, cbs=cbs if how=='learner' else None)
+        other.fit(2, cbs=None if how=='learner' else cbs)
+        assert all(map(torch.equal, weights(learn), weights(other)))
+    if how=='fit': assert not any(isinstance(cb, (PrecisionCallback,ModelToHalf)) for cb in other.cbs)
+
+ours = dict(half=ModelToHalf, half2=lambda: ModelToHalf('bf16'), mixed=lambda: MixedPrecision(max_loss_scale=2.**10), mixed2=lambda: MixedPrecision(dynamic=False), native=NativeMixedPrecision)
+theirs = dict(amp=fp16.MixedPrecision, amp_bf16=lambda: fp16.MixedPrecision('bf16'), their_half=fp16.ModelToHalf, non_native=fp16.NonNativeMixedPrecision)
+made = {**ours, **theirs}
+
+@pytest.mark.parametrize('names', ['mixed mixed2', 'mixed native', 'native mixed', 'native native', 'half mixed native', 'half mixed mixed2', 'half half2 mixed', 'half native',
+    *(f'{o} {t}' for o in ('mixed', 'native', 'half mixed') for t in theirs), 'amp mixed', 'their_half half mixed', 'half their_half non_native'])
+def test_two_precisions(names):
+    "Are refused when a fit begins, before anything has been converted"
+    learn = get_learner()
+    for o in names.split(): learn.add_cb(made[o]())
+    before = state(learn)
+    with pytest.raises(ValueError, match=r'to_fp16\(\)'): learn.fit(1)
+    unchanged(learn, before, named=False)
+    trains(learn.to_bf16())
+
+@each_call
+def test_second_for_one_fit(call):
+    "Another precision for one fit, through its `cbs`, is refused, and the one that was on is still on, by its name too"
+    learn = getattr(get_learner(), call)()
+    before = state(learn)
+    with pytest.raises(ValueError, match='both on'): learn.fit(1, cbs=MixedPrecision())
+    unchanged(learn, before)
+
+# --- From one precision to the next
+
+starts = {**{o: methodcaller(o) for o in calls}, 'alone': alone,
+    **{f'by hand {k}': (lambda learn,f=f: learn.add_cb(f())) for k,f in theirs.items() if k.startswith('amp')},
+    'by hand non-native': lambda learn: learn.add_cbs([fp16.ModelToHalf(),fp16.NonNativeMixedPrecision()])}
+
+def precisions(learn): return [cb for cb in learn.cbs if isinstance(cb, (PrecisionCallback,ModelToHalf)) or type(cb).__module__==fp16.__name__]
+
+@pytest.mark.parametrize('first', starts)
+@each_call
+def test_one_precision(first, call):
+    "Every call replaces what was on; and to_fp32 leaves nothing of it"
+    learn,plain = get_learner(norm=True),get_learner(norm=True)
+    starts[first](learn)
+    getattr(learn, call)()
+    native = 'native' in call
+    assert [type(o) for o in precisions(learn)]==([NativeMixedPrecision] if native else [ModelToHalf,MixedPrecision])
+    assert {o.dtype for o in precisions(learn) if hasattr(type(o), 'dtype') or 'dtype' in vars(o)}=={torch.float16 if call.endswith('fp16') else torch.bfloat16}
+    assert sum(isinstance(cb, PrecisionRecorder) for cb in learn.cbs)==1
+    learn.fit(1)
+    plain.fit(1)
+    learn.to_fp32()
+    assert [type(cb) for cb in learn.cbs]==[type(cb) for cb in plain.cbs]
+    assert vars(learn).keys()==vars(plain).keys()
+    for a,b in zip(learn.model.modules(), plain.model.modules(), strict=True): assert vars(a).keys()==vars(b).keys() and all(len(vars(a)[k])==len(vars(b)[k]) for k in vars(a) if k.endswith('hooks'))
+    for p in learn.model.parameters(): assert p.dtype==torch.float32 and not vars(p) and not p._backward_hooks
+    assert vars(learn.opt).keys()==vars(plain.opt).keys() and len(learn.opt.state)==len(plain.opt.state)
+    trains(learn)
+
+@each_call
+def test_twice_is_once(call):
+    a,b = getattr(get_learner(), call)(),getattr(getattr(get_learner(), call)(), call)()
+    for o in (a,b): o.fit(2)
+    assert all(map(torch.equal, weights(a), weights(b)))
+
+@pytest.mark.parametrize('call', [*calls, 'to_fp32'])
+def test_between_epochs(call):
+    "A callback may change the precision in the middle of a fit"
+    class Change(Callback):
+        order = 80
+        def after_epoch(self):
+            if self.epoch==0: getattr(self.learn, call)()
+    for mode in modes:
+        learn = modes[mode](get_learner(cbs=Change()))
+        trains(learn)
+        assert len(precisions(learn))=={'to_fp32':0, 'to_fp16':2, 'to_bf16':2}.get(call, 1)
+
+# --- What stays float32
+
+def dtypes_inside(learn):
+    "Which weights the layers compute with, and what they return, in a training batch"
+    res = {}
+    hooks = [m.register_forward_hook(lambda m,i,o,n=n: res.update({n:(m.weight.dtype, o.dtype)})) for n,m in learn.model.named_modules() if hasattr(m, 'weight')]
+    learn.fit(1)
+    for o in hooks: o.remove()
+    return res
+
+class Special(nn.Linear): pass
+
+@pytest.mark.parametrize('call,half', [('to_fp16', torch.float16), ('to_bf16', torch.bfloat16)])
+@pytest.mark.parametrize('keep,kept', [
+    (nn.LayerNorm,                          {'norm'}),
+    (Special,                               {'body.2'}),
+    ('head',                                {'head'}),
+    ('body.?',                              {'body.0','body.2'}),
+    ('body',                                {'body.0','body.2'}),
+    (lambda n,m: n.endswith('0'),           {'body.0'}),
+    (lambda n,m: getattr(m, 'out_features', None)==1, {'head'}),
+    ([Special,'head',nn.LayerNorm],         {'body.2','head','norm'}),
+    ({nn.LayerNorm,Special},                {'body.2','norm'}),
+    ((),                                    set())])
+def test_keep(keep, kept, call, half):
+    "By type, pattern, function, or some of each: float32 weights there, half-precision ones everywhere else"
+    model = nn.Sequential(OrderedDict(body=nn.Sequential(nn.Linear(8,16), nn.GELU(), Special(16,16)), norm=nn.LayerNorm(16), head=nn.Linear(16,1)))
+    learn = getattr(get_learner(model), call)(keep=keep)
+    res = dtypes_inside(learn)
+    assert {n for n,(w,_) in res.items() if w==torch.float32}==kept
+    assert {w for n,(w,_) in res.items() if n not in kept}=={half}
+    for n in kept-{'norm'}: assert res[n][1]==torch.float32
+    trains(learn)
+
+@pytest.mark.parametrize('call', calls[:2])
+def test_keep_all(call):
+    learn = get_learner()
+    before = state(learn)
+    with pytest.raises(ValueError, match='nothing is left.*Keep less'): getattr(learn, call)(keep=nn.Linear)
+    def broken(name, module): raise RuntimeError('in keep')
+    with pytest.raises(RuntimeError, match='in keep'): getattr(learn, call)(keep=broken)
+    unchanged(learn, before)
+
+# --- What is changed between fits
+
+@each_half
+def test_changed_model(mode):
+    "Layers may be replaced between two fits: the new ones are lent and looked after like the old ones"
+    class Poison(Callback):
+        def before_batch(self):
+            if self.training and self.train_iter==2: self.learn.xb = (self.x*inf,)
+    learn = modes[mode](get_learner(norm=True))
+    learn.fit(1)
+    learn.model[1],learn.model[3] = nn.BatchNorm1d(16),nn.Linear(16,16)
+    learn.create_opt()
+    before = state(learn)
+    learn.fit(1, cbs=Poison())
+    assert skipped(learn)==1
+    assert all(o.isfinite().all() for o in learn.model.state_dict().values())
+    assert not torch.equal(learn.model[3].weight, before[1][4]) and math.isfinite(learn.validate()[0])
+
+class Expanded(nn.Module):
+    "A buffer that is one number, many times"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('b', torch.zeros(1,1).expand(16,1))
+    def forward(self, x): return x+self.b[:len(x)]
+
+class Late(nn.Module):
+    "A buffer that comes with the first batch"
+    def forward(self, x):
+        if not self._buffers: self.register_buffer('b', torch.zeros(()))
+        if self.training: self.b.add_(x.detach().abs().sum())
+        return x
+
+class Replaced(nn.Module):
+    "A buffer that is another tensor after each batch; and one that is None"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('b', torch.zeros(()))
+        self.register_buffer('none', None)
+    def forward(self, x):
+        if self.training: self.b = torch.maximum(self.b, x.detach().abs().max())
+        return x
+
+class Grown(nn.Module):
+    "A buffer that has one number more after each batch, and counts in integers"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('b', torch.zeros(0))
+        self.register_buffer('n', torch.tensor(0))
+    def forward(self, x):
+        if self.training:
+            self.b = torch.cat([self.b, x.detach().abs().max()[None]])
+            self.n += 1
+        return x
+
+@pytest.mark.parametrize('odd', [Expanded, Late, Replaced, Grown])
+@each_half
+def test_odd_buffers(mode, odd):
+    "A skipped step leaves no trace in buffers of any kind"
+    class Poison(Callback):
+        def before_batch(self):
+            if self.training and self.train_iter in (2,5): self.learn.xb = (self.x*inf,)
+    learn = modes[mode](get_learner(nn.Sequential(nn.BatchNorm1d(8), odd(), mlp())))
+    learn.fit(2, cbs=Poison())
+    assert skipped(learn)==2
+    assert all(o.isfinite().all() for o in learn.model.state_dict().values())
+    if odd is Grown: assert len(learn.model[1].b)==learn.model[1].n==6

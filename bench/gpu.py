@@ -19,26 +19,26 @@ flat = [Variant('fastai', 'flat', 'fp16'), Variant('ours', 'flat', 'fp16'), Vari
 every = hand+fused+plain+flat
 in_mpx = [v for v in hand+fused if v.loop=='hand' and v.precision in ('fp32','tf32','autocast-bf16') or v.loop=='ours']+[Variant('fastai', 'fused', 'fp32')]
 
-# The paper gives neither depth, heads nor patches: those of its repository (patches of 4) and of ViT-Base are used
-cifar = Task('vit-256-800',   lambda: ViT(32, 4, 256, 800, 8, 12, 100), (3,32,32), 100, 256)
-base  = Task('vit-base',      lambda: ViT(224, 16, 768, 3072, 12, 12, 1000), (3,224,224), 1000, 64)
-gpt   = Task('gpt-124M',      lambda: GPT(50304, 512, 768, 3072, 12, 12), (512,), 50304, 8)
-res   = Task('resnet50',      lambda: resnet(50, 1000), (3,224,224), 1000, 64)
-nhwc  = Task('resnet50-nhwc', lambda: resnet(50, 1000), (3,224,224), 1000, 64, True)
-mlps  = Task('mlp-8x2048',    lambda: mlp(2048, 8, 1000), (2048,), 1000, 2048)
-big   = Task('mlp-24x2048',   lambda: mlp(2048, 24, 2048), (2048,), 2048, 64)
-small = Task('mlp-4x256',     lambda: mlp(256, 4, 10), (256,), 10, 64)
-sizes = {cifar:(1024,256,64,512,128), base:(256,64,16,128,32)} # of batches, the telling ones first
-n_copy = 10**8
-
-def shrink():
-    global base,sizes,cifar,gpt,res,nhwc,mlps,big,small,n_copy
-    n_copy = 10**5
-    base,cifar = (Task(n, lambda: ViT(8, 4, 16, 32, 2, 1, 5), (3,8,8), 5, 2) for n in ('vit-base','vit-256-800'))
-    gpt,mlps = Task('gpt-tiny', lambda: GPT(20, 8, 16, 32, 2, 1), (8,), 20, 2),Task('mlp-tiny', lambda: mlp(8, 3, 5), (8,), 5, 4)
-    res,nhwc = (Task(n, lambda: conv(4, 2, 5), (3,8,8), 5, 2, n=='conv-nhwc') for n in ('conv-tiny','conv-nhwc'))
-    big = small = mlps
-    sizes = {cifar:(4,2), base:(2,)}
+def groups(tiny):
+    "What to measure, the telling ones first: part, task, batch size, variants, options of `compare`"
+    if tiny:
+        base,cifar = (Task(n, lambda: ViT(8, 4, 16, 32, 2, 1, 5), (3,8,8), 5, 2) for n in ('vit-base','vit-256-800'))
+        gpt,mlps   = Task('gpt', lambda: GPT(20, 8, 16, 32, 2, 1), (8,), 20, 2),Task('mlp', lambda: mlp(8, 3, 5), (8,), 5, 4)
+        res,nhwc   = (Task(n, lambda: conv(4, 2, 5), (3,8,8), 5, 2, n=='resnet50-nhwc') for n in ('resnet50','resnet50-nhwc'))
+        big,small,sizes = mlps,mlps,{base:(2,), cifar:(4,2)}
+    else: # the paper on MPX gives neither depth, heads nor patches: these are ViT-Base's, and patches of 4 as in its repository
+        cifar = Task('vit-256-800',   lambda: ViT(32, 4, 256, 800, 8, 12, 100), (3,32,32), 100, 256)
+        base  = Task('vit-base',      lambda: ViT(224, 16, 768, 3072, 12, 12, 1000), (3,224,224), 1000, 64)
+        gpt   = Task('gpt-124M',      lambda: GPT(50304, 512, 768, 3072, 12, 12), (512,), 50304, 8)
+        res   = Task('resnet50',      lambda: resnet(50, 1000), (3,224,224), 1000, 64)
+        nhwc  = res._replace(name='resnet50-nhwc', channels_last=True)
+        mlps  = Task('mlp-8x2048',    lambda: mlp(2048, 8, 1000), (2048,), 1000, 2048)
+        big   = Task('mlp-24x2048',   lambda: mlp(2048, 24, 2048), (2048,), 2048, 64)
+        small = Task('mlp-4x256',     lambda: mlp(256, 4, 10), (256,), 10, 64)
+        sizes = {base:(256,64,16,128,32), cifar:(1024,256,64,512,128)}
+    mpx = [('mpx',t,b,in_mpx,dict(turns=3)) for i in range(5) for t,bs in sizes.items() for b in bs[i:i+1]]
+    def train(*ts): return [('train',t,t.batch,every,{}) for t in ts]
+    return [*train(base, gpt), ('step',big,big.batch,every,dict(probe=Phases, turns=3)), ('syncs',small,small.batch,every,dict(probe=Syncs, turns=1)), *train(res, mlps), *mpx, *train(nhwc)]
 
 class Syncs:
     "Where and how often the host waits for the device. On a CPU, where it never does: how often it reads a number out of a tensor."
@@ -113,12 +113,9 @@ def main():
     p.add_argument('--only', nargs='*', default=['copy','step','syncs','train','mpx'], help='parts [copy step syncs train mpx]; none: write tables and plots again')
     args,dev,results = start(p, 'gpu')
     if dev=='cpu' and args.only and not args.tiny: raise SystemExit('There is no CUDA device here. Use --tiny to see whether this script works, and bench/train.py to measure a CPU.')
-    end,few = perf_counter()+60*args.minutes,dict(turns=1, turn=.001) if args.tiny else {}
-    if args.tiny: shrink()
-    groups = [('train',t,t.batch,every,{}) for t in (base,gpt)]+[('step',big,big.batch,every,dict(probe=Phases, turns=3)), ('syncs',small,small.batch,every,dict(probe=Syncs, turns=1))]
-    groups += [('train',t,t.batch,every,{}) for t in (res,mlps)]+[('mpx',t,b,in_mpx,dict(turns=3)) for i in range(9) for t,bs in sizes.items() for b in bs[i:i+1]]+[('train',nhwc,nhwc.batch,every,{})]
+    end,n_copy,few = perf_counter()+60*args.minutes,10**5 if args.tiny else 10**8,dict(turns=1, turn=.001) if args.tiny else {}
     if 'copy' in args.only: results.measure('copy', 'float32', n_copy, ((Variant('','',''),0,'copy_gbs',copy_gbs(dev, n_copy),'') for _ in range(1)))
-    for part,task,batch,variants,how in groups:
+    for part,task,batch,variants,how in groups(args.tiny):
         left = end-perf_counter()
         if part not in args.only: continue
         if left<(1 if args.tiny else 30): print(f'no time left for {part} {task.name} {batch}: run this again'); continue

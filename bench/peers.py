@@ -2,7 +2,7 @@
 import logging,warnings
 
 import torch
-from common import Hand,build
+from loops import Variant,build
 from models import loss_func
 
 try: import pytorch_lightning as pl
@@ -11,6 +11,10 @@ try: import accelerate
 except ImportError: accelerate = None
 
 peers = [o for o,lib in (('lightning',pl), ('accelerate',accelerate)) if lib is not None]
+
+def peer_variants(dev):
+    "What there is to measure. In float16 neither trains on a CPU."
+    return [Variant(o, 'fused', p) for o in peers for p in ('fp32','autocast-bf16',*(('autocast-fp16',) if dev=='cuda' else ()))]
 
 class Lightning:
     "A `Trainer` without logger, checkpoints and progress bar"
@@ -47,5 +51,5 @@ class Accelerate:
 
 def build_any(v, model):
     "As `build` does, for `lightning` and `accelerate` too"
-    if v.loop not in ('lightning','accelerate'): return build(v, model)
+    if v.loop not in peers: return build(v, model)
     return (Lightning if v.loop=='lightning' else Accelerate)(v, model, lambda ps: torch.optim.AdamW(ps, lr=1e-4, fused=True))

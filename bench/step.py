@@ -3,9 +3,13 @@
 The model here computes nothing: it casts its weights if autocast would, and its backward pass writes gradients that were made before. From the time of a step, that of
 forward, loss and backward alone in the same dtype is taken off. The rest is what the loop costs: copies and casts of weights, checks, the optimizer, and its Python.
 `--tiny`: toy sizes, to see that it works."""
+import torch
+from torch import nn
+
 from common import *
-from models import *
-from peers import build_any,peers
+from loops import Hand
+from models import Task
+from peers import build_any,peer_variants
 
 class Constant(torch.autograd.Function):
     "No forward pass to speak of, and a backward pass that only writes its results"
@@ -47,8 +51,8 @@ def build_here(v, model): return Bare(v, model) if v.loop=='bare' else build_any
 
 bare = [Variant('bare', '', o) for o in ('fp32','fp16','bf16')]
 half,auto = ('autocast-fp16','autocast-bf16','fp16','bf16'),('autocast-fp16','autocast-bf16')
-loops = [Variant(loop, opt, o) for loop,opt,ps in (('hand','fused',('fp32',*half)), ('hand','fastai',('fp32',)), ('fastai','fused',('fp32',*auto)), ('ours','fused',half), ('fastai','fastai',('fp32',*auto,'fp16')),
-                                                   ('ours','fastai',half), ('fastai','flat',('fp16',)), ('ours','flat',('fp16','bf16')), *((o,'fused',('fp32',*auto)) for o in peers)) for o in ps]
+measured = [Variant(loop, opt, o) for loop,opt,ps in (('hand','fused',('fp32',*half)), ('hand','fastai',('fp32',)), ('fastai','fused',('fp32',*auto)), ('ours','fused',half), ('fastai','fastai',('fp32',*auto,'fp16')),
+            ('ours','fastai',half), ('fastai','flat',('fp16',)), ('ours','flat',('fp16','bf16'))) for o in ps]
 
 def table(df, gbs):
     "Milliseconds per step beside forward and backward, the least that memory allows, and the parts"
@@ -64,18 +68,19 @@ def table(df, gbs):
 def main():
     p = arguments(__doc__)
     p.add_argument('--tensors', nargs='*', type=int, default=[10,60,240,1000,2000], help='numbers of tensors, 10^5 numbers in all')
-    p.add_argument('--elements', nargs='*', type=int, default=[10**4,10**6,10**7], help='numbers of numbers, in 240 tensors; 10^8 needs about 40 GB')
+    p.add_argument('--elements', nargs='*', type=int, help='numbers of numbers, in 240 tensors [10^4, 10^6, 10^7, and on a GPU 10^8, which takes about 70 GB]')
     p.add_argument('--turns', type=int, default=5)
     p.add_argument('--turn', type=float, default=.3, help='how many seconds one lasts [0.3]')
     args,dev,results = start(p, 'step_{dev}')
-    sizes,n_copy = [(n,10**5) for n in args.tensors]+[(240,n) for n in args.elements],10**5 if args.tiny else 10**8 if dev=='cuda' else 10**7
+    elements = [10**4,10**6,10**7]+[10**8]*(dev=='cuda') if args.elements is None else args.elements
+    sizes,n_copy = [(n,10**5) for n in args.tensors]+[(240,n) for n in elements],10**5 if args.tiny else 10**8 if dev=='cuda' else 10**7
     if args.tiny: sizes = [(2,100),(5,100)]
     how = dict(turns=1, turn=.001) if args.tiny else dict(turns=args.turns, turn=args.turn, seconds=3600)
     results.measure('copy', 'float32', n_copy, ((Variant('','',''),0,'copy_gbs',copy_gbs(dev, n_copy),'') for _ in range(1)))
     for n,total in sizes:
         task = Task(f'{n} tensors', lambda: Weights(n, max(1, total//n)), (1,), 2, 1)
-        results.measure('step', task.name, total, compare(task, bare+loops, dev, build=build_here, **how))
-        results.measure('phases', task.name, total, compare(task, [v for v in loops if v.loop not in peers], dev, probe=Phases, build=build_here, **{**how,'turns':1}))
+        results.measure('step', task.name, total, compare(task, bare+measured+peer_variants(dev), dev, build=build_here, **how))
+        results.measure('phases', task.name, total, compare(task, measured, dev, probe=Phases, build=build_here, **{**how,'turns':1}))
     df = results.read()
     gbs,text = df[df.part=='copy'].value.median(),[]
     for (case,size),o in df[df.part!='copy'].groupby(['case','size'], sort=False): text += [f'## {case}, {size} numbers\n', markdown(table(o, gbs))]

@@ -3,7 +3,7 @@
 Variants in turns in one process, medians. What is in the csv file already is not measured again. `--tiny`: toy sizes, to see that it works."""
 from common import *
 from models import *
-from peers import build_any,peers
+from peers import build_any,peer_variants
 
 tasks = [Task('mlp',       lambda: mlp(1024, 6, 10),                (1024,),   10, 512),
          Task('conv',      lambda: conv(64, 4, 10),                 (3,64,64), 10, 64),
@@ -14,13 +14,13 @@ tiny  = [Task('mlp',       lambda: mlp(8, 3, 5),                    (8,),      5
          Task('conv',      lambda: conv(4, 2, 5),                   (3,8,8),   5, 2),
          Task('gpt',       lambda: GPT(20, 8, 16, 32, 2, 1),        (8,),      20, 2)]
 
-def variants(precisions):
-    "`precisions`: of fp16, bf16"
+def variants(precisions, dev):
+    "Everything, in `precisions`: fp16, bf16, or both"
     half = [k+o for o in precisions for k in ('autocast-','')]
     def of(loop, opt, *ps): return [Variant(loop, opt, o) for o in ps]
     auto = [o for o in half if o.startswith('autocast')]
     return [v for opt in ('fastai','fused') for v in of('hand', opt, 'fp32', *half)+of('fastai', opt, 'fp32', *auto)+of('ours', opt, *half)] + \
-           of('ours', 'flat', *precisions)+(of('fastai', 'fastai', 'fp16')+of('fastai', 'flat', 'fp16') if 'fp16' in precisions else [])+[v for o in peers for v in of(o, 'fused', 'fp32', *auto)]
+           of('ours', 'flat', *precisions)+(of('fastai', 'fastai', 'fp16')+of('fastai', 'flat', 'fp16') if 'fp16' in precisions else [])+peer_variants(dev)
 
 def table(df):
     """Medians; how many times faster than fastai in fp32 with the same optimizer; and the time, less what fastai itself takes, over that of the plain loop in the same precision
@@ -43,7 +43,7 @@ def main():
     p.add_argument('--turn', type=float, default=1, help='how many seconds one lasts [1]')
     args,dev,results = start(p, 'train_{dev}')
     how = dict(turns=1, turn=.001) if args.tiny else dict(turns=args.turns, turn=args.turn, seconds=3600)
-    vs = variants(['fp16','bf16'] if dev=='cuda' or args.fp16 else ['bf16'])
+    vs = variants(['fp16','bf16'] if dev=='cuda' or args.fp16 else ['bf16'], dev)
     for t in tiny if args.tiny else tasks:
         if args.only is None or t.name in args.only: results.measure('train', t.name, t.batch, compare(t, vs, dev, build=build_any, **how))
     results.write('Training small models', [s for (_,case,size),o in results.read().groupby(['part','case','size'], sort=False) for s in (f'## {case}, batch size {size}\n', markdown(table(o)))])

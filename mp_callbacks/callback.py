@@ -8,11 +8,12 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 __all__ = ['fit_device', 'LoopCallback', 'PrecisionCallback', 'ModelToHalf', 'check_device', 'MixedPrecision',
            'NativeMixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #85cfd6df
+# %% ../nbs/10_callback.ipynb #beb06317
 import math,torch
 from contextlib import contextmanager
-from dataclasses import asdict,replace
+from dataclasses import asdict
 from functools import partial
+from numbers import Real
 from warnings import warn
 
 from fastai.callback.core import *
@@ -21,7 +22,7 @@ from fastai.torch_core import default_device
 from torch import nn
 
 from .dtypes import as_dtype,half_dtypes,supports
-from .loss_scale import DynamicLossScale,StaticLossScale
+from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
 from .grads import check_clip,prepare_grads,unique
 from .master import BufferSnapshot,ForwardWrapper,MasterWeights,half_forward,is_norm
 from .flat import FlatStep
@@ -53,7 +54,7 @@ class LoopCallback(Callback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #ba9c086a
+# %% ../nbs/10_callback.ipynb #1dfe182f
 def _version(x): return None if x is None else x._version # what autograd itself goes by to find out that a tensor has been changed
 
 class PrecisionCallback(LoopCallback):
@@ -188,8 +189,7 @@ class PrecisionCallback(LoopCallback):
     def load_precision_state(self, state):
         "Go on from `state`, with the settings of this callback"
         self._steps,self._skips = state.get('steps', 0),state.get('skips', 0)
-        if isinstance(s := self._scaling, DynamicLossScale):
-            self._scaling = replace(s, loss_scale=min(max(state['loss_scale'], s.min_loss_scale), s.max_loss_scale), counter=state.get('counter', 0))
+        self._scaling = self._scaling.load_state_dict(state)
 
 # %% ../nbs/10_callback.ipynb #023a8a52
 class ModelToHalf(LoopCallback):
@@ -252,13 +252,13 @@ def check_device(
         if device.type=='cuda' and dtype==torch.bfloat16 and torch.cuda.is_bf16_supported(): return warn(f"{torch.cuda.get_device_name(device)} emulates bfloat16, which is slow. Use to_fp16() or to_native_fp16().")
     raise ValueError(f"device={device} doesn't compute in {dtype}. Use learn.to_fp32(), or put the learner's dls and model on a device that does.")
 
-# %% ../nbs/10_callback.ipynb #07717dba
+# %% ../nbs/10_callback.ipynb #b98728fc
 class MixedPrecision(PrecisionCallback):
     """Loss scaling and checked steps on float32 weights. With `ModelToHalf`: training in mixed precision
 
     Raises, when it is made, a `ValueError` for arguments out of range; when a fit starts, for a learner it can't train; and when `max_skips` steps in a row were not finite, a `FloatingPointError`."""
     def __init__(self,
-        loss_scale=512, # The scale if it is not `dynamic`
+        loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # The scale if it is not `dynamic`; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
         flat_master:bool=False, # Step on one flat tensor per parameter group instead of on each parameter?
         dynamic:bool=True, # Move the scale? It starts at `max_loss_scale`. Steps with gradients that aren't finite are skipped either way.
         max_loss_scale:float=2.**24, # Where a dynamic scale starts, and its cap
@@ -270,8 +270,8 @@ class MixedPrecision(PrecisionCallback):
         max_skips:int=250, # After how many skipped steps in a row to stop with an error
     ):
         check_clip(clip)
-        super().__init__(DynamicLossScale(max_loss_scale, period=scale_wait, factor=div_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale) if dynamic
-                         else StaticLossScale(loss_scale), max_skips)
+        if dynamic and isinstance(loss_scale, Real): loss_scale = DynamicLossScale(max_loss_scale, period=scale_wait, factor=div_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        super().__init__(as_loss_scale(loss_scale), max_skips)
         self.flat_master,self.clip = flat_master,clip
 
     @contextmanager
@@ -298,7 +298,7 @@ class MixedPrecision(PrecisionCallback):
         copies = {} if half is None else {id(p):c for p,c in zip(half.params,half.copies)}
         return [[copies.get(id(p), p) for p in pg] for pg in self.master_pgs]
 
-# %% ../nbs/10_callback.ipynb #89c39808
+# %% ../nbs/10_callback.ipynb #a4c1985e
 class NativeMixedPrecision(PrecisionCallback):
     """Mixed precision by `torch.autocast` and, for float16, `torch.amp.GradScaler`, whose defaults these are
 
@@ -307,7 +307,7 @@ class NativeMixedPrecision(PrecisionCallback):
     scaler,_wrapper = None,None
 
     def __init__(self,
-        init_scale:float=65536., # Where the scale starts
+        init_scale:float|str|StaticLossScale|DynamicLossScale=65536., # Where the scale starts; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
         growth_factor:float=2., # What it is multiplied by to grow
         backoff_factor:float=.5, # What it is multiplied by after a skipped step
         growth_interval:int=2000, # After how many finite steps in a row it grows
@@ -320,8 +320,8 @@ class NativeMixedPrecision(PrecisionCallback):
     ):
         self.dtype = as_dtype(dtype)
         if self.dtype not in half_dtypes: raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. Use learn.to_fp32() for float32.")
-        scaling = DynamicLossScale(init_scale, period=growth_interval, factor=growth_factor, backoff=backoff_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
-        super().__init__(scaling if enabled and self.dtype==torch.float16 else StaticLossScale(), max_skips)
+        if isinstance(init_scale, Real): init_scale = DynamicLossScale(init_scale, period=growth_interval, factor=growth_factor, backoff=backoff_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        super().__init__(as_loss_scale(init_scale) if enabled and self.dtype==torch.float16 else StaticLossScale(), max_skips)
 
     def check(self, learn):
         super().check(learn)
@@ -345,7 +345,7 @@ class NativeMixedPrecision(PrecisionCallback):
 
     def _scale(self, loss):
         if self.scaler is None or self.scaler[0]!=self._pending:
-            self.scaler = self._pending,torch.amp.GradScaler(loss.device.type, init_scale=self._pending, enabled=isinstance(self._scaling, DynamicLossScale))
+            self.scaler = self._pending,torch.amp.GradScaler(loss.device.type, init_scale=self._pending, enabled=self._scaling!=StaticLossScale())
         return self.scaler[1].scale(loss)
 
     def _prepare(self, params):

@@ -209,7 +209,7 @@ def plot_runs(
         if ax.get_legend_handles_labels()[0]: ax.legend()
     return axs
 
-# %% ../nbs/30_demo.ipynb #bbf4127e
+# %% ../nbs/30_demo.ipynb #9944988c
 def supported(
     device:torch.device|str, # Where to train
 )->list: # Names from `precisions`
@@ -225,18 +225,18 @@ def slowdown(
     x:Tensor, # A few samples
     dtype:torch.dtype, # A half precision
 )->float: # 1: as fast as float32
-    "How many times as long as in float32 `model` takes to compute on `x` in `dtype`, and back"
+    "How many times as long as in float32 `model` takes to compute on `x` in `dtype`, and back; on a CPU in one thread's own time, so that other work doesn't count"
+    clock,threads = time.thread_time if x.device.type=='cpu' else time.perf_counter,torch.get_num_threads()
     def _time(half):
-        best = math.inf
-        for _ in range(2):
-            _wait(x.device)
-            start = time.perf_counter()
-            with torch.autocast(x.device.type, dtype, enabled=half): y = model(x)
-            y.float().sum().backward()
-            _wait(x.device)
-            best = min(best, time.perf_counter()-start)
-        return best
-    return _time(True)/_time(False)
+        _wait(x.device)
+        start = clock()
+        with torch.autocast(x.device.type, dtype, enabled=half): y = model(x)
+        y.float().sum().backward()
+        _wait(x.device)
+        return clock()-start
+    torch.set_num_threads(1)
+    try: return min(_time(True) for _ in range(3))/min(_time(False) for _ in range(3))
+    finally: torch.set_num_threads(threads)
 
 def choose(
     name:str, # One of `recipes`
@@ -253,7 +253,7 @@ def choose(
         if names[0] not in can: why.append(f"Left out: {', '.join(names)}. {device} doesn't compute in {dtype}.")
         elif (times := slowdown(model, x, dtype))>slow:
             can = [o for o in can if o not in names]
-            why.append(f"Left out: {', '.join(names)}. {dtype} takes about {times:.0f} times as long as float32 here. To run them nevertheless: --precision {' '.join(names)}")
+            why.append(f"Left out: {', '.join(names)}. {dtype} took {times:.0f} times as long as float32 on a few digits. To run them nevertheless: --precision {' '.join(names)}")
     return can,why
 
 # %% ../nbs/30_demo.ipynb #ca9fd5fd

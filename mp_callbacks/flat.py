@@ -133,7 +133,7 @@ class Bucket:
             self.cols[k],self.seen[k] = col,v
         if any(isinstance(v, Tensor) for v in new.values()): self.where = self._where()
 
-# %% ../nbs/07_flat.ipynb #8953faef
+# %% ../nbs/07_flat.ipynb #0abe2d32
 class FlatStep:
     "Let the steppers of `opt` work on flat tensors instead of on each parameter"
     def __init__(self,
@@ -208,11 +208,11 @@ class FlatStep:
         self._refresh()
         buckets = [b for b in self.buckets if b.params[0].grad is not None]
         for b in buckets: b.pull_grads()
-        own = opt.param_lists,opt.state
         todo = [*((b.flat,b.group,b.state) for b in buckets), *((p,i,opt.state[p]) for p,i in self.alone.items())]
+        lists,state = [[p for p,group,_ in todo if group==i] for i in range(len(opt.param_lists))],{p:state for p,_,state in todo}
+        own = opt.param_lists,opt.state
         try:
-            opt.param_lists = [[p for p,group,_ in todo if group==i] for i in range(len(own[0]))]
-            opt.state = {p:state for p,_,state in todo}
+            opt.param_lists,opt.state = lists,state
             type(opt).step(opt, closure)
         finally:
             try: self._put_back(*own)

@@ -7,7 +7,7 @@ Docs: https://example.github.io/mp_callbacks/learner.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/13_learner.ipynb #0d6da070
+# %% ../nbs/13_learner.ipynb #8351c2e7
 import os,torch
 from contextlib import ExitStack,contextmanager
 from functools import wraps
@@ -18,6 +18,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.xtras import join_path_file
 
+from .loss_scale import DynamicLossScale,StaticLossScale
 from .master import is_norm,lendable
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback,check_device,fit_device
 from .recorder import PrecisionRecorder
@@ -73,10 +74,10 @@ def _set_precision(learn, dtype, new, half=None):
 def _warn_cpu(learn):
     if fit_device(learn).type=='cpu': warn("float16 on a CPU works, but slowly: convolutions took about 300 times as long as in float32 where we measured. Use to_bf16() or to_native_bf16().")
 
-# %% ../nbs/13_learner.ipynb #ad1eede8
+# %% ../nbs/13_learner.ipynb #59c7c84e
 @patch
 def to_fp16(self:Learner,
-    loss_scale:float=512, # The scale if it is not `dynamic`
+    loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # The scale if it is not `dynamic`; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
     flat_master:bool=False, # Step on one flat tensor per parameter group instead of on each parameter?
     dynamic:bool=True, # Move the scale? It starts at `max_loss_scale`. Steps with gradients that aren't finite are skipped either way.
     max_loss_scale:float=2.**24, # Where a dynamic scale starts, and its cap
@@ -110,10 +111,10 @@ def to_bf16(self:Learner,
     Raises `ValueError` if an argument is out of range, or the learner's device or model can't do it; then nothing has changed."""
     return _set_precision(self, torch.bfloat16, MixedPrecision(1, flat_master, dynamic=False, clip=clip, max_skips=max_skips), ModelToHalf(torch.bfloat16, keep))
 
-# %% ../nbs/13_learner.ipynb #4fbb8504
+# %% ../nbs/13_learner.ipynb #4736af4d
 @patch
 def to_native_fp16(self:Learner,
-    init_scale:float=65536., # Where the loss scale starts
+    init_scale:float|str|StaticLossScale|DynamicLossScale=65536., # Where the loss scale starts; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
     growth_factor:float=2., # What it is multiplied by to grow
     backoff_factor:float=.5, # What it is multiplied by after a skipped step
     growth_interval:int=2000, # After how many finite steps in a row it grows

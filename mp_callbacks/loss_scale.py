@@ -155,11 +155,10 @@ def __repr__(self:StaticLossScale|DynamicLossScale):
     args = [f'{o.name}={_show(o.name,v)}' for o in fields(self) if (v := getattr(self,o.name))!=o.default or o.name=='loss_scale']
     return f"{type(self).__name__}({', '.join(args).removeprefix('loss_scale=')})"
 
-# %% ../nbs/01_loss_scale.ipynb #8603561f
+# %% ../nbs/01_loss_scale.ipynb #96f6e7e8
 _unbounded = dict(min_loss_scale=_f32.tiny, max_loss_scale=_f32.max, at_max='keep')
 _from_one  = dict(_unbounded, min_loss_scale=1.)
 
-# What these libraries do, as fields of a `DynamicLossScale`
 loss_scale_presets = dict(
     torch                 = dict(_unbounded, loss_scale=2.**16, period=2000, backoff=.5),
     apex                  = dict(_unbounded, loss_scale=2.**16, period=2000, max_loss_scale=2.**24, at_max='clip'),
@@ -179,12 +178,13 @@ loss_scale_presets = dict(
     emily                 = dict(_from_one,  loss_scale=2.**16, period=2000, backoff=.5),
     fastai                = dict(_unbounded, loss_scale=2.**24, period=500, consecutive=False))
 
+# %% ../nbs/01_loss_scale.ipynb #629956b4
 @patch(cls_method=True)
 def preset(cls:DynamicLossScale,
     name:str, # One of `loss_scale_presets`
     **changes, # Fields that should be different, such as `period=500`
-)->'DynamicLossScale':
-    "The scaler of the library with this `name`, but for `changes`"
+)->'DynamicLossScale': # What goes the same way as that library's
+    "The scaler of the library with this `name`, but for the fields in `changes`"
     if name not in list(loss_scale_presets): raise ValueError(f"{name!r} is not a preset. Use one of {', '.join(loss_scale_presets)}.")
     return cls(**{**loss_scale_presets[name], **changes})
 

@@ -159,7 +159,7 @@ def poke(opt, how=None):
         grad_memory   = lambda: setattr(p.grad, 'data', p.grad.data.clone()*2) if p.grad is not None else None,
         state_copied  = lambda: inner(opt).state.update({p: dict(st)}),
         state_emptied = lambda: inner(opt).state.update({p: {}}),
-        state_flag    = lambda: st.update(do_wd=random.random()<.2),
+        state_flag    = lambda: st.update(do_wd=not st.get('do_wd', True)),
         state_steps   = lambda: st.update(step=st['step']+3) if 'step' in st else None,
         state_tensor  = lambda: each(lambda k: rewrite(k, lambda v: v*2)),
         state_memory  = lambda: each(lambda k: setattr(st[k], 'data', st[k].data*2)),
@@ -179,6 +179,26 @@ def test_poke(how, name):
         twins.each(new_grads)
         if i%3==1: twins.each(lambda o: poke(o, how))
         twins.step(f'step {i}')
+
+def test_beta_set_later():
+    "Softplus rounds differently at the end of a tensor, on a CPU: from the moment it is used, each parameter is stepped on by itself"
+    twins = Twins(optimizers['radam'], [[nn.Parameter(torch.randn(n)) for n in range(40)]])
+    for beta in (0.,50.,0.):
+        twins.each(lambda o: o.set_hyper('beta', beta))
+        for _ in range(3):
+            twins.each(new_grads)
+            twins.step(f'{beta=}')
+            assert len(twins.flat.buckets)==(not beta)
+
+def test_release_finds_copied_state():
+    twins = Twins(optimizers['adam'], [[nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(5))]])
+    twins.each(new_grads)
+    twins.step()
+    opt = twins.opts[1]
+    for p in opt.param_lists[0]: opt.state[p] = dict(opt.state[p])
+    twins.flat.release()
+    twins.check()
+    twins.own_storage()
 
 def test_pruned():
     twins = Twins(optimizers['sgd'], [[nn.Parameter(torch.randn(4,3)), nn.Parameter(torch.randn(5))]])
@@ -216,7 +236,7 @@ events = dict(
     swap    = lambda o: random.choice(o.param_lists).items.reverse() if o is inner(o) else None) # slow weights go by position
 
 @pytest.mark.parametrize('name', optimizers)
-@pytest.mark.parametrize('seed', range(8))
+@pytest.mark.parametrize('seed', range(6))
 def test_anything(name, seed):
     "Random parameters, random events between the steps"
     torch.set_num_threads(1)
@@ -295,8 +315,10 @@ def test_interrupt_anywhere(first, release):
     while True:
         n += 1
         torch.manual_seed(0)
-        twins = Twins(optimizers['adam'], [[nn.Parameter(torch.randn(o)) for o in (3,(2,2))]])
-        if not first: twins.each(new_grads); twins.step()
+        twins = Twins(optimizers['adam'], [[nn.Parameter(torch.randn(o)) for o in (3,(2,2))], [nn.Parameter(torch.randn(5))]])
+        if not first: # one bucket stays and one is made anew
+            twins.each(new_grads); twins.step()
+            twins.each(lambda o: o.param_lists[1][0].data.set_(torch.ones(5)))
         opt,flat_step = twins.opts[1],twins.flat
         lists,state = opt.param_lists,opt.state
         twins.each(new_grads)
@@ -381,4 +403,4 @@ def test_cuda(name):
             torch.manual_seed(i)
             for p in twins.params(o): p.grad = torch.randn(p.shape).to(p.device)
         twins.step(f'step {i}')
-    assert {b.flat.device.type for b in twins.flat.buckets}=={'cuda','cpu'}
+    assert {b.flat.device.type for b in twins.flat.buckets}==({'cuda'} if name=='sadam' else {'cuda','cpu'})

@@ -13,7 +13,7 @@ cancels = [CancelBatchException,CancelBackwardException,CancelStepException,Canc
 before_the_step = 'before_batch after_pred after_loss before_backward after_backward before_step'.split()
 in_batch = before_the_step+'after_step after_batch'.split()
 in_fit = in_batch+'before_fit before_epoch before_train after_train before_validate after_validate after_epoch after_fit'.split()
-assert set(in_fit)=={o for o in _events.split() if 'cancel' not in o and o!='after_create'} if isinstance(_events, str) else True
+assert set(in_fit)=={o for o in _events if 'cancel' not in o and o!='after_create'} # all that there are
 
 class Raise(Callback):
     "Raise `e` in `event`, of the second batch if it is one of a batch, before or after those who change precision"
@@ -196,7 +196,20 @@ def test_validation_inside_a_fit(f, mode):
         try: learn.fit(2, cbs=Infer(event, f))
         except Exception as e: return type(e)
         return flat(weights(learn))-start
-    for event in in_batch:
+    for event in ('before_batch', 'after_pred', 'before_backward', 'after_backward', 'before_step', 'after_batch'):
         want,got = run(None, event),run(mode, event)
         if isinstance(want, type): assert got is want, (event, got)
         else: assert (got-want).norm()<.02*want.norm(), event
+
+@each_mode
+def test_meddler(mode):
+    "Another callback that spoils all gradients after they were checked: no weight is touched, and after `max_skips` steps there is an error"
+    class Spoil(Callback):
+        order = 20
+        def before_step(self): next(self.model.parameters()).grad.fill_(float('inf'))
+    learn = modes[mode](get_learner(cbs=Spoil()), max_skips=10)
+    before,steps = weights(learn),[]
+    class Count(Callback):
+        def before_step(self): steps.append(self.train_iter)
+    with pytest.raises(FloatingPointError, match='10 steps in a row'): learn.fit(10, cbs=Count())
+    assert all(map(torch.equal, weights(learn), before)) and len(steps)==10

@@ -295,7 +295,7 @@ def test_default(name):
 def test_changed(name):
     "With short periods, more or less hysteresis, other factors and bounds"
     for make,changes in oracles[name][1]:
-        for n in (1,2,3,7,20):
+        for n in (1,2,5,20):
             for h in (1,2,3):
                 if h>1 and changes(n,h)==changes(n,1): continue
                 for t in traces(1000): all_the_same(lambda: make(n,h), DynamicLossScale.preset(name, **changes(n,h)), t)

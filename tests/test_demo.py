@@ -1,0 +1,99 @@
+"`python -m mp_callbacks` as a user runs it, and what it says to bad values"
+import signal,subprocess,sys
+
+import matplotlib.image,pandas as pd,pytest,torch
+
+from mp_callbacks import demo
+from mp_callbacks.demo import main
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    "Models this small only wait for other threads"
+    threads = torch.get_num_threads()
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+cmd = [sys.executable, '-m', 'mp_callbacks', '--device', 'cpu', '--size', '.03']
+
+def test_run(tmp_path):
+    "Table, advice and files, each with every precision"
+    res = subprocess.run([*cmd, '--epochs', '1', '--precision', *demo.precisions, '--out', tmp_path/'new/out'], capture_output=True, text=True)
+    assert res.returncode==0, res.stderr
+    assert 'Traceback' not in res.stderr
+    assert res.stderr.count('Note: float16 on a CPU')==1 # though there are two float16 runs
+    assert all(o.startswith(('Note: ',*demo.precisions)) for o in res.stderr.splitlines())
+    lines = [o.split() for o in res.stdout.splitlines()]
+    header = next(o for o in lines if o[:1]==['precision'])
+    rows = {o[0]:o for o in lines if o and o[0] in demo.precisions}
+    assert list(rows)==list(demo.precisions) and all(len(o)==len(header) for o in rows.values())
+    assert rows['fp32'][header.index('speedup')]=='1.00x' and rows['fp32'][-2:]==['-','-']
+    assert any(o[:1] in (['Use'],['Stay'],['No']) for o in lines)
+    csv,png = tmp_path/'new/out/precisions.csv',tmp_path/'new/out/precisions.png'
+    assert {str(csv),str(png)} <= set(res.stdout.splitlines())
+    df = pd.read_csv(csv, index_col='precision')
+    assert list(df.index)==list(demo.precisions) and list(df.columns)==header[1:]
+    assert (df.epoch_s>0).all() and df.accuracy.between(0,1).all() and df.loss_scale['bf16']==1 and df.loss_scale['fp16']>1
+    assert matplotlib.image.imread(png).shape[0]>100
+
+def test_bad_value_from_outside():
+    res = subprocess.run([*cmd, '--epochs', '0'], capture_output=True, text=True)
+    assert (res.returncode,res.stdout)==(2,'')
+    assert res.stderr=="python -m mp_callbacks: error: argument --epochs: '0' must be a whole number above 0 and not above 1000\n"
+
+@pytest.mark.skipif(sys.platform=='win32', reason='has no such signal')
+def test_interrupt(tmp_path):
+    with subprocess.Popen([*cmd, '--epochs', '1000', '--precision', 'bf16', '--out', tmp_path], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as p:
+        p.stderr.readline() # the first epoch is over
+        p.send_signal(signal.SIGINT)
+        rest = p.stderr.read().splitlines()
+    assert p.returncode==130
+    assert rest[-1]=='Interrupted' and not [o for o in rest[:-1] if o and not o.startswith('fp32')]
+
+@pytest.mark.parametrize('args,says', [
+    (['--epochs', '-2'],                  "argument --epochs: '-2' must be a whole number above 0"),
+    (['--epochs', '1.5'],                 "argument --epochs: '1.5' must be a whole number above 0"),
+    (['--size', '0'],                     "argument --size: '0' must be a number above 0 and not above 16"),
+    (['--size', 'nan'],                   "argument --size: 'nan' must be a number"),
+    (['--size', '1e9'],                   "argument --size: '1e9' must be a number above 0 and not above 16"),
+    (['--size', 'big'],                   "argument --size: 'big' must be a number"),
+    (['--model', 'rnn'],                  "argument --model: invalid choice: 'rnn'"),
+    (['--precision', 'fp8'],              "argument --precision: invalid choice: 'fp8'"),
+    (['--precision'],                     'argument --precision: expected at least one argument'),
+    (['--device', 'nonsense'],            "argument --device: 'nonsense' is not a device of this machine. Use "),
+    (['--device', ''],                    "argument --device: '' is not a device of this machine. Use "),
+    (['--device', 'meta'],                "argument --device: 'meta' is not a device of this machine. Use "),
+    (['--device', 'cuda:99'],             "argument --device: 'cuda:99' is not a device of this machine. Use "),
+    (['--colour', 'red'],                 'unrecognized arguments: --colour red'),
+    (['--out', __file__],                 "argument --out: can't write to "),
+    (['--out', f'{__file__}/below'],      "argument --out: can't write to "),
+])
+def test_bad_value(args, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(args)==2
+    out,err = capsys.readouterr()
+    assert out=='' and err.count('\n')==1 and err.startswith(f'python -m mp_callbacks: error: {says}')
+    assert not list(tmp_path.iterdir())
+
+def test_unsupported_precision(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, 'supported', lambda device: ['fp32','bf16','native_bf16'])
+    assert main(['--device', 'cpu', '--precision', 'native_fp16', '--out', str(tmp_path)])==2
+    out,err = capsys.readouterr()
+    assert out=='' and err.splitlines()==["python -m mp_callbacks: error: argument --precision: native_fp16 needs a device that computes in torch.float16, and cpu doesn't. Use fp32 or bf16 or native_bf16."]
+
+def test_out_of_memory(capsys, tmp_path, monkeypatch):
+    def _fail(*args, **kwargs): raise torch.OutOfMemoryError('CUDA out of memory')
+    monkeypatch.setattr(demo, 'run_precision', _fail)
+    assert main(['--device', 'cpu', '--size', '.03', '--precision', 'bf16', '--out', str(tmp_path)])==2
+    assert capsys.readouterr().err.splitlines()==['python -m mp_callbacks: error: argument --size: 0.03 needs more memory than there is on cpu. Use a smaller one.']
+
+def test_help(capsys):
+    assert main(['--help'])==0
+    assert '--precision' in capsys.readouterr().out
+
+@pytest.mark.parametrize('name', demo.recipes)
+def test_models_learn(name):
+    "Small ones of each kind, in bfloat16 as in float32"
+    runs = [demo.run_precision(o, name, .25, epochs=2) for o in ('fp32','bf16')]
+    assert abs(runs[0].valid_loss-runs[1].valid_loss)<.1 and runs[0].losses[-1]<runs[0].losses[0]

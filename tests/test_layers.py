@@ -1,0 +1,162 @@
+"""The layout is the architecture: numbers of notebooks are layers, imports point to lower ones, and only one module changes fastai"""
+import ast,json,re,subprocess,sys
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+root = Path(__file__).resolve().parent.parent
+pkg,nbs = root/'mp_callbacks',root/'nbs'
+by_hand = {'__init__','__main__','_modidx','all'} # modules that come from no notebook
+
+def numbered(): return {o:m for o in sorted(nbs.glob('*.ipynb')) if (m := re.fullmatch(r'(\d\d)_(\w+)', o.stem))}
+
+layers = {m[2]:int(m[1]) for m in numbered().values()}
+each_module = pytest.mark.parametrize('name', sorted(layers, key=layers.get))
+
+@cache
+def imports(name):
+    "Everything that module `name` imports, anywhere in it: dotted names, ours without the package's"
+    res = set()
+    for o in ast.walk(ast.parse((pkg/f'{name}.py').read_text(encoding='utf-8'))):
+        if isinstance(o, ast.Import): res |= {a.name for a in o.names}
+        elif isinstance(o, ast.ImportFrom):
+            assert o.level<2, f'{name} imports from outside the package'
+            base = '.'.join(filter(None, ['mp_callbacks' if o.level else '', o.module]))
+            res |= {f'{base}.{a.name}' for a in o.names} if base=='mp_callbacks' else {base}
+        elif isinstance(o, ast.Call) and getattr(o.func, 'id', getattr(o.func, 'attr', '')) in ('import_module', '__import__'):
+            assert isinstance(o.args[0], ast.Constant), f'{name} imports what only running it would tell'
+            res.add(re.sub(r'^\.', 'mp_callbacks.', o.args[0].value))
+    return {o.removeprefix('mp_callbacks.') if o.startswith('mp_callbacks') else f'::{o}' for o in res}
+
+def ours(name): return {o.partition('.')[0] for o in imports(name) if o[:2]!='::'}
+def needs(name): return ours(name).union(*(needs(o) for o in ours(name)&layers.keys()))
+
+# --- Notebooks and modules
+
+def test_one_number_each():
+    nums = [m[1] for m in numbered().values()]
+    assert len(set(nums))==len(nums)>=9
+    assert len(set(layers))==len(nums)
+
+def test_notebook_for_each_module():
+    "Each numbered notebook exports the module that it is named after, and nothing else exports one"
+    for path,m in numbered().items():
+        src = [''.join(c['source']) for c in json.loads(path.read_text(encoding='utf-8'))['cells'] if c['cell_type']=='code']
+        assert re.findall(r'^#\s*\|\s*default_exp\s+(\S+)', '\n'.join(src), re.M)==[m[2]], path.name
+        assert f'../nbs/{path.name}' in (pkg/f'{m[2]}.py').read_text(encoding='utf-8')
+    assert {o.stem for o in pkg.glob('*.py')}==layers.keys()|by_hand
+
+# --- Imports
+
+@each_module
+def test_imports_lower_only(name):
+    assert {o for o in ours(name) if layers.get(o, 99)>=layers[name]}==set()
+
+@each_module
+def test_foundation_is_plain_pytorch(name):
+    "Below 10: only PyTorch, fastcore and the standard library. fastai begins at 10."
+    theirs = {o[2:].partition('.')[0] for o in imports(name) if o[:2]=='::'}
+    if layers[name]<10: assert theirs<={'torch','fastcore',*sys.stdlib_module_names}
+    else: assert theirs<={'torch','fastcore','fastai','matplotlib','pandas','sklearn','numpy','fastprogress',*sys.stdlib_module_names}
+
+def test_imports_are_seen(tmp_path, monkeypatch):
+    "The tests above find an import in every way that there is to write one"
+    src = '''
+        from .a import x
+        from . import b
+        import mp_callbacks.c as c
+        from mp_callbacks.d import y
+        from mp_callbacks import e
+        import fastai.learner, torch
+        def f():
+            from fastai.callback.core import Callback
+            importlib.import_module('mp_callbacks.g')
+            importlib.import_module('.h', __package__)
+        if False: __import__('fastai')'''
+    (tmp_path/'probe.py').write_text('if True:'+src)
+    monkeypatch.setattr(sys.modules[__name__], 'pkg', tmp_path)
+    assert ours('probe')==set('abcdegh')
+    assert {o for o in imports('probe') if o[:2]=='::'}=={'::fastai.learner','::torch','::fastai.callback.core','::fastai'}
+
+def run(code, *args):
+    "What `code` prints as JSON in a process of its own"
+    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code, *args], capture_output=True, text=True, cwd=root)
+    assert res.returncode==0, res.stderr
+    return json.loads(res.stdout.splitlines()[-1])
+
+def test_foundation_runs_without_fastai():
+    "Also what they import in turn: after all modules below 10, one after the other, fastai isn't there"
+    code = '''if True:
+        import json,sys
+        from importlib import import_module
+        seen = {}
+        for o in sys.argv[1:]:
+            import_module(f'mp_callbacks.{o}')
+            seen[o] = any(m.partition('.')[0]=='fastai' for m in sys.modules)
+        print(json.dumps(seen))'''
+    names = [o for o in sorted(layers, key=layers.get) if layers[o]<10]
+    assert run(code, *names)==dict.fromkeys(names, False)
+
+# --- Changes to fastai
+
+def test_only_learner_changes_fastai():
+    "No other module changes an attribute of any module or class of fastai, or of a class of PyTorch; `learner` those of `Learner`, and no others"
+    code = '''if True:
+        import json,sys
+        from importlib import import_module
+        import fastai.callback.all,fastai.basics,fastai.callback.fp16,fastai.callback.channelslast,torch
+        from types import ModuleType
+        mods = {n:m for n,m in sys.modules.items() if m is not None and n.partition('.')[0] in ('fastai','fastcore')}
+        def snapshot():
+            res = {}
+            for n,m in mods.items():
+                res[n] = {k:v for k,v in vars(m).items() if not isinstance(v, ModuleType) and k[:2]!='__'}
+                for k,c in vars(m).items():
+                    if isinstance(c, type) and c.__module__==n: res[f'{n}.{k}'] = dict(vars(c))
+            for c in (torch.nn.Module, torch.Tensor, torch.autocast, torch.amp.GradScaler, torch.optim.Optimizer): res[f'torch.{c.__name__}'] = dict(vars(c))
+            return res
+        def changes(a, b): return sorted(f'{n}.{k}' for n in a for k in a[n].keys()|b[n].keys() if a[n].get(k, a) is not b[n].get(k, b))
+        seen = {}
+        before = snapshot()
+        for o in sys.argv[1:]:
+            import_module(f'mp_callbacks.{o}')
+            after = snapshot()
+            seen[o] = changes(before, after)
+            before = after
+        print(json.dumps(seen))'''
+    patching = [o for o in layers if o=='learner' or 'learner' in needs(o)]
+    names = sorted(set(layers)-set(patching), key=layers.get)
+    seen = run(code, *names, 'learner', *(o for o in patching if o!='learner'))
+    changed = seen.pop('learner')
+    assert seen==dict.fromkeys(seen, [])
+    assert {o.rpartition('.')[0] for o in changed}=={'fastai.learner.Learner'}
+    assert {f'fastai.learner.Learner.{o}' for o in 'to_fp16 to_bf16 to_native_fp16 to_native_bf16 to_fp32 to_native_fp32'.split()}<=set(changed)
+
+# --- What `all` exports
+
+vocabularies = range(20, 100) # those of the seeds, whose names are each other's, and what is run: imported by their own names
+
+def exported():
+    "Name -> object, of every module that belongs in `all`"
+    mods = [import_module(f'mp_callbacks.{o}') for o in sorted(layers, key=layers.get) if layers[o] not in vocabularies]
+    return [(k,getattr(m, k)) for m in mods for k in m.__all__]
+
+def test_all_exports_everything():
+    ns = {}
+    exec('from mp_callbacks.all import *', ns)
+    names = exported()
+    assert len({k for k,_ in names})==len(names), 'two modules export the same name'
+    assert {k for k in ns if k[0]!='_'}=={k for k,_ in names}
+    assert all(ns[k] is v for k,v in names)
+
+def test_ours_after_theirs():
+    "After both star imports ours are the ones in place, and no name of fastai's is lost but those that we mean to replace"
+    ns = {}
+    exec('from fastai.basics import *\nfrom fastai.callback.all import *', ns)
+    theirs = dict(ns)
+    exec('from mp_callbacks.all import *', ns)
+    assert all(ns[k] is v for k,v in exported())
+    assert {k for k,_ in exported() if k in theirs and theirs[k] is not ns[k]}<=set('MixedPrecision ModelToHalf get_master to_master_grads to_model_params test_overflow grad_overflow copy_clone convert_network'.split())
+    assert {getattr(ns['Learner'], o).__module__ for o in ('to_fp16','to_bf16','to_fp32')}=={'mp_callbacks.learner'}

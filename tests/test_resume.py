@@ -1,0 +1,646 @@
+"""A run that is stopped, saved and loaded is the run that was never stopped: bit for bit
+
+Each run meets a batch that overflows, again and again, and a loss scale that falls and grows. It is stopped at every step, each time in another
+place of the loop; and each file that it leaves is loaded, by this process and by one that has not seen the run, and trained to the end.
+Only while the optimizer is at work there is no exactness to be had: some weights have been stepped on then, and others not."""
+import inspect,io,json,mmap,os,pickletools,random,shutil,signal,struct,subprocess,sys,time,traceback,warnings,zipfile
+from functools import lru_cache
+
+import pytest
+from fastai.learner import save_model
+from learners import *
+
+pytestmark = pytest.mark.filterwarnings('ignore:float16 on a CPU')
+
+# --- Runs
+
+n_epoch,n_batch = 3,4
+n_steps = n_epoch*n_batch
+
+def make_batches():
+    "Four batches, the third of them useless"
+    x,y = numbers(8*n_batch)
+    x[16,0] = float('inf')
+    return list(zip(x.split(8), y.split(8)))
+
+batches = make_batches()
+def make_dls(train): return DataLoaders(train, batches[:1])
+
+optimizers = dict(adam=Adam, ranger=ranger, adamw=partial(OptimWrapper, opt=torch.optim.AdamW))
+start,wait = 2.**18,2 # some steps overflow, and after two that don't the scale grows
+precisions = dict(
+    fp16        = lambda learn: learn.to_fp16(max_loss_scale=start, scale_wait=wait),
+    fp16_static = lambda learn: learn.to_fp16(dynamic=False),
+    fp16_flat   = lambda learn: learn.to_fp16(max_loss_scale=start, scale_wait=wait, flat_master=True, clip=.5),
+    bf16        = lambda learn: learn.to_bf16(),
+    native_fp16 = lambda learn: learn.to_native_fp16(start, growth_interval=wait),
+    native_bf16 = lambda learn: learn.to_native_bf16())
+dynamic = 'fp16','fp16_flat','native_fp16'
+combos = [(m,o) for m in precisions for o in optimizers if (m,o)!=('fp16_flat','adamw')]
+each_combo = pytest.mark.parametrize('mode,opt', combos)
+each_mode  = pytest.mark.parametrize('mode', precisions)
+each_way   = pytest.mark.parametrize('way', ['fit', 'start_epoch'])
+
+def make(path, mode=None, opt='adam', **kwargs):
+    learn = get_learner(norm=True, dls=make_dls(batches), opt_func=optimizers[opt], path=Path(path), **kwargs)
+    return learn if mode is None else precisions[mode](learn)
+
+class From(Callback):
+    "Pass over the batches of `epoch` before number `i`"
+    order = -100
+    def __init__(self, epoch, i): self.done = epoch,i
+    def before_batch(self):
+        if self.training and self.epoch==self.done[0] and self.iter<self.done[1]: raise CancelBatchException
+
+def go_on(learn, way, k, *cbs):
+    "Train from step `k` to the end: in a fit over the batches that are left, or in the one that was begun"
+    if way=='fit':
+        learn.dls = make_dls((batches*n_epoch)[k:])
+        learn.fit(1, cbs=cbs)
+    else:
+        epoch,i = divmod(k, n_batch)
+        learn.fit_one_cycle(n_epoch, 2e-2, cbs=[From(epoch, i), *cbs], start_epoch=epoch)
+
+def leaves(x):
+    "All that is in `x`, in a list"
+    if isinstance(x, dict): return [o for k in sorted(x, key=str) for o in (str(k), *leaves(x[k]))]
+    if isinstance(x, (list,tuple,L)): return [o for v in x for o in leaves(v)]
+    return [x.detach().clone() if isinstance(x, torch.Tensor) else x]
+
+def opt_state(learn): return {k:v for k,v in learn.opt.state_dict().items() if k not in ('hypers','param_groups')} # a schedule may have set these already
+
+def everything(learn): return leaves([dict(learn.model.state_dict()), opt_state(learn), learn.mixed_precision.precision_state()])
+
+def same(xs, ys):
+    def _same(x, y): return type(x) is type(y) and (x.dtype==y.dtype and torch.equal(x, y) if isinstance(x, torch.Tensor) else x==y)
+    return len(xs)==len(ys) and all(map(_same, xs, ys))
+
+class States(Callback):
+    "Remember everything, before the first step and after each"
+    order = 90
+    def before_fit(self): self.states = [everything(self.learn)]
+    def after_batch(self):
+        if self.training: self.states.append(everything(self.learn))
+
+@lru_cache(None)
+def whole(mode, opt, way):
+    "What a run that isn't stopped goes through"
+    learn,cb = make('unused', mode, opt),States()
+    learn.create_opt()
+    go_on(learn, way, 0, cb)
+    log = learn.precision_recorder.log
+    assert len(log)==n_steps and 3<=log.skipped.sum()<=n_steps-4
+    if mode in dynamic: assert log.scale.min()<start and (log.scale.diff()>0).any()
+    return cb.states
+
+# --- Stopping them
+
+before_the_step = 'before_batch after_pred after_loss before_backward after_backward before_step'.split()
+stops = [(e,o) for e in before_the_step for o in (-50,80) if (e,o)!=('before_step',80)] + [('after_batch',-50), ('after_batch',80)]
+
+class Stop(Callback):
+    "Interrupt step `k` of the run in `event`, when `before` steps were done before this fit"
+    def __init__(self, event, order, k, before=0):
+        self.order,self.at = order,k-before
+        setattr(self, event, self._stop)
+    def _stop(self):
+        if self.training and self.epoch*n_batch*(len(self.dls.train)==n_batch)+self.iter==self.at: raise KeyboardInterrupt('as asked')
+
+def stopped(learn, way, k, event, order, at):
+    "Train `learn` from step `k` on; is it stopped on the way?"
+    try: go_on(learn, way, k, Stop(event, order, at, k if way=='fit' else 0))
+    except KeyboardInterrupt: return True
+
+# --- Another process
+
+class Worker:
+    "A process of its own that does what `ask` says"
+    def __init__(self): self.p = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def ask(self, task, **kwargs):
+        self.p.stdin.write(json.dumps([task, kwargs])+'\n')
+        self.p.stdin.flush()
+        ok,res = json.loads(self.p.stdout.readline())
+        assert ok, res
+        return res
+    def close(self):
+        self.p.stdin.close()
+        self.p.wait()
+
+@pytest.fixture(scope='module')
+def worker():
+    res = Worker()
+    yield res
+    res.close()
+
+tasks = {}
+def task(f): tasks[f.__name__] = f
+
+def serve():
+    "Do what comes in, line by line"
+    torch.set_num_threads(1)
+    warnings.simplefilter('ignore')
+    warnings.filterwarnings('error', 'Could not load|Saved file')
+    out,sys.stdout = sys.stdout,sys.stderr
+    for line in sys.stdin:
+        name,kwargs = json.loads(line)
+        try: res = True,tasks[name](**kwargs)
+        except BaseException: res = False,traceback.format_exc()
+        print(json.dumps(res), file=out, flush=True)
+
+@task
+def resume(path, mode, opt, way, files):
+    "Load each of `files`, go on from the step that stands beside its name, and write down where that leads"
+    res = {}
+    for f,k in files.items():
+        learn = make(path, mode, opt)
+        learn.load(f)
+        go_on(learn, way, k)
+        res[f] = everything(learn)
+    torch.save(res, Path(path)/'resumed')
+
+def resumed(worker, path, **kwargs):
+    worker.ask('resume', path=str(path), **kwargs)
+    return torch.load(path/'resumed')
+
+# --- Exact resume
+
+@each_way
+@each_combo
+def test_stopped_at_each_step(mode, opt, way, worker, tmp_path):
+    "Stopped at every step: going on at once, loading into the same learner, and loading in another process all end where the run that was not stopped does"
+    states = whole(mode, opt, way)
+    learn,k = make(tmp_path, mode, opt),0
+    learn.create_opt()
+    learn.save('0')
+    for i in range(n_steps):
+        event,order = stops[(i+6*(way=='fit'))%len(stops)]
+        if not stopped(learn, way, k, event, order, k+(event in before_the_step)): break
+        k += 1
+        learn.save(str(k))
+        assert same(everything(learn), states[k]), (k, event, order)
+    assert k>=n_steps-1 and same(everything(learn), states[-1])
+    files = {str(i):i for i in range(min(k+1, n_steps))}
+    if way=='fit':
+        for f,i in files.items():
+            learn.load(f)
+            assert same(everything(learn), states[i]), i
+            go_on(learn, way, i)
+            assert same(everything(learn), states[-1]), i
+    for f,res in resumed(worker, tmp_path, mode=mode, opt=opt, way=way, files=files).items(): assert same(res, states[-1]), f
+
+@pytest.mark.parametrize('event,order,done', [('before_step', 80, False), ('after_step', -50, True), ('after_step', 80, True)])
+@each_mode
+def test_stopped_around_the_step(mode, event, order, done, tmp_path):
+    "Just before the optimizer steps nothing of this batch has happened, its place in the growth of the scale included; just after it, all of it has"
+    states = whole(mode, 'adam', 'fit')
+    for at in range(n_steps):
+        learn = make(tmp_path, mode)
+        if not stopped(learn, 'fit', 0, event, order, at): # the step was skipped, so nobody comes after the check
+            assert event=='before_step'
+            continue
+        k = at+done
+        assert same(everything(learn), states[k]), at
+        go_on(learn, 'fit', k)
+        assert same(everything(learn), states[-1]), at
+
+@each_mode
+def test_save_model_callback(mode, worker, tmp_path):
+    "What `SaveModelCallback` saves in the middle of a fit is whole too"
+    states = whole(mode, 'adam', 'start_epoch')
+    learn = make(tmp_path, mode)
+    go_on(learn, 'start_epoch', 0, SaveModelCallback(every_epoch=True, with_opt=True))
+    assert same(everything(learn), states[-1]) # it does no harm
+    files = {f'model_{e}':(e+1)*n_batch for e in range(n_epoch-1)}
+    assert sorted(o.name for o in (tmp_path/'models').iterdir())==sorted(f'model_{e}.pth' for e in range(n_epoch))
+    for f,res in resumed(worker, tmp_path, mode=mode, opt='adam', way='start_epoch', files=files).items(): assert same(res, states[-1]), f
+
+@each_mode
+def test_best_model_with_its_scale(mode, tmp_path, capsys):
+    "The best model comes back at the end of a fit, with the optimizer and the scale that belong to it"
+    states = whole(mode, 'adam', 'start_epoch')
+    learn = make(tmp_path, mode, metrics=lambda p,y: 0)
+    learn.recorder.valid_metrics = True
+    best = SaveModelCallback(monitor='<lambda>', with_opt=True) # the first epoch is the best
+    go_on(learn, 'start_epoch', 0, best)
+    assert same(everything(learn), states[n_batch])
+    assert capsys.readouterr().out.count('Better model found')==1
+
+# --- What is in a file
+
+def finished(path, mode, opt='adam', **kwargs):
+    learn = make(path, mode, opt, **kwargs)
+    go_on(learn, 'fit', 0)
+    return learn
+
+def test_default_path(tmp_path, monkeypatch):
+    "A learner without a path of its own saves where fastai does: below the working directory"
+    monkeypatch.chdir(tmp_path)
+    learn = get_learner().to_bf16()
+    learn.fit(1)
+    assert learn.path==Path('.') and learn.save('model')==Path('models/model.pth')
+    assert [o.name for o in Path('models').iterdir()]==['model.pth']
+    want = weights(learn)
+    learn.fit(1)
+    learn.load('model')
+    assert same(weights(learn), want)
+
+@pytest.mark.parametrize('name', ['a', 'a.b', 'a.pth', 'below/a', 'with space', None], ids=str)
+def test_names(name, tmp_path):
+    "Whatever a checkpoint is called, it is where fastai would put it, and nothing else is there. None: an absolute path."
+    if name is None: name = tmp_path/'elsewhere'
+    def where(learn):
+        shutil.rmtree(tmp_path/'models', ignore_errors=True)
+        (tmp_path/'models/below').mkdir(parents=True)
+        res = learn.save(name)
+        return res,sorted(o.relative_to(tmp_path) for o in tmp_path.rglob('*') if o.is_file())
+    learn = make(tmp_path)
+    learn.create_opt()
+    want = where(learn)
+    got = where(precisions['fp16'](learn))
+    assert got==want and got[0].exists()
+    learn.load(name)
+
+def test_open_file(tmp_path):
+    learn = finished(tmp_path, 'fp16')
+    f = io.BytesIO()
+    learn.save(f)
+    new = make(tmp_path, 'fp16')
+    f.seek(0)
+    new.load(f)
+    assert same(everything(new), everything(learn))
+
+@each_combo
+def test_nothing_but_data(mode, opt, tmp_path):
+    "A file loads with what fastai holds to be safe, and even with less; our part of it is plain numbers"
+    finished(tmp_path, mode, opt).save('model')
+    file = tmp_path/'models/model.pth'
+    with torch.serialization.safe_globals([] if opt=='adamw' else [L]): state = torch.load(file, weights_only=True)
+    assert set(state)=={'model','opt'}
+    ours = state['opt']['mp_callbacks']
+    assert type(ours) is dict and ours['steps']==n_steps
+    assert all(type(k) is str and type(v) in (float,int,bool,str,type(None)) for k,v in ours.items())
+    with zipfile.ZipFile(file) as z: data = z.read(next(o for o in z.namelist() if o.endswith('data.pkl')))
+    names = {arg for op,arg,_ in pickletools.genops(data) if op.name=='GLOBAL'}
+    assert names<={'collections OrderedDict', 'torch._utils _rebuild_tensor_v2', 'torch FloatStorage', 'torch LongStorage', 'fastcore.foundation L'}, names
+
+plain_code = inspect.getsource(mlp)+"""
+learnt = torch.load('learnt')
+optimizers = dict(adam=Adam, ranger=ranger, adamw=partial(OptimWrapper, opt=torch.optim.AdamW))
+for name,(opt,model,state) in learnt.items():
+    learn = Learner(DataLoaders(*torch.load('data')), mlp(True), loss_func=MSELossFlat(), opt_func=optimizers[opt], path=Path.cwd(), cbs=[])
+    learn.remove_cb(ProgressCallback)
+    learn.logger = noop
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        learn.load(name)
+    assert all(torch.equal(v, model[k]) for k,v in learn.model.state_dict().items()), name
+    new = learn.opt.state_dict()
+    assert set(new)==set(state)|{'hypers' if 'hypers' in new else 'param_groups'}, (name, set(new))
+    for k,v in state.items(): assert repr(new[k])==v, (name, k)
+    learn.fit(1)
+    after = learn.model.state_dict()
+    assert all(v.isfinite().all() for v in after.values()) and not torch.equal(after['0.weight'], model['0.weight']), name
+    learn.save('plain_'+name)
+assert 'mp_callbacks' not in sys.modules
+"""
+
+def test_plain_fastai(tmp_path):
+    "fastai by itself loads what we saved, optimizer included, and goes on; and we load what it saved, and leave the scale as it is"
+    learnt = {}
+    for mode,opt in combos:
+        learn = finished(tmp_path, mode, opt)
+        learn.save(f'{mode}_{opt}')
+        learnt[f'{mode}_{opt}'] = opt,dict(learn.model.state_dict()),{k:repr(v) for k,v in opt_state(learn).items()}
+    torch.save(learnt, tmp_path/'learnt')
+    torch.save([[batches[0],batches[1]], batches[:1]], tmp_path/'data')
+    code = 'import sys,torch,warnings\ntorch.set_num_threads(1)\nfrom fastai.basics import *\nfrom fastai.callback.all import *\n'+plain_code
+    res = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, capture_output=True, text=True)
+    assert res.returncode==0, res.stderr
+    for mode,opt in combos:
+        learn = make(tmp_path, mode, opt)
+        learn.fit(1)
+        before = learn.mixed_precision.precision_state()
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')
+            learn.load(f'plain_{mode}_{opt}')
+        assert learn.mixed_precision.precision_state()==before
+        with torch.serialization.safe_globals([L]): state = torch.load(tmp_path/f'models/plain_{mode}_{opt}.pth')
+        assert 'mp_callbacks' not in state['opt']
+        assert same(leaves([dict(learn.model.state_dict()), opt_state(learn)]), leaves([dict(state['model']), {k:v for k,v in state['opt'].items() if k in opt_state(learn)}]))
+        learn.fit(1)
+
+@each_mode
+def test_files_without_optimizer(mode, tmp_path):
+    "Weights alone: neither saving nor loading them says anything about the scale"
+    learn = finished(tmp_path, mode)
+    learn.save('weights', with_opt=False)
+    learn.save('all')
+    assert set(torch.load(tmp_path/'models/weights.pth'))==set(learn.model.state_dict())
+    def check(file, **kwargs):
+        new = make(tmp_path, mode)
+        new.fit(1)
+        before = leaves([opt_state(new), new.mixed_precision.precision_state()])
+        new.load(file, **kwargs)
+        assert same(weights(new), weights(learn))
+        assert same(leaves([opt_state(new), new.mixed_precision.precision_state()]), before)
+    with pytest.warns(UserWarning, match="doesn't contain an optimizer state"): check('weights')
+    check('weights', with_opt=False)
+    check('all', with_opt=False)
+
+@pytest.mark.parametrize('opt,other', [('adam','adamw'), ('adamw','adam'), ('ranger','adam')])
+@each_mode
+def test_another_optimizer(mode, opt, other, tmp_path):
+    "If the optimizer state can't be loaded, the scale isn't either"
+    if mode=='fp16_flat' and 'adamw' in (opt,other): mode = 'fp16'
+    finished(tmp_path, mode, other).save('model')
+    learn = make(tmp_path, mode, opt)
+    learn.fit(1)
+    before = learn.mixed_precision.precision_state()
+    with pytest.warns(UserWarning, match='Could not load the optimizer state'): learn.load('model')
+    assert learn.mixed_precision.precision_state()==before
+    assert not {'state_dict','load_state_dict'} & set(vars(learn.opt))
+
+@pytest.mark.parametrize('broken', ['model', 'file'])
+def test_a_load_that_fails(broken, tmp_path):
+    "Neither does a load that raises change the scale, and the optimizer is as it was"
+    learn = finished(tmp_path, 'fp16')
+    before = learn.mixed_precision.precision_state()
+    if broken=='model': save_model(tmp_path/'models/model.pth', nn.Linear(2,2), learn.opt)
+    else: (tmp_path/'models/model.pth').write_bytes(b'no checkpoint')
+    with pytest.raises(Exception): learn.load('model')
+    assert learn.mixed_precision.precision_state()==before
+    assert not {'state_dict','load_state_dict'} & set(vars(learn.opt))
+    learn.fit(1)
+
+# --- Into other settings
+
+def scale_of(learn): return learn.mixed_precision.loss_scale
+
+def saved(path, scale=64., counter=1):
+    "A learner with this loss scale, that has saved itself as 'model'"
+    learn = make(path).to_fp16(max_loss_scale=scale, scale_wait=100)
+    learn.dls = make_dls(batches[:1])
+    learn.fit(counter)
+    assert learn.mixed_precision.precision_state()['counter']==counter
+    learn.save('model')
+    return learn
+
+def test_the_state_waits(tmp_path):
+    "Loaded while no precision is on, the scale is that of the next one; until then it is saved again with the rest, and `to_fp32` forgets it"
+    want = saved(tmp_path, counter=3).mixed_precision.precision_state()
+    learn = make(tmp_path)
+    learn.load('model')
+    learn.save('again')
+    learn.to_fp16()
+    got = learn.mixed_precision.precision_state()
+    assert [got[k] for k in ('loss_scale','counter','steps','skips')]==[want[k] for k in ('loss_scale','counter','steps','skips')]==[64,3,3,0]
+    assert got['max_loss_scale']==2**24 and got['period']==500 # settings are those of the call
+    assert scale_of(learn.to_fp32().to_fp16())==2**24
+    other = make(tmp_path)
+    other.load('again')
+    assert scale_of(other.to_native_fp16())==64
+    other.load('again')
+    other.to_fp32()
+    assert scale_of(other.to_fp16())==2**24
+
+def test_kept_within_bounds(tmp_path):
+    "The bounds of this learner hold, whatever the file says"
+    saved(tmp_path)
+    for lo,hi,want in ((1,2**24,64), (1,32,32), (128,2**24,128)):
+        for to in (lambda o: o.to_fp16(min_loss_scale=lo, max_loss_scale=hi), lambda o: o.to_native_fp16(hi, min_loss_scale=lo, max_loss_scale=hi)):
+            learn,late = make(tmp_path),make(tmp_path)
+            to(learn).load('model')
+            late.load('model')
+            assert scale_of(learn)==scale_of(to(late))==want
+            learn.fit(1)
+
+def test_into_another_precision(tmp_path):
+    "A dynamic scale goes over into another dynamic scale; a static one stays what it is"
+    saved(tmp_path)
+    for mode,want in dict(fp16=64, fp16_static=512, fp16_flat=64, bf16=1, native_fp16=64, native_bf16=1).items():
+        learn = make(tmp_path, mode)
+        learn.load('model')
+        assert scale_of(learn)==want, mode
+        learn.fit(1)
+
+@pytest.mark.parametrize('mode', ['bf16', 'native_bf16'])
+def test_bfloat16_has_no_scale_to_hand_on(mode, tmp_path):
+    "A run begun in bfloat16 and gone on with in float16 starts to search for its scale: with 1, small gradients would be lost"
+    finished(tmp_path, mode).save('model')
+    for to,want in (dict(fp16=start, native_fp16=start, fp16_static=512)).items():
+        learn,late = make(tmp_path, to),make(tmp_path)
+        learn.load('model')
+        late.load('model')
+        assert scale_of(learn)==scale_of(precisions[to](late))==want, to
+
+# --- Files that are being written
+
+class Full(OSError): pass
+
+@pytest.mark.parametrize('error', [Full, KeyboardInterrupt, MemoryError])
+@each_mode
+def test_a_save_that_fails(mode, error, tmp_path, monkeypatch):
+    "A full disk, or an interrupt, half-way: the old file is what it was, and there is no other"
+    learn = finished(tmp_path, mode)
+    learn.save('model')
+    file = tmp_path/'models/model.pth'
+    before = file.read_bytes()
+    plain = torch.save
+    def half(state, f, **kwargs):
+        plain(state, b := io.BytesIO(), **kwargs)
+        half = b.getvalue()[:len(b.getvalue())//2]
+        if hasattr(f, 'write'): f.write(half)
+        else: Path(f).write_bytes(half)
+        raise error('no space left')
+    learn.fit(1)
+    with monkeypatch.context() as m:
+        m.setattr(torch, 'save', half)
+        with pytest.raises(error): learn.save('model')
+        with pytest.raises(error): learn.save('another')
+    assert file.read_bytes()==before
+    assert [o.name for o in file.parent.iterdir()]==['model.pth']
+    assert not {'state_dict','load_state_dict'} & set(vars(learn.opt))
+    learn.save('model') # and the next one succeeds
+    assert same(everything(new := make(tmp_path, mode).load('model')), everything(learn)), new
+
+def marked(path, i=0):
+    "A learner all of whose numbers are `i`"
+    torch.manual_seed(0)
+    learn = get_learner(nn.Sequential(nn.Linear(400,400), nn.Linear(400,400)), dls=make_dls(batches), path=Path(path)).to_bf16()
+    learn.create_opt()
+    mark(learn, i)
+    return learn
+
+@torch.no_grad()
+def mark(learn, i):
+    for p in learn.model.parameters():
+        p.fill_(i)
+        learn.opt.state[p].update(grad_avg=torch.full_like(p, i), sqr_avg=torch.full_like(p, i), step=i)
+    learn.mixed_precision._steps = i
+
+def marks(learn): return {int(v) for p in learn.model.parameters() for o in (p, *learn.opt.state[p].values()) for v in (o.unique().tolist() if isinstance(o, torch.Tensor) else [o])} | {learn.mixed_precision._steps}
+
+def child(f):
+    "The id of a new process that does nothing but `f`"
+    pid = os.fork()
+    if pid: return pid
+    try: f()
+    finally: os._exit(1)
+
+@task
+def kill(path, times, seed):
+    "Let a process save itself over and over, and kill it, `times`; which marks may the file have had, and which had it?"
+    learn,seen,rng = marked(path),[],random.Random(seed)
+    shared = mmap.mmap(-1, 16)
+    def write(begun, done): shared[:] = struct.pack('qq', begun, done)
+    def read(): return struct.unpack('qq', shared[:])
+    def saves():
+        i = read()[0]
+        while True:
+            i += 1
+            mark(learn, i)
+            write(i, i-1)
+            learn.save('model')
+            write(i, i)
+    for _ in range(times):
+        before = read()[0]
+        pid = child(saves)
+        deadline = time.time()+60
+        while read()[1]<=before and time.time()<deadline: time.sleep(.001)
+        time.sleep(rng.uniform(0, .04))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        begun,done = read()
+        seen.append([done, begun, sorted(marks(marked(path).load('model')))])
+    return seen
+
+@task
+def kill_before_renaming(path, times):
+    "Let a process be killed between writing a checkpoint and giving it its name, `times`"
+    def saves():
+        os.replace = os.rename = lambda *args: os._exit(9)
+        marked(path, 2).save('model')
+    for _ in range(times):
+        _,status = os.waitpid(child(saves), 0)
+        assert os.waitstatus_to_exitcode(status)==9, status
+
+forks = pytest.mark.skipif(not hasattr(os, 'fork'), reason='has no fork')
+
+@forks
+def test_killed_while_saving(worker, tmp_path):
+    "Killed at any moment, it leaves one of the two newest checkpoints, whole"
+    for done,begun,got in worker.ask('kill', path=str(tmp_path), times=10, seed=0):
+        assert done>=begun-1 and got in ([done],[begun]), (done, begun, got)
+
+@forks
+def test_leftovers(worker, tmp_path):
+    "What a killed process leaves behind is not taken for a checkpoint, and the next save clears it away"
+    marked(tmp_path, 1).save('model')
+    marked(tmp_path, 1).save('other')
+    models,names = tmp_path/'models',['model.pth','other.pth']
+    worker.ask('kill_before_renaming', path=str(tmp_path), times=3)
+    assert marks(marked(tmp_path).load('model'))=={1}
+    assert sorted(o.name for o in models.glob('*.pth'))==names
+    marked(tmp_path, 3).save('model')
+    assert sorted(o.name for o in models.iterdir())==names
+    assert marks(marked(tmp_path).load('model'))=={3}
+
+# --- Half a model and its masters
+
+class Tied(nn.Module):
+    "Words in, words out, by the same weights; with norms, and buffers of several dtypes"
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.emb,self.mid,self.bn,self.ln,self.out = nn.Embedding(10,8),nn.Linear(8,8),nn.BatchNorm1d(8),nn.LayerNorm(8),nn.Linear(8,10)
+        self.out.weight = self.emb.weight
+        self.register_buffer('table', torch.randn(8))
+        self.register_buffer('ids', torch.arange(3))
+        self.register_buffer('rot', torch.randn(2, dtype=torch.complex64))
+        self.mid.bias.requires_grad_(False)
+    def forward(self, x): return self.out(self.ln(self.bn(self.mid(self.emb(x)))+self.table.to(self.mid.weight.dtype)))
+
+words = torch.arange(10)
+halves = pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=['float16', 'bfloat16'])
+
+def trained(dtype):
+    model = Tied(0)
+    masters,opt = MasterWeights(model, dtype),torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    for _ in range(5):
+        with masters: F.cross_entropy(model(words), words.flip(0)).backward()
+        opt.step()
+        opt.zero_grad()
+    return model,masters
+
+def through_a_file(x, path):
+    torch.save(x, path/'file')
+    return torch.load(path/'file', weights_only=True)
+
+@halves
+def test_masters_in_a_file(dtype, tmp_path):
+    "The half-precision state of a model and its float32 masters in one file, and back, bit for bit; buffers as they are"
+    model,masters = trained(dtype)
+    want = {k:v.clone() for k,v in model.state_dict().items()}
+    state = through_a_file(masters.state_dict(), tmp_path)
+    lent = {'emb.weight', 'mid.weight', 'mid.bias', 'out.weight', 'out.bias'}
+    assert set(state)=={'model','masters'} and set(state['masters'])==lent and set(state['model'])==set(want)
+    for k,v in state['model'].items(): assert v.dtype==(dtype if k in lent else want[k].dtype) and torch.equal(v, want[k].to(v.dtype)), k
+    for k,v in state['masters'].items(): assert v.dtype==torch.float32 and torch.equal(v, want[k]), k
+    new = Tied(1)
+    other = MasterWeights(new, dtype)
+    other.load_state_dict(state)
+    assert new.out.weight is new.emb.weight
+    for k,v in new.state_dict().items(): assert v.dtype==want[k].dtype and torch.equal(v, want[k]), k
+    with masters,other,torch.no_grad(): assert torch.equal(model.eval()(words), new.eval()(words)) # the copies are those of what was loaded
+
+@halves
+def test_half_a_file_predicts(dtype, tmp_path):
+    "The half-precision part is all that a half-precision model needs"
+    model,masters = trained(dtype)
+    state = through_a_file(masters.state_dict(), tmp_path)
+    half = Tied(1)
+    for p in half.parameters(): p.data = p.data.to(dtype)
+    half.bn.to(dtype)
+    half.load_state_dict(state['model'])
+    with torch.no_grad(): got,want = half.eval()(words),model.eval()(words)
+    assert got.dtype==dtype and (got.float()-want).norm()<8*torch.finfo(dtype).eps*want.norm()
+
+@halves
+def test_masters_while_lent(dtype, tmp_path):
+    "It does not matter whether the copies are lent at the time"
+    model,masters = trained(dtype)
+    want = leaves(masters.state_dict())
+    with masters:
+        state = through_a_file(masters.state_dict(), tmp_path)
+    assert same(leaves(state), want)
+    other = MasterWeights(Tied(1), dtype)
+    with other: other.load_state_dict(state)
+    assert same(leaves(other.state_dict()), want)
+
+def test_masters_and_the_rest(tmp_path):
+    "With the optimizer's state and that of the scale beside it, a loop by hand goes on exactly, too"
+    def parts(seed):
+        model = Tied(seed)
+        return model,MasterWeights(model),torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2),DynamicLossScale(2.**20, period=2)
+    def train(model, masters, opt, scale, n):
+        for _ in range(n):
+            with masters: (F.cross_entropy(model(words), words.flip(0))*scale.loss_scale).backward()
+            stats = prepare_grads([p for pg in opt.param_groups for p in pg['params']], scale.loss_scale)
+            if stats.finite: opt.step()
+            opt.zero_grad()
+            scale = scale.adjust(stats.finite)
+        return scale
+    model,masters,opt,scale = parts(0)
+    scale = train(model, masters, opt, scale, 12)
+    assert scale.loss_scale<2**20
+    for k in range(12):
+        model1,masters1,opt1,scale1 = parts(0)
+        scale1 = train(model1, masters1, opt1, scale1, k)
+        state = through_a_file(dict(masters1.state_dict(), opt=opt1.state_dict(), scale=scale1.state_dict()), tmp_path)
+        model2,masters2,opt2,scale2 = parts(1)
+        masters2.load_state_dict(state)
+        opt2.load_state_dict(state['opt'])
+        scale2 = train(model2, masters2, opt2, scale2.load_state_dict(state['scale']), 12-k)
+        assert scale2==scale and same(leaves([model2.state_dict(), opt2.state_dict()]), leaves([model.state_dict(), opt.state_dict()])), k
+
+if __name__=='__main__': serve()

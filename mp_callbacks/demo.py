@@ -64,25 +64,34 @@ class ViT(nn.Module):
         patches = F.unfold(x, self.patch, stride=self.patch).transpose(1,2)
         return self.head(self.layers(self.embed(patches)+self.pos).mean(1))
 
-# %% ../nbs/30_demo.ipynb #a975e1bd
+# %% ../nbs/30_demo.ipynb #13743194
 class Recipe(NamedTuple):
     "A model and how to train it"
-    make:type # Called with the width
-    width:int # Units, channels or numbers in a layer at size 1
+    make:Callable # Makes the model, called with the width
+    width:int # Units, channels or numbers in a layer
     bs:int # Batch size
     repeat:int # Times that an epoch goes through the training set
     upscale:int # By what height and width of the digits are multiplied
     epochs:int # How many, if nothing else is asked for
     lr:float # Largest learning rate
 
+    def at(self, size):
+        "The recipe for `size` times the width, rounded to a multiple of 8, and batches larger by as much, if `size` is above 1"
+        more = max(1, round(size))
+        return self._replace(width=max(8, 8*round(self.width*size/8)), bs=more*self.bs, repeat=more*self.repeat, lr=self.lr/more**.5)
+
+    @property
+    def steps(self): return 1437*self.repeat//self.bs
+
 recipes = dict(mlp=Recipe(mlp, 1024, 1024, 8, 1, 5, 3e-3), conv=Recipe(conv, 64, 128, 1, 2, 5, 3e-3), vit=Recipe(ViT, 256, 64, 1, 2, 6, 2e-3))
 
 def get_model(
     name:str='mlp', # One of `recipes`
-    size:float=1., # Its width is this times the recipe's, rounded to a multiple of 8
+    size:float=1., # 1: the width of the recipe
 )->nn.Module:
     "The model of that `name` and `size`"
-    return recipes[name].make(max(8, 8*round(recipes[name].width*size/8)))
+    rec = recipes[name].at(size)
+    return rec.make(rec.width)
 
 # %% ../nbs/30_demo.ipynb #27e98687
 def _wait(device): torch.zeros(1, device=device).item() # comes back when all that was queued before it is done
@@ -102,7 +111,7 @@ class StepTimer(Callback):
         _wait(self.dls.device)
         return time.perf_counter()
 
-# %% ../nbs/30_demo.ipynb #4e4440d7
+# %% ../nbs/30_demo.ipynb #2ca084c2
 precisions = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16, native_fp16=torch.float16, native_bf16=torch.bfloat16)
 
 class Run(NamedTuple):
@@ -120,14 +129,14 @@ class Run(NamedTuple):
 def run_precision(
     precision:str, # One of `precisions`, each with a `learn.to_*` of that name
     name:str='mlp', # One of `recipes`
-    size:float=1., # Width of the model, in recipe widths
+    size:float=1., # 1: the width and batch size of the recipe
     epochs:int=None, # How many; None: as many as the recipe says
     device:torch.device|str='cpu', # Where to train
     seed:int=0, # Of weights and order of batches
     cbs=(), # More callbacks
 )->Run:
     "Train from `seed` in `precision` and measure. Training that ends in a `FloatingPointError` leaves what it measures nan, and a warning."
-    rec,device,timer = recipes[name],torch.device(device),StepTimer()
+    rec,device,timer = recipes[name].at(size),torch.device(device),StepTimer()
     gc.collect() # the last learner
     memory = getattr(torch, device.type, None)
     counts = hasattr(memory, 'max_memory_allocated')
@@ -140,7 +149,7 @@ def run_precision(
     except FloatingPointError as e:
         warnings.warn(f'{precision} failed. {e}')
         return Run(precision)
-    run = Run(precision, [o.item() for o in learn.recorder.losses], float(np.median(timer.times))*len(learn.dls.train), *learn.recorder.values[-1][:0:-1])
+    run = Run(precision, [o.item() for o in learn.recorder.losses], float(np.median(timer.times))*rec.steps, *learn.recorder.values[-1][:0:-1])
     if counts: run = run._replace(peak_mib=memory.max_memory_allocated(device)/2**20)
     if precision=='fp32': return run
     log = learn.precision_recorder.log
@@ -209,7 +218,7 @@ def plot_runs(
         if ax.get_legend_handles_labels()[0]: ax.legend()
     return axs
 
-# %% ../nbs/30_demo.ipynb #9944988c
+# %% ../nbs/30_demo.ipynb #cbafe300
 def supported(
     device:torch.device|str, # Where to train
 )->list: # Names from `precisions`
@@ -240,7 +249,7 @@ def slowdown(
 
 def choose(
     name:str, # One of `recipes`
-    size:float, # Width of the model, in recipe widths
+    size:float, # 1: the width of the recipe
     device:torch.device|str, # Where to train
     slow:float=4., # Leave out what takes this many times as long as float32
 )->tuple: # Names from `precisions`, float32 first; and a line for each dtype that is left out
@@ -272,7 +281,9 @@ class TextBar(Callback):
         self.shown = line
         print(line, end='\r' if tty and self.n<total else '\n', file=sys.stderr, flush=True)
 
-# %% ../nbs/30_demo.ipynb #0e51176e
+# %% ../nbs/30_demo.ipynb #77dc415b
+_accelerated = 4. # size to start with where there is one
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message): self.exit(2, f'{self.prog}: error: {message}\n')
 
@@ -296,7 +307,7 @@ def _parser():
     p = _Parser(prog='python -m mp_callbacks', description='Train the same model from the same seed in every precision that this machine has, and compare.')
     p.add_argument('--model', choices=list(recipes), default='mlp', help='what to train (default: mlp)')
     p.add_argument('--size', type=_number(float, 16), metavar='X', help="width of the model: X times " +
-                   ', '.join(f'{o.width} ({k})' for k,o in recipes.items()) + f' (default: 1 on a CPU, {_accelerated:g} elsewhere)')
+                   ', '.join(f'{o.width} ({k})' for k,o in recipes.items()) + f'; above 1 also the batch size (default: 1 on a CPU, {_accelerated:g} elsewhere)')
     p.add_argument('--epochs', type=_number(int, 1000), metavar='N', help=f"how many (default: {', '.join(f'{o.epochs} ({k})' for k,o in recipes.items())})")
     p.add_argument('--precision', nargs='+', choices=list(precisions), metavar='P', action='extend',
                    help=f"which, beside fp32: {', '.join(precisions)} (default: those that this device has and that are not very slow)")
@@ -304,14 +315,12 @@ def _parser():
     p.add_argument('--out', type=Path, default=Path('mp_demo'), metavar='DIR', help='folder for precisions.csv and precisions.png (default: %(default)s)')
     return p
 
-_accelerated = 4. # size that makes an accelerator compute more than it waits
-
 def _check_out(out):
     "Make the folder `out` and see if it can be written to, before the time for the runs is spent"
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=out): pass
 
-# %% ../nbs/30_demo.ipynb #b3aebd4a
+# %% ../nbs/30_demo.ipynb #82bee98c
 def _say_once():
     "What to put in the place of `warnings.showwarning`"
     seen = set()
@@ -335,16 +344,18 @@ def _demo(p, args):
     "Run everything that `args` say; what is wrong with them ends in `p.error`"
     try: _check_out(args.out)
     except OSError as e: p.error(f"argument --out: can't write to '{args.out}': {e.strerror}. Name a folder that can be written to.")
-    rec,size = recipes[args.model],args.size or (1. if args.device.type=='cpu' else _accelerated)
+    size = args.size or (1. if args.device.type=='cpu' else _accelerated)
+    rec = recipes[args.model].at(size)
     can = supported(args.device)
     for o in args.precision or ():
         if o not in can: p.error(f"argument --precision: {o} needs a device that computes in {precisions[o]}, and {args.device} doesn't. Use {' or '.join(can)}.")
     try:
-        n = sum(o.numel() for o in get_model(args.model, size).parameters())
-        print(f"{args.model} of size {size:g} with {n/1e6:.2f} million parameters, on {args.device}, {args.epochs or rec.epochs} epochs of {1437*rec.repeat//rec.bs} batches of {rec.bs} digits", flush=True)
+        model,epochs = get_model(args.model, size),args.epochs or rec.epochs
+        print(f"{args.model} of size {size:g} ({sum(o.numel() for o in model.parameters())/1e6:.2f} million parameters) on {args.device}: {epochs*rec.steps} steps in batches of {rec.bs} digits", flush=True)
+        del model
         names,why = ([o for o in can if o=='fp32' or o in args.precision],[]) if args.precision else choose(args.model, size, args.device)
         for o in why: print(o, flush=True)
-        runs = [run_precision(o, args.model, size, args.epochs, args.device, cbs=TextBar(o)) for o in names]
+        runs = [run_precision(o, args.model, size, epochs, args.device, cbs=TextBar(o)) for o in names]
     except RuntimeError as e:
         if 'memory' not in str(e): raise
         p.error(f"argument --size: {size:g} needs more memory than there is on {args.device}. Use a smaller one.")

@@ -36,9 +36,14 @@ def cast_to_full(
     "Cast the floating tensors of `tree` to float32"
     return cast_copy(tree, torch.float32)
 
-# %% ../nbs/20_jmp.ipynb #8f5cd6d6
+# %% ../nbs/20_jmp.ipynb #9b50da1f
+@dataclass(frozen=True)
 class Policy(dtypes.Policy):
     "Which dtype the parameters have, which the model computes in, and which it returns"
+    param_dtype:torch.dtype|str = torch.float32 # Of the parameters that are stored
+    compute_dtype:torch.dtype|str = torch.float32 # Of what the model computes with
+    output_dtype:torch.dtype|str = torch.float32 # Of what it returns
+
     def cast_to_param(self, x):
         "Cast the floating tensors of `x` to `param_dtype`"
         return cast_copy(x, self.param_dtype)
@@ -101,9 +106,9 @@ class StaticLossScale(loss_scales.StaticLossScale):
         "Divide the floating leaves of `tree` by the loss scale, those in half precision as float32"
         return unscale_tree(tree, self)
 
-# %% ../nbs/20_jmp.ipynb #edd7296b
+# %% ../nbs/20_jmp.ipynb #c28329a9
 class DynamicLossScale(loss_scales.DynamicLossScale):
-    "A `loss_scale` that is multiplied by `factor` after `period` finite steps in a row, and divided by it after each other step"
+    "A `loss_scale` that is multiplied by `factor` after `period` finite steps in a row, as `counter` counts them, and divided by it after any other, down to `min_loss_scale`"
     def __init__(self,
         loss_scale, # What the loss is multiplied by: a number, or a tensor of one
         counter=0, # Finite steps in a row

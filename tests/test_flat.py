@@ -151,6 +151,9 @@ def poke(opt, how=None):
     def new_param():
         random.choice(inner(opt).param_lists).append(q := nn.Parameter(torch.randn(6)))
         inner(opt).state[q] = {}
+    def other_group():
+        pgs = opt.param_lists
+        if opt is inner(opt) and len(pgs)>1 and len(pgs[0])>1: pgs[1].items.insert(0, pgs[0].items.pop())
     pokes = dict(
         other_memory  = lambda: setattr(p, 'data', p.data.clone()),
         other_numbers = lambda: setattr(p, 'data', torch.randn(p.shape).to(p.dtype)),
@@ -164,7 +167,8 @@ def poke(opt, how=None):
         state_tensor  = lambda: each(lambda k: rewrite(k, lambda v: v*2)),
         state_memory  = lambda: each(lambda k: setattr(st[k], 'data', st[k].data*2)),
         state_dtype   = lambda: each(lambda k: rewrite(k, lambda v: v.to(dtype))),
-        new_param     = new_param)
+        new_param     = new_param,
+        other_group   = other_group)
     dtype = random.choice([torch.bfloat16,torch.float64])
     pokes[how or random.choice(list(pokes))]()
     return pokes
@@ -174,7 +178,7 @@ def poke(opt, how=None):
 def test_poke(how, name):
     "Each change by itself"
     twins = Twins(optimizers[name], [[nn.Parameter(torch.randn(4,4)) for _ in range(3)] for _ in range(2)])
-    twins.each(lambda o: o.set_hypers(wd=.5, lr=.1))
+    twins.each(lambda o: o.set_hypers(wd=.5, lr=[.1,.01]))
     for i in range(8):
         twins.each(new_grads)
         if i%3==1: twins.each(lambda o: poke(o, how))
@@ -195,7 +199,7 @@ def test_release_finds_copied_state():
     twins.each(new_grads)
     twins.step()
     opt = twins.opts[1]
-    for p in opt.param_lists[0]: opt.state[p] = dict(opt.state[p])
+    for p in opt.param_lists[0]: opt.state[p] = {k: v.detach() if isinstance(v, torch.Tensor) else v for k,v in opt.state[p].items()}
     twins.flat.release()
     twins.check()
     twins.own_storage()
@@ -318,7 +322,7 @@ def test_interrupt_anywhere(first, release):
         twins = Twins(optimizers['adam'], [[nn.Parameter(torch.randn(o)) for o in (3,(2,2))], [nn.Parameter(torch.randn(5))]])
         if not first: # one bucket stays and one is made anew
             twins.each(new_grads); twins.step()
-            twins.each(lambda o: o.param_lists[1][0].data.set_(torch.ones(5)))
+            twins.each(lambda o: setattr(o.param_lists[1][0], 'data', torch.ones(5)))
         opt,flat_step = twins.opts[1],twins.flat
         lists,state = opt.param_lists,opt.state
         twins.each(new_grads)

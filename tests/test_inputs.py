@@ -1,5 +1,6 @@
 "Odd models, data and arguments through real learners: the right result or a clear error, and the learner as it was"
 import json,re,subprocess,sys
+from copy import deepcopy
 from collections import OrderedDict,namedtuple
 from dataclasses import dataclass,fields
 from types import SimpleNamespace
@@ -106,6 +107,21 @@ def test_outside_the_optimizer(mode):
         assert off(g, g32)<.05 and off(w, w32)<.05
         g,w = run(mode, (1,), cbs)
         assert g.isfinite().all() and off(w, w32)<.5 # three steps are almost four
+
+@each_mode
+def test_outside_without_backward(mode):
+    "Where another callback has left out the backward pass, such gradients stay as they are"
+    class Skip(Callback):
+        order = 0
+        def before_backward(self):
+            if self.iter>=2: raise CancelBackwardException
+    def run(mode):
+        learn = get_learner(opt_func=SGD, splitter=lambda m: [params(m[-1])], cbs=Skip())
+        if mode: modes[mode](learn)
+        learn.fit(1)
+        return learn.model[0].weight.grad
+    g,g32 = run(mode),run(None)
+    assert ((g-g32).norm()/g32.norm()).item()<.05
 
 # --- Devices and data
 
@@ -425,6 +441,20 @@ def test_export_inside_a_batch(mode, tmp_path):
     loaded.fit(1, cbs=Poison())
     assert all(o.isfinite().all() for o in loaded.model.state_dict().values())
     trains(loaded)
+
+@each_mode
+@pytest.mark.parametrize('event,training', [('before_step',True), ('after_step',True), ('after_batch',True), ('after_batch',False)], ids=str)
+def test_model_inside_a_batch(event, training, mode):
+    "From the step on, and at the end of a validation batch, who copies or saves the model gets the real weights, and no more than a model"
+    class Copy(Callback):
+        order = 80
+        def __init__(self): setattr(self, event, self._copy)
+        def _copy(self):
+            if self.training==training and self.iter==1: self.got,self.want = deepcopy(self.model),[p.detach().clone() for pg in self.opt.param_lists for p in pg]
+    learn = modes[mode](get_learner())
+    learn.fit(1, cbs=(cb := Copy()))
+    assert all(torch.equal(p, q) and p.dtype==q.dtype for p,q in zip(cb.got.parameters(), cb.want, strict=True))
+    assert not [n for n,m in cb.got.named_modules() if 'forward' in vars(m)]
 
 @pytest.fixture(scope='module')
 def unpatched(tmp_path_factory):

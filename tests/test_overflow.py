@@ -1,0 +1,444 @@
+"""Gradients that are not finite: never a step, never silence, and never a scale that can't be divided by
+
+Overflow for ever, overflow now and then, and overflow that comes after the check; in each precision."""
+import math,os,random,subprocess,sys,traceback,warnings
+
+import pytest
+from learners import *
+
+pytestmark = pytest.mark.filterwarnings('ignore:float16 on a CPU')
+
+inf,nan = float('inf'),float('nan')
+precisions = dict(modes, fp16_flat=lambda learn, **kwargs: learn.to_fp16(**{'max_loss_scale':2.**10, 'flat_master':True, 'clip':1., **kwargs}))
+each_mode = pytest.mark.parametrize('mode', precisions)
+dynamic = 'fp16','fp16_flat','native_fp16','alone'
+each_dynamic = pytest.mark.parametrize('mode', dynamic)
+
+batch = [o[:8] for o in numbers()]
+
+def make(mode, n=1, model=None, **kwargs):
+    "A learner whose epoch is `n` batches, all the same"
+    learn = get_learner(model, norm=True, dls=DataLoaders([batch]*n, [batch]))
+    return precisions[mode](learn, **kwargs)
+
+def leaves(x):
+    "All that is in `x`, in a list"
+    if isinstance(x, dict): return [o for k in sorted(x, key=str) for o in (str(k), *leaves(x[k]))]
+    if isinstance(x, (list,tuple,L)): return [o for v in x for o in leaves(v)]
+    return [x.detach().clone() if isinstance(x, torch.Tensor) else x]
+
+def everything(learn): return leaves([dict(learn.model.state_dict()), learn.opt.state_dict()['state']])
+def same(xs, ys): return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x==y for x,y in zip(xs, ys, strict=True))
+
+class At(Callback):
+    "Call `f` with the learner in `event` of the training steps `where`, counted over all fits"
+    order = 5 # before the check
+    def __init__(self, f, where=range(10**9), event='before_step', order=5):
+        self.f,self.where,self.n,self.order = f,where,0,order
+        setattr(self, event, self._at)
+    def _at(self):
+        if not self.training: return
+        if self.n in self.where: self.f(self.learn)
+        self.n += 1
+
+def fill(x):
+    "Put `x` into all gradients"
+    def _fill(learn):
+        for p in learn.model.parameters(): p.grad.fill_(x)
+    return _fill
+
+def heard(f, *args, **kwargs):
+    "What `f` warned of, about steps, and what it raised, if anything"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        try: f(*args, **kwargs); e = None
+        except FloatingPointError as o: e = o
+    return [str(o.message) for o in told if 'steps in a row' in str(o.message)],e
+
+def healthy(learn):
+    "A float32 learner in which nothing is left of a batch"
+    assert not torch.is_autocast_enabled('cpu') and torch.is_grad_enabled()
+    assert not [n for n,m in learn.model.named_modules() if 'forward' in vars(m)]
+    assert all(p is q for p,q in zip(learn.model.parameters(), [p for pg in learn.opt.param_lists for p in pg], strict=True))
+    for p in learn.model.parameters():
+        assert p.dtype==torch.float32 and p.isfinite().all()
+        assert p.grad is None or not p.grad.any()
+
+# --- Overflow for ever
+
+class Loud(nn.Module):
+    "Too large for any dtype, while it is `on`"
+    on = True
+    def forward(self, x): return x*1e30*1e30 if self.on else x
+
+def loud():
+    model = mlp(True)
+    model.insert(2, Loud())
+    return model
+
+def poison(x):
+    def _poison(learn): learn.xb = (learn.xb[0].clone().index_fill_(0, torch.tensor([0]), x),)
+    return At(_poison, event='before_batch', order=-20)
+
+def wrong_loss(x): return At(lambda learn: setattr(learn, 'loss_grad', learn.loss_grad*x), event='after_loss', order=-20)
+
+causes = dict(
+    forward  = lambda: At(lambda learn: None),
+    nan_data = lambda: poison(nan),
+    inf_data = lambda: poison(inf),
+    big_data = lambda: poison(1e38),
+    inf_loss = lambda: wrong_loss(inf),
+    nan_loss = lambda: wrong_loss(nan),
+    inf_grad = lambda: At(fill(inf)),
+    big_norm = lambda: At(fill(1e25))) # each number is finite, but its square is not
+each_cause = pytest.mark.parametrize('mode,cause', [(m,c) for m in precisions for c in causes if c!='big_data' or 'fp16' in m]) # others have the range for it
+
+@each_cause
+def test_for_ever(mode, cause):
+    "A warning, an error, and not a number in model or optimizer has changed; the learner goes on when the cause is gone"
+    learn = make(mode, 60, loud() if cause=='forward' else None, max_skips=40)
+    if cause=='forward': learn.model[2].on = False
+    learn.dls = DataLoaders([batch]*5, [batch])
+    learn.fit(1)
+    steps = len(learn.precision_recorder.log) if hasattr(learn, 'precision_recorder') else 5
+    before = everything(learn)
+    if cause=='forward': learn.model[2].on = True
+    learn.dls = DataLoaders([batch]*60, [batch])
+    told,e = heard(learn.fit, 1, cbs=causes[cause]())
+    assert len(told)==1 and told[0].startswith(f'32 steps in a row have been skipped, since step {steps}, ')
+    assert f'40 steps in a row have been skipped, since step {steps}, ' in str(e)
+    named = [n for n,_ in learn.model.named_parameters()]
+    for story in (told[0], str(e)):
+        assert any(f' is that of {n}. ' in story for n in named), story
+        assert f'the loss scale is {learn.mixed_precision.loss_scale:g}.' in story or story is told[0]
+    assert not learn.step_stats.finite and not math.isfinite(learn.step_stats.norm)
+    assert same(everything(learn), before)
+    healthy(learn)
+    assert learn.mixed_precision.loss_scale==(1 if mode in dynamic else 512 if mode=='fp16_static' else 1)
+    if cause=='forward': learn.model[2].on = False
+    learn.dls = DataLoaders([batch]*3, [batch])
+    assert heard(learn.fit, 1)==([],None)
+    assert not same(everything(learn), before)
+    assert isinstance(learn.validate()[0], float)
+
+@each_mode
+def test_by_default(mode):
+    "A warning within 50 skipped steps, an error within 500, and neither before 25"
+    learn,seen = make(mode, 600),[]
+    count = At(lambda learn: seen.append(len(told)), event='after_step')
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        with pytest.raises(FloatingPointError, match='steps in a row') as e: learn.fit(1, cbs=[At(fill(inf)), count])
+    assert 25<=seen.index(1)+1<=50 and seen[-1]==1
+    assert 25<len(seen)+1<=500 and f'{len(seen)+1} steps in a row have been skipped, since step 0, ' in str(e.value)
+    assert all(o in str(e.value) for o in ('data', 'learning rate', 'keep=', 'to_bf16()')) # what one can do
+
+@each_mode
+def test_a_start_from_2_to_24(mode):
+    "To come down from the highest scale to where nothing overflows is no reason to worry, even all the way to 1"
+    high = dict(fp16=dict(max_loss_scale=2.**24), fp16_flat=dict(max_loss_scale=2.**24), alone=dict(max_loss_scale=2.**24), native_fp16=dict(init_scale=2.**24)).get(mode, {})
+    learn = make(mode, 40, **high)
+    before = weights(learn)
+    assert heard(learn.fit, 1)==([],None)
+    assert not same(weights(learn), before) and learn.mixed_precision._skips==0
+    learn = make(mode, 40, **high)
+    assert heard(learn.fit, 1, cbs=At(fill(inf), range(24)))==([],None)
+    if mode in dynamic: assert learn.mixed_precision.loss_scale==1
+
+@each_mode
+def test_the_culprit(mode):
+    "The story names the parameter where the overflow began on the way back: those before it in the model are infected"
+    learn = make(mode, 40, max_skips=33)
+    names = [n for n,_ in learn.model.named_parameters()]
+    def infect(learn):
+        for n,p in learn.model.named_parameters():
+            if names.index(n)<=names.index('3.weight'): p.grad.fill_(nan)
+    told,e = heard(learn.fit, 1, cbs=At(infect))
+    assert 'is that of 3.weight.' in told[0] and 'is that of 3.weight.' in str(e)
+
+@each_mode
+def test_over_many_fits(mode):
+    "Steps are counted over fits, validation and predictions: many short fits that never step don't pass unheard"
+    learn,cb = make(mode, 1, max_skips=40),At(fill(inf))
+    learn.add_cb(cb)
+    for i in range(1,41):
+        told,e = heard(learn.fit, 1)
+        if i%10==0: learn.validate(); learn.get_preds(dl=[batch])
+        assert len(told)==(i==32) and (e is not None)==(i==40), i
+    assert '40 steps in a row have been skipped, since step 0, ' in str(e)
+    told,e = heard(learn.fit, 31) # and from the beginning again
+    assert not told and e is None
+    told,e = heard(learn.fit, 9)
+    assert len(told)==1 and 'since step 40, ' in str(e)
+
+@each_mode
+def test_a_good_step_between(mode):
+    "Steps that are skipped now and then are no reason to speak"
+    learn = make(mode, 90, max_skips=30)
+    assert heard(learn.fit, 1, cbs=At(fill(inf), {i for i in range(90) if i%30!=29}))==([],None)
+    assert learn.mixed_precision._skips==0
+
+@pytest.mark.parametrize('n', [1, 2, 31, 32, 33])
+@each_mode
+def test_max_skips(mode, n):
+    "The error comes with step number `max_skips`, and the warning at 32 if there are as many"
+    learn = make(mode, 40, max_skips=n)
+    told,e = heard(learn.fit, 1, cbs=At(fill(inf)))
+    assert len(told)==(n>32) and f'{n} steps in a row' in str(e) and learn.step_stats.step==n-1
+
+@pytest.mark.parametrize('bad', [0, -1, 1.5, 250., nan, inf, '3', None, True])
+@pytest.mark.parametrize('call', calls)
+def test_bad_max_skips(call, bad):
+    learn = get_learner()
+    with pytest.raises(ValueError, match='max_skips=.* must be'): getattr(learn, call)(max_skips=bad)
+    assert not [o for o in learn.cbs if isinstance(o, PrecisionCallback)]
+
+@pytest.mark.parametrize('call', calls)
+def test_max_skips_below_what_was_skipped(call, tmp_path):
+    "A lower `max_skips`, by a second call or for a checkpoint, is exceeded at once and not passed over"
+    learn = get_learner(dls=DataLoaders([batch]*40, [batch]), path=tmp_path)
+    getattr(learn, call)().fit(1, cbs=At(fill(inf)))
+    learn.save('model')
+    again = get_learner(dls=DataLoaders([batch]*40, [batch]), path=tmp_path)
+    getattr(again, call)(max_skips=20).load('model')
+    getattr(learn, call)(max_skips=20)
+    for o in (learn, again):
+        told,e = heard(o.fit, 1, cbs=At(fill(inf)))
+        assert e is not None and len(told)<=1
+
+@each_mode
+def test_warnings_as_errors(mode):
+    "With warnings turned into errors the learner is as healthy afterwards"
+    learn = make(mode, 40)
+    learn.create_opt()
+    before = everything(learn)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        with pytest.raises(UserWarning, match='32 steps in a row'): learn.fit(1, cbs=At(fill(inf)))
+    assert same(everything(learn), before)
+    healthy(learn)
+    assert heard(learn.fit, 1)==([],None)
+    assert not same(everything(learn), before)
+
+# --- Overflow now and then
+
+@each_cause
+def test_one_step(mode, cause):
+    "A step that overflows, between others, is as if it had not been"
+    def run(where):
+        learn,states = make(mode, 6, loud() if cause=='forward' else None),[]
+        class States(Callback):
+            order = 90
+            def before_batch(self):
+                if cause=='forward': learn.model[2].on = self.training and self.iter in where
+            def after_batch(self):
+                if self.training: states.append(everything(learn))
+        cb = causes[cause]()
+        cb.where = where
+        learn.fit(1, cbs=[cb, States()])
+        return states,learn
+    want,_ = run(())
+    got,learn = run((2,3))
+    for i,j in ((0,0),(1,1),(2,1),(3,1),(4,2),(5,3)):
+        if mode not in dynamic or cause in ('inf_grad','big_norm') or i<4: assert same(got[i], want[j]), (i,j)
+    assert all(torch.tensor(o).isfinite() for o in learn.recorder.losses)
+
+@each_mode
+def test_infinite_loss_finite_gradients(mode):
+    "An infinite loss with finite gradients is a step like any other, and stays out of the running average"
+    def run(x):
+        learn = make(mode, 6)
+        cb = At(lambda learn: (setattr(learn, 'loss', learn.loss+x), setattr(learn, 'loss_grad', learn.loss_grad+x)), (0,3), 'after_loss', -20)
+        learn.fit(1, cbs=cb)
+        return learn
+    a,b = run(0.),run(inf)
+    assert same(everything(a), everything(b)) and b.mixed_precision._skips==0
+    assert all(math.isfinite(o) for o in b.recorder.losses[1:]) and math.isfinite(b.recorder.values[-1][0])
+
+settings = [dict(), dict(factor=4., backoff=.5), dict(factor=1.5, backoff=.9), dict(init=2.**6, lo=2.**5, hi=2.**7), dict(lo=2.**10, hi=2.**10),
+            dict(init=2.**-120, lo=2.**-126, hi=2.**127), dict(init=2.**120, lo=2.**-126, hi=2.**127, period=1), dict(init=3., lo=.7, hi=5., factor=10., backoff=.1),
+            dict(init=2.**-126, lo=2.**-126, hi=2.**-126)]
+
+def reference(finite, init, lo, hi, factor, backoff, period):
+    "Scales before each step, and after the last: what is expected of a scale, in five lines"
+    scale,good,res = init,0,[init]
+    for ok in finite:
+        good = good+1 if ok else 0
+        if not ok: scale = max(scale*backoff, lo)
+        elif good==period: scale,good = min(scale*factor, hi),0
+        res.append(scale)
+    return res
+
+@pytest.mark.parametrize('i', range(len(settings)))
+@each_mode
+def test_random_sequences(mode, i):
+    "The scale stays within floor and cap, grows only on successes in a row, and can be divided by; it is what it should be at each of 60 steps"
+    o = {**dict(init=2.**10, lo=1., hi=2.**24, factor=2., period=3), **settings[i]}
+    native,rng = mode=='native_fp16',random.Random(i)
+    if not native: o.update(init=o['hi'], backoff=1/o['factor']) # starts at the cap and divides by what it multiplies with
+    o.setdefault('backoff', .5)
+    p = (.1,.4,.7)[i%3]
+    finite = [rng.random()>p for _ in range(60)]
+    bounds = dict(min_loss_scale=o['lo'], max_loss_scale=o['hi'])
+    kwargs = {}
+    if native: kwargs = dict(bounds, init_scale=o['init'], growth_factor=o['factor'], backoff_factor=o['backoff'], growth_interval=o['period'])
+    elif mode in dynamic: kwargs = dict(bounds, div_factor=o['factor'], scale_wait=o['period'])
+    learn,seen = make(mode, 60, **kwargs),[]
+    static = 512. if mode=='fp16_static' else 1.
+    look = At(lambda learn: seen.append(learn.mixed_precision.loss_scale), event='before_batch')
+    learn.fit(1, cbs=[At(fill(0.), {i for i,ok in enumerate(finite) if ok}), At(fill(inf), {i for i,ok in enumerate(finite) if not ok}), look])
+    seen.append(learn.mixed_precision.loss_scale)
+    want = reference(finite, **o) if mode in dynamic else [static]*61
+    assert seen==pytest.approx(want, rel=1e-9)
+    assert all(math.isfinite(1/x) and (1/torch.tensor(x)).isfinite() and x>0 for x in seen)
+    if mode in dynamic: assert all(o['lo']<=x<=o['hi'] for x in seen)
+    assert all(p.isfinite().all() for p in learn.model.parameters())
+    if hasattr(learn, 'precision_recorder'): # the scale of a step is the one that its own gradients carried
+        assert list(learn.precision_recorder.log.scale)==seen[:-1] and list(learn.precision_recorder.log.finite)==finite
+
+@each_dynamic
+def test_real_gradients_at_the_bounds(mode):
+    "A scale that may go anywhere goes where the gradients need it, from either end, and the weights go where those of an ordinary scale do"
+    bounds = dict(min_loss_scale=2.**-126, max_loss_scale=2.**127)
+    high = dict(bounds, init_scale=2.**127) if mode=='native_fp16' else bounds
+    learn = make(mode, 160, **high)
+    told,e = heard(learn.fit, 1)
+    log = learn.mixed_precision
+    assert e is None and math.isfinite(1/log.loss_scale) and log._skips==0 and (log.loss_scale<2**24 or mode=='alone')
+    low = make(mode, 20, **dict(bounds, **(dict(init_scale=2.**-126) if mode=='native_fp16' else dict(max_loss_scale=2.**-126))))
+    assert heard(low.fit, 1)==([],None)
+    healthy(low)
+
+# --- Between the check and the step
+
+def in_place(x):
+    def _in_place(learn):
+        for p in learn.model.parameters(): p.grad.view(-1)[:1] = x
+    return _in_place
+def one(x):
+    def _one(learn): next(learn.model.parameters()).grad.fill_(x)
+    return _one
+def replaced(x):
+    def _replaced(learn):
+        for p in learn.model.parameters(): p.grad = torch.full_like(p, x)
+    return _replaced
+def multiplied(x):
+    def _multiplied(learn):
+        for p in learn.model.parameters(): p.grad.mul_(x)
+    return _multiplied
+
+meddlers = dict(in_place=in_place, one=one, replaced=replaced, multiplied=multiplied)
+
+@pytest.mark.parametrize('how', meddlers)
+@pytest.mark.parametrize('order', [10, 11, 20, 80])
+@each_mode
+def test_meddling(mode, order, how):
+    "A callback that comes between the check and the step can't get what is not finite into the weights, however it puts it there"
+    def run(where):
+        learn,states = make(mode, 5),[]
+        learn.fit(1, cbs=[At(meddlers[how](nan), where, order=order), At(lambda learn: states.append(everything(learn)), event='after_batch', order=90)])
+        return states,learn
+    want,_ = run(())
+    got,learn = run((2,))
+    assert all(same(got[i], want[j]) for i,j in enumerate((0,1,1,2,3)))
+    if hasattr(learn, 'precision_recorder'): assert list(learn.precision_recorder.log.skipped)==[False,False,True,False,False]
+
+@pytest.mark.parametrize('how', meddlers)
+@each_mode
+def test_meddling_for_ever(mode, how):
+    "If it does so at every step, that is heard of, too; and what it spoils says nothing about the scale"
+    learn = make(mode, 60, max_skips=40)
+    learn.create_opt()
+    before = everything(learn)
+    told,e = heard(learn.fit, 1, cbs=At(meddlers[how](nan), order=20))
+    assert same(everything(learn), before)
+    assert len(told)==1 and '32 steps in a row have been skipped, since step 0, ' in told[0]
+    assert '40 steps in a row have been skipped, since step 0, ' in str(e)
+    assert learn.mixed_precision.loss_scale==(2**10 if mode in dynamic else 512 if mode=='fp16_static' else 1)
+    healthy(learn)
+
+@each_mode
+def test_meddling_that_does_no_harm(mode):
+    "What callbacks do to gradients that stay finite is respected: scaled, replaced, or taken away"
+    def run(f, n=3):
+        learn = make(mode, n)
+        learn.fit(1, cbs=At(f, order=20))
+        assert learn.mixed_precision._skips==0
+        return weights(learn)
+    start,plain = weights(make(mode)),run(noop)
+    assert not same(run(multiplied(1e-9)), plain) and not same(run(replaced(1.)), plain)
+    def away(learn):
+        for p in learn.model.parameters(): p.grad = None
+    assert same(run(away), start)
+    def one_away(learn): learn.model[0].weight.grad = None
+    got = run(one_away)
+    assert torch.equal(got[0], start[0]) and not any(torch.equal(a, b) for a,b in zip(got[1:], start[1:]))
+
+@each_mode
+def test_meddling_through_data(mode):
+    """`p.grad.data` is how one tells PyTorch to keep no account of a change, and so the last look can't see it: such a step is taken
+
+    It isn't silent, though: nothing is finite from then on, so no other step is taken, and the story is told."""
+    learn = make(mode, 60, max_skips=40)
+    def behind(learn):
+        for p in learn.model.parameters(): p.grad.data.fill_(nan)
+    told,e = heard(learn.fit, 1, cbs=At(behind, (2,), order=20))
+    assert all(p.isnan().all() for p in learn.model.parameters())
+    assert len(told)==1 and '40 steps in a row have been skipped, since step 3, ' in str(e)
+
+# --- In one process of two
+
+def in_one_rank(rank, path):
+    "Train in both native precisions, in one of two processes; only the second meets anything infinite. Says what came of it."
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    os.environ.update(RANK=str(rank), WORLD_SIZE='2')
+    dist.init_process_group('gloo', init_method=f'file://{path}/rendezvous', rank=rank, world_size=2)
+    res = {}
+    for mode in ('native_fp16','native_bf16'):
+        x,y = numbers(seed=rank) # each has its own data
+        mine = list(zip(x.split(8), y.split(8)))
+        if rank==1: mine[2][0][0,0] = inf
+        learn = get_learner(DistributedDataParallel(mlp(True)), dls=DataLoaders(mine, mine[:1]), path=Path(path))
+        modes[mode](learn)
+        def overflow(learn):
+            if rank==1: learn.loss_grad = learn.loss_grad*inf
+        states = []
+        learn.fit(1, cbs=[At(overflow, (4,5), 'after_loss', -20), At(lambda learn: states.append(weights(learn)), event='after_batch', order=90)])
+        learn.save(mode)
+        state = learn.mixed_precision.precision_state()
+        new = modes[mode](get_learner(DistributedDataParallel(mlp(True)), dls=learn.dls, path=Path(path)))
+        new.load(mode)
+        assert new.mixed_precision.precision_state()==state and same(weights(new), weights(learn))
+        res[mode] = dict(skipped=list(learn.precision_recorder.log.skipped), scale=list(learn.precision_recorder.log.scale), states=states)
+    torch.save(res, Path(path)/str(rank))
+    dist.barrier()
+    dist.destroy_process_group()
+
+@pytest.mark.skipif(not hasattr(os, 'fork') or not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason='has no fork, or no gloo')
+def test_in_one_rank(tmp_path):
+    "What overflows in one process is skipped in both, and their weights and scales stay the same"
+    res = subprocess.run([sys.executable, __file__, str(tmp_path)], stderr=subprocess.PIPE, text=True, timeout=500)
+    assert res.returncode==0, res.stderr
+    a,b = (torch.load(tmp_path/str(rank)) for rank in range(2))
+    for mode in a:
+        assert a[mode]['skipped']==b[mode]['skipped']==[i in (2,4,5) for i in range(8)], mode
+        assert a[mode]['scale']==b[mode]['scale'] and (a[mode]['scale'][-1]==2**7 if mode=='native_fp16' else {*a[mode]['scale']}=={1}), mode
+        for i,(p,q) in enumerate(zip(a[mode]['states'], b[mode]['states'], strict=True)):
+            assert same(p, q) and all(o.isfinite().all() for o in p), (mode, i)
+            assert not i or same(p, a[mode]['states'][i-1])==(i in (2,4,5)), (mode, i)
+
+def two_ranks(path):
+    "Be both processes: one that has just begun can be doubled, and what takes longest, the imports, is done once"
+    torch.set_num_threads(1)
+    warnings.simplefilter('ignore')
+    child = os.fork()
+    try:
+        in_one_rank(int(child==0), path)
+        if child: return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1) # gloo ends the other one
+
+if __name__=='__main__': sys.exit(two_ranks(sys.argv[1]))

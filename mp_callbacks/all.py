@@ -5,6 +5,7 @@ from .dtypes import *
 from .loss_scale import *
 from .grads import *
 from .master import *
+from .functional import *
 from .flat import *
 from .callback import *
 from .recorder import *

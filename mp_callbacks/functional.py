@@ -8,11 +8,11 @@ Docs: https://example.github.io/mp_callbacks/functional.html.md"""
 __all__ = ['tree_map', 'leaves', 'cast_copy', 'all_finite', 'select_tree', 'apply_if_finite', 'scale_tree', 'unscale_tree',
            'scaled', 'Grads', 'value_and_grad', 'grad', 'optimizer_update', 'Step', 'train_step']
 
-# %% ../nbs/04_functional.ipynb #46a71077
+# %% ../nbs/04_functional.ipynb #1df06e4e
 import copy,torch
 from cmath import isfinite
 from collections.abc import Callable,MutableMapping
-from dataclasses import fields,is_dataclass
+from dataclasses import fields
 from functools import partial,wraps
 from operator import setitem
 from typing import NamedTuple
@@ -23,12 +23,13 @@ from torch.func import functional_call,grad_and_value
 from .dtypes import as_dtype,cast_tree,half_dtypes
 from .master import ForwardWrapper,half_forward,is_norm,kept_forward,lendable
 
-# %% ../nbs/04_functional.ipynb #3d3e38bd
+# %% ../nbs/04_functional.ipynb #44aa05e9
 def _parts(tree):
     "What is in `tree`, by key; None for a leaf"
-    if isinstance(tree, MutableMapping):  return dict(tree.items())
-    if isinstance(tree, (tuple,list,L)):  return dict(enumerate(tree))
-    if is_dataclass(tree) and not isinstance(tree, (type,nn.Module)): return {o.name:getattr(tree,o.name) for o in fields(tree) if hasattr(tree,o.name)}
+    if isinstance(tree, (Tensor,nn.Module,type)): return None
+    if isinstance(tree, MutableMapping): return dict(tree.items())
+    if isinstance(tree, (tuple,list,L)): return dict(enumerate(tree))
+    if hasattr(tree, '__dataclass_fields__'): return {o.name:getattr(tree,o.name) for o in fields(tree) if hasattr(tree,o.name)} # `is_dataclass` is nothing that `torch.compile` can follow
 
 def _rebuild(tree, parts):
     "A container like `tree` with other `parts`"
@@ -244,7 +245,7 @@ def _module_grads(f, model, dtype, scale, copies, keep):
     _write_buffers(model, buffers, finite)
     return Grads(value, dict.fromkeys(params) | dict(zip(mine,grads)), finite, aux)
 
-# %% ../nbs/04_functional.ipynb #cf4325b4
+# %% ../nbs/04_functional.ipynb #f03472ee
 def value_and_grad(
     f:Callable, # Of a model (a module or a structure of tensors) and anything else; returns a loss, or `(loss, aux)`
     dtype:torch.dtype|str=torch.float16, # What to compute in: a half-precision dtype, or None for those that are there
@@ -257,12 +258,12 @@ def value_and_grad(
     dtype = None if dtype is None else as_dtype(dtype)
     if dtype not in (None,*half_dtypes): raise ValueError(f'dtype={dtype} must be torch.float16 or torch.bfloat16. Use None to compute in the dtypes that are there.')
     def _f(model, *args, **kwargs):
-        if dtype is not None: args,kwargs = cast_copy((args,kwargs), dtype, _single)
+        module = isinstance(model, nn.Module)
+        if dtype is not None and not module: args,kwargs = cast_copy((args,kwargs), dtype, _single)
         def _with_aux(model):
             res = f(model, *args, **kwargs)
             return res if has_aux else (res,())
-        if isinstance(model, nn.Module): return _module_grads(_with_aux, model, dtype, scale, copies, keep)
-        return _tree_grads(_with_aux, model, dtype, scale, copies)
+        return _module_grads(_with_aux, model, dtype, scale, copies, keep) if module else _tree_grads(_with_aux, model, dtype, scale, copies)
     return wraps(f)(_f)
 
 # %% ../nbs/04_functional.ipynb #48f9fae3

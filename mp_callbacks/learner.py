@@ -7,20 +7,21 @@ Docs: https://example.github.io/mp_callbacks/learner.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/13_learner.ipynb #8351c2e7
+# %% ../nbs/13_learner.ipynb #bf1227b7
 import os,torch
 from contextlib import ExitStack,contextmanager
 from functools import wraps
 from pathlib import Path
 from warnings import warn
 
+import fastai.callback.channelslast,fastai.callback.fp16 # they change `Learner` when they are imported: let that be over
 from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.xtras import join_path_file
 
 from .loss_scale import DynamicLossScale,StaticLossScale
-from .master import is_norm,lendable
-from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback,check_device,fit_device
+from .master import check_float32,is_norm,lendable
+from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback,check_device,fit_device,is_precision
 from .recorder import PrecisionRecorder
 
 # %% ../nbs/13_learner.ipynb #bb2286bc
@@ -50,18 +51,31 @@ def _looked_over(self):
 _looked_over.plain = _step
 Learner._step = _looked_over
 
-# %% ../nbs/13_learner.ipynb #88563cf6
+# %% ../nbs/13_learner.ipynb #38173a55
+_remove_cb = getattr(Learner.remove_cb, 'plain', Learner.remove_cb)
+
+@wraps(_remove_cb)
+def _remove_one(self, cb):
+    _remove_cb(self, cb)
+    for o in self.cbs:
+        if isinstance(o, PrecisionCallback): vars(self).setdefault(o.name, o)
+    return self
+
+_remove_one.plain = _remove_cb
+Learner.remove_cb = _remove_one
+
+# %% ../nbs/13_learner.ipynb #b62afd41
 def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
-def _is_precision(cb): return isinstance(cb, (PrecisionCallback,ModelToHalf)) or type(cb).__module__=='fastai.callback.fp16'
 
 def _remove_precision(learn):
-    off = [cb for cb in learn.cbs if _is_precision(cb)]
+    off = [cb for cb in learn.cbs if is_precision(cb)]
     learn.remove_cbs(off)
     vars(learn).pop('_precision_state', None)
-    if any(type(cb).__module__=='fastai.callback.fp16' for cb in off): vars(learn).pop('scaler', None)
+    if any(not isinstance(cb, (PrecisionCallback,ModelToHalf)) for cb in off): vars(learn).pop('scaler', None) # fastai's leaves it behind
 
 def _set_precision(learn, dtype, new, half=None):
     check_device(fit_device(learn), dtype)
+    check_float32(learn.model)
     if half is not None: lendable(learn.model, dtype, half.keep)
     old = _precision(learn)
     state = getattr(learn, '_precision_state', None) if old is None else old.precision_state() if old.same_settings(new) else None
@@ -141,7 +155,7 @@ def to_native_bf16(self:Learner,
     "Train with autocast to bfloat16. Raises `ValueError` if the learner's device can't do it; then nothing has changed."
     return _set_precision(self, torch.bfloat16, NativeMixedPrecision(dtype=torch.bfloat16, max_skips=max_skips))
 
-# %% ../nbs/13_learner.ipynb #b44ca7b1
+# %% ../nbs/13_learner.ipynb #942b8171
 @patch
 def to_fp32(self:Learner)->Learner: # The same learner
     "Train in plain float32, whatever was on"
@@ -150,11 +164,21 @@ def to_fp32(self:Learner)->Learner: # The same learner
     vars(self).pop('step_stats', None)
     return self
 
+_to_contiguous = getattr(Learner.to_contiguous, 'plain', Learner.to_contiguous)
+
+@wraps(_to_contiguous)
+def _to_contiguous_fp32(self, to_fp32=False):
+    _to_contiguous(self, to_fp32=to_fp32)
+    return self.to_fp32() if to_fp32 else self
+
+_to_contiguous_fp32.plain = _to_contiguous
+Learner.to_contiguous = _to_contiguous_fp32
+
 # the names of older versions of fastai, and of the callbacks that it has beside its native ones
 Learner.to_native_fp32 = Learner.to_non_native_fp32 = Learner.to_fp32
 Learner.to_non_native_fp16 = Learner.to_fp16
 
-# %% ../nbs/13_learner.ipynb #ef7a00f6
+# %% ../nbs/13_learner.ipynb #7220098c
 _key = 'mp_callbacks'
 
 @contextmanager
@@ -182,7 +206,7 @@ def _save_whole(self, file, **kwargs):
         part = file.with_name(f'.{file.name}.{os.getpid()}')
         written = Path(f'{part}.pth')
         try:
-            _save(self, part, **kwargs)
+            _save(self, part.absolute(), **kwargs)
             if written.exists(): os.replace(written, file) # there is none in the child processes of distributed training
         finally: written.unlink(missing_ok=True)
         return file

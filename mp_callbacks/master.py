@@ -6,8 +6,9 @@ Docs: https://example.github.io/mp_callbacks/master.html.md"""
 
 # %% auto #0
 __all__ = ['batch_norm_types', 'norm_types', 'is_norm', 'kept_modules', 'ForwardWrapper', 'half_forward', 'kept_forward',
-           'takes_half', 'lendable', 'MasterWeights', 'BufferSnapshot', 'convert_network', 'get_master',
-           'to_master_grads', 'to_model_params', 'test_overflow', 'grad_overflow', 'copy_clone']
+           'lent_norm_forward', 'takes_half', 'check_float32', 'lendable', 'MasterWeights', 'BufferSnapshot',
+           'convert_network', 'get_master', 'to_master_grads', 'to_model_params', 'test_overflow', 'grad_overflow',
+           'copy_clone']
 
 # %% ../nbs/03_master.ipynb #4c0b67fb
 import torch
@@ -53,7 +54,7 @@ def kept_modules(
     inside = {id(m) for n,o in named.items() if id(o) in roots for m in o.modules()}
     return {n:m for n,m in named.items() if id(m) in inside}
 
-# %% ../nbs/03_master.ipynb #81ee8125
+# %% ../nbs/03_master.ipynb #2df79f5e
 class ForwardWrapper:
     "Let `around(forward, *args, **kwargs)` stand in for the `forward` of `module`, from `install` to `remove`"
     def __init__(self,
@@ -65,15 +66,20 @@ class ForwardWrapper:
 
     def __call__(self, *args, **kwargs): return self.around(self.own or partial(type(self.module).forward, self.module), *args, **kwargs)
 
+    @property
+    def installed(self):
+        "Is it standing in?"
+        return self.module.__dict__.get('forward') is self
+
     def install(self):
         "Stand in, from now on. Twice is once."
         d = self.module.__dict__
-        if d.get('forward') is not self: self.own,d['forward'] = d.get('forward'),self
+        if not self.installed: self.own,d['forward'] = d.get('forward'),self
 
     def remove(self):
         "Give the module back the `forward` it had. Twice is once."
         d = self.module.__dict__
-        if d.get('forward') is not self: return
+        if not self.installed: return
         if self.own is None: del d['forward']
         else: d['forward'] = self.own
 
@@ -108,6 +114,18 @@ def kept_forward(
     with torch.autocast(device_type, enabled=False): res = forward(*args, **kwargs)
     return cast_tree(res, dtype, torch.float32) if norm and new is not given else res
 
+# %% ../nbs/03_master.ipynb #69c3a2d1
+def lent_norm_forward(
+    dtype:torch.dtype, # The dtype of the norm's weights
+    forward, # The module's own `forward`
+    /,
+    *args,
+    **kwargs
+): # What `forward` returned
+    "Call `forward` with float32 tensors among the arguments cast to `dtype`"
+    args,kwargs = cast_tree((args,kwargs), dtype, torch.float32)
+    return forward(*args, **kwargs)
+
 # %% ../nbs/03_master.ipynb #64347ef5
 _samples = {nn.BatchNorm1d:((4,),(2,4)), nn.BatchNorm2d:((4,),(2,4,2,2)), nn.BatchNorm3d:((4,),(2,4,2,2,2)), nn.InstanceNorm1d:((4,),(2,4,4)),
             nn.InstanceNorm2d:((4,),(2,4,2,2)), nn.LayerNorm:((4,),(2,4)), nn.GroupNorm:((2,4),(2,4))} # not RMSNorm: its fused kernel wants one dtype, and it warns
@@ -129,7 +147,16 @@ def takes_half(
         return y.dtype==dtype and x.grad.dtype==dtype
     except RuntimeError: return False
 
-# %% ../nbs/03_master.ipynb #8b3a6953
+# %% ../nbs/03_master.ipynb #f610c818
+def check_float32(
+    model:nn.Module, # The model to train in mixed precision
+)->list: # Its float32 parameters
+    "Raise a `ValueError` if `model` has no float32 parameters that half-precision ones could be made from"
+    res = [p for p in model.parameters() if p.dtype==torch.float32]
+    if res: return res
+    dtypes = sorted({str(p.dtype) for p in model.parameters()})
+    raise ValueError(f"This {type(model).__name__} has no float32 parameters ({', '.join(dtypes) or 'it has none at all'}). Mixed precision starts from a float32 model: call model.float() first.")
+
 def lendable(
     model:nn.Module, # A model with float32 parameters
     dtype:torch.dtype, # Half-precision dtype of the copies
@@ -142,17 +169,15 @@ def lendable(
         if isinstance(m, torch.jit.ScriptModule): raise ValueError("A scripted model holds its parameters where they can't be lent. Train the model before scripting it.")
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
         raise ValueError("The model has lazy parameters that have no shape yet. Call it once on a batch before training it in mixed precision.")
-    float32 = [p for p in model.parameters() if p.dtype==torch.float32]
+    float32 = check_float32(model)
     cpu_rnn = (nn.RNNBase,) if dtype==torch.float16 and any(p.device.type=='cpu' for p in float32) else ()
     kept = kept_modules(model, (keep,*batch_norm_types,*cpu_rnn))
     ids = {id(m) for m in kept.values()}
     slots = [(m._parameters,n,p) for m in model.modules() if id(m) not in ids for n,p in m._parameters.items() if isinstance(p, nn.Parameter) and p.dtype==torch.float32]
     if slots: return kept,slots
-    if float32: raise ValueError(f"Everything in this {type(model).__name__} that has float32 parameters stays float32, so nothing is left to compute in half precision. Keep less, or use to_fp32().")
-    dtypes = sorted({str(p.dtype) for p in model.parameters()})
-    raise ValueError(f"This {type(model).__name__} has no float32 parameters ({', '.join(dtypes) or 'it has none at all'}). Mixed precision starts from a float32 model: call model.float() first.")
+    raise ValueError(f"Everything in this {type(model).__name__} that has float32 parameters stays float32, so nothing is left to compute in half precision. Keep less, or use to_fp32().")
 
-# %% ../nbs/03_master.ipynb #403870d9
+# %% ../nbs/03_master.ipynb #06d5f9a8
 class MasterWeights:
     """Low-precision copies of the parameters of `model`, to be lent to it while it computes
 
@@ -179,7 +204,8 @@ class MasterWeights:
         self.rnns = [m for m in self.modules if isinstance(m, nn.RNNBase)]
         self.wrappers = [ForwardWrapper(m, partial(kept_forward, self.device_type, self.dtype, is_norm(n,m))) for n,m in self.kept.items()
                          if type(m).forward is not nn.Module.forward and not takes_half(type(m), self.device_type, self.dtype)]
-        self.wrappers.append(ForwardWrapper(self.model, partial(half_forward, self.device_type, self.dtype)))
+        self.wrappers += [ForwardWrapper(m, partial(lent_norm_forward, self.dtype)) for n,m in self.model.named_modules() if n not in self.kept and isinstance(m, norm_types)]
+        self.wrappers.append(ForwardWrapper(self.model, self._forward))
 
     def refresh(self):
         "Plan anew if the model has other modules or parameters than before, or has them elsewhere"
@@ -200,12 +226,19 @@ class MasterWeights:
         if self.lent: return
         if not self._in_place(): self._plan(); self.push_weights()
         self.lent = True
-        for p,c in zip(self.params,self.copies):
-            if c.requires_grad!=p.requires_grad: c.requires_grad_(p.requires_grad)
-            if c.grad is not None: c.grad = None # left by a backward pass that was interrupted
+        for c in self.copies: c.grad = None # a backward pass that was interrupted may have left some
+        self._mirror()
         for d,n,_,c in self.slots: d[n] = c
         for o in self.wrappers: o.install()
         self._flat_rnns()
+
+    def _mirror(self):
+        for p,c in zip(self.params,self.copies):
+            if c.requires_grad!=p.requires_grad: c.requires_grad_(p.requires_grad)
+
+    def _forward(self, forward, /, *args, **kwargs):
+        self._mirror() # freezing and unfreezing take effect until the last moment
+        return half_forward(self.device_type, self.dtype, forward, *args, **kwargs)
 
     def restore(self):
         "Give the model its own parameters back. Twice is once, and after half a `lend` it does as much as is needed."
@@ -228,7 +261,7 @@ class MasterWeights:
     @torch.no_grad()
     def pull_grads(self):
         "Add the gradients of the copies, in float32, to those of the real parameters, and take them away from the copies"
-        pairs = [(p,c) for p,c in zip(self.params,self.copies) if c.grad is not None]
+        pairs = [(p,c) for p,c in zip(self.params,self.copies) if c.grad is not None and p.requires_grad] # it may have been frozen after the forward pass
         dense = [(p,c) for p,c in pairs if not c.grad.is_sparse]
         new = [torch.empty_like(c.grad, dtype=torch.float32) for _,c in dense]
         if dense: foreach_copy_(new, [c.grad for _,c in dense])
@@ -273,38 +306,45 @@ def _run_hooks(p, g):
         if res is not None: g = res
     return g
 
-# %% ../nbs/03_master.ipynb #0d8dc3b5
+# %% ../nbs/03_master.ipynb #295dde98
 class BufferSnapshot:
     "The buffers of `model`, remembered by `take` and put back by `restore`: bit for bit, the same tensors in the same places"
     def __init__(self,
         model:nn.Module, # The model whose buffers are meant
     ):
-        self.model,self.groups,self.taken = model,[],False
+        self.model,self.groups,self.known,self.taken = model,[],[],False
 
     def _plan(self):
-        slots,self.groups = {},[]
+        slots,self.known = {},[]
         for m in self.model.modules():
+            self.known.append((m._buffers,len(m._buffers)))
             for n,b in m._buffers.items():
                 if b is not None: slots.setdefault((b.device,b.dtype,b.layout), []).append((m._buffers,n,b,b.detach().clone()))
         self.groups = list(slots.values())
 
-    def _current(self): return all(d.get(n) is b and b.shape==c.shape and b.device==c.device and b.dtype==c.dtype for o in self.groups for d,n,b,c in o)
+    def _current(self):
+        return (all(len(d)==n for d,n in self.known) and
+                all(d.get(n) is b and b.shape==c.shape and b.device==c.device and b.dtype==c.dtype for o in self.groups for d,n,b,c in o))
 
     @torch.no_grad()
     def take(self):
         "Remember the buffers as they are"
-        if self.groups and self._current():
+        if self.taken and self._current():
             for o in self.groups: foreach_copy_([c for *_,c in o], [b for _,_,b,_ in o])
         else: self._plan()
         self.taken = True
 
     @torch.no_grad()
     def restore(self):
-        "Put back what was remembered last, if anything was"
+        "Put back what was remembered last, if anything was. A buffer that came since is removed if it isn't finite."
         if not self.taken: return
         for o in self.groups:
-            foreach_copy_([b for _,_,b,_ in o], [c for *_,c in o])
+            own = [(b,c) for _,_,b,c in o if not (0 in b.stride() and b.numel()>1)] # nobody can write into an expanded tensor
+            if own: foreach_copy_([b for b,_ in own], [c for _,c in own])
             for d,n,b,_ in o: d[n] = b # a module may have put another tensor in its place
+        known = {(id(d),n) for o in self.groups for d,n,*_ in o}
+        for d,_ in self.known:
+            for n in [n for n,b in d.items() if b is not None and (id(d),n) not in known and not b.isfinite().all()]: del d[n]
 
 # %% ../nbs/03_master.ipynb #745ac292
 def convert_network(

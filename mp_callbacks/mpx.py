@@ -165,7 +165,16 @@ class DynamicLossScaling:
         now = self._scale().adjust(grads_finite)
         return replace(self, loss_scaling=min(now.loss_scale, self._cap()), counter=now.counter)
 
-# %% ../nbs/21_mpx.ipynb #876f0851
+# %% ../nbs/21_mpx.ipynb #9b19c3f9
+def _mixed(func, scaling, has_aux, use_mixed_precision, result):
+    "`result` of the `Grads` of `func`, with half precision as it is set at the call"
+    @_like(func)
+    def _f(model, *args, **kwargs):
+        if not use_mixed_precision: return result(value_and_grad(func, None, has_aux=has_aux)(model, *args, **kwargs))
+        args,kwargs = cast_to_half_precision((args,kwargs))
+        return result(value_and_grad(func, half_precision_datatype(), scaling, copies=True, has_aux=has_aux)(model, *args, **kwargs))
+    return _f
+
 def calculate_scaled_grad(
     func, # Of a model (a module or a structure of tensors) and a batch; returns a loss, or `(loss, aux)`
     scaling, # The loss scale
@@ -173,22 +182,11 @@ def calculate_scaled_grad(
     use_mixed_precision:bool=True, # If not, nothing is cast or scaled
 ): # Called as `func` is, it returns `(value, grads)` or `((value, aux), grads)`
     "The scaled value of `func` and its scaled gradient, with respect to half copies of the first argument"
-    if use_mixed_precision: func = scaled(func, scaling, has_aux)
-    @_like(func)
-    def _f(*args, **kwargs):
-        res = value_and_grad(func, half_precision_datatype() if use_mixed_precision else None, copies=True, has_aux=has_aux)(*args, **kwargs)
-        return ((res.value,res.aux) if has_aux else res.value),res.grads
-    return _f
+    loss = scaled(func, scaling, has_aux) if use_mixed_precision else func
+    def _result(res): return ((res.value,res.aux) if has_aux else res.value),res.grads
+    return _mixed(loss, None, has_aux, use_mixed_precision, _result)
 
-# %% ../nbs/21_mpx.ipynb #0c3e11d2
-def _filtered(func, scaling, has_aux, use_mixed_precision, result):
-    @_like(func)
-    def _f(*args, **kwargs):
-        if use_mixed_precision: res = value_and_grad(func, half_precision_datatype(), scaling, copies=True, has_aux=has_aux)(*args, **kwargs)
-        else:                   res = value_and_grad(func, None, has_aux=has_aux)(*args, **kwargs)
-        return result(res, scaling.adjust(res.finite) if use_mixed_precision else scaling)
-    return _f
-
+# %% ../nbs/21_mpx.ipynb #7027f0a2
 def filter_grad(
     func, # Of a model (a module or a structure of tensors) and a batch; returns a loss, or `(loss, aux)`
     scaling, # The loss scale; None does without `use_mixed_precision`
@@ -196,8 +194,10 @@ def filter_grad(
     use_mixed_precision:bool=True, # If not, nothing is cast or scaled
 ): # Called as `func` is, it returns `(scaling, grads_finite, grads)` or `(scaling, grads_finite, grads, aux)`
     "The gradient of `func` with respect to its first argument, in mixed precision"
-    def _result(res, new): return (new,res.finite,res.grads,res.aux) if has_aux else (new,res.finite,res.grads)
-    return _filtered(func, scaling, has_aux, use_mixed_precision, _result)
+    def _result(res):
+        new = scaling.adjust(res.finite) if use_mixed_precision else scaling
+        return (new,res.finite,res.grads,res.aux) if has_aux else (new,res.finite,res.grads)
+    return _mixed(func, scaling, has_aux, use_mixed_precision, _result)
 
 def filter_value_and_grad(
     func, # Of a model (a module or a structure of tensors) and a batch; returns a loss, or `(loss, aux)`
@@ -206,8 +206,10 @@ def filter_value_and_grad(
     use_mixed_precision:bool=True, # If not, nothing is cast or scaled
 ): # Called as `func` is, it returns `(value, scaling, grads_finite, grads)` or `((value, aux), scaling, grads_finite, grads)`
     "The value of `func` and its gradient with respect to its first argument, in mixed precision"
-    def _result(res, new): return ((res.value,res.aux) if has_aux else res.value),new,res.finite,res.grads
-    return _filtered(func, scaling, has_aux, use_mixed_precision, _result)
+    def _result(res):
+        new = scaling.adjust(res.finite) if use_mixed_precision else scaling
+        return ((res.value,res.aux) if has_aux else res.value),new,res.finite,res.grads
+    return _mixed(func, scaling, has_aux, use_mixed_precision, _result)
 
 # %% ../nbs/21_mpx.ipynb #8869c9fc
 def optimizer_update(

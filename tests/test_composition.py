@@ -182,6 +182,7 @@ def csv_logger(make):
 @row()
 def show_graph(make):
     learn = make().add_cbs([ProgressCallback(),ShowGraphCallback()])
+    learn.create_mbar = True
     graphs = []
     class Draw(Callback):
         order = ProgressCallback.order+1
@@ -346,31 +347,28 @@ def freeze_between(make):
         moved.append([not torch.equal(a, b) for a,b in zip(weights(learn), before)])
     return moved,[went(learn),logged(learn)]
 
-def freeze_and_unfreeze(make, freeze, unfreeze=None, **kwargs):
-    "Frozen in event `freeze` of the second batch, and unfrozen for the second epoch, or in event `unfreeze` of the fourth batch: which parameters moved in which batch?"
+def freeze_and_unfreeze(make, freeze, unfreeze, order=0):
+    "Frozen in event `freeze` of the second batch, unfrozen in event `unfreeze` of the fourth one: which parameters moved in which batch?"
     learn = make(splitter=head_and_body)
     moved,before = [],weights(learn)
     def see(o):
         moved.append([not torch.equal(a, b) for a,b in zip(weights(o), before)])
         before[:] = weights(o)
-    back = When('before_train', lambda o: o.unfreeze()) if unfreeze is None else When(unfreeze, lambda o: o.unfreeze(), lambda o: o.train_iter==3, **kwargs)
-    learn.fit(2, cbs=[When(freeze, lambda o: o.freeze(), lambda o: o.train_iter==1, **kwargs), back, When('after_batch', see, order=20)])
+    learn.fit(2, cbs=[When(freeze, lambda o: o.freeze(), lambda o: o.train_iter==1, order), When(unfreeze, lambda o: o.unfreeze(), lambda o: o.train_iter==3, order), When('after_batch', see, order=20)])
     return moved,[went(learn),logged(learn)]
 
 @row()
-def freeze_in_before_batch(make): return freeze_and_unfreeze(make, 'before_batch')
+def freeze_in_before_batch(make): return freeze_and_unfreeze(make, 'before_batch', 'before_batch')
 @row()
-def freeze_in_after_batch(make): return freeze_and_unfreeze(make, 'after_batch', order=30)
+def freeze_in_after_batch(make): return freeze_and_unfreeze(make, 'after_batch', 'after_batch', order=30)
 @row()
-def freeze_late_in_before_batch(make): return freeze_and_unfreeze(make, 'before_batch', order=30)
+def freeze_late_in_before_batch(make): return freeze_and_unfreeze(make, 'before_batch', 'after_batch', order=30)
 @row()
-def freeze_in_after_pred(make): return freeze_and_unfreeze(make, 'after_pred')
+def unfreeze_late_in_before_batch(make): return freeze_and_unfreeze(make, 'after_batch', 'before_batch', order=30)
 @row()
-def freeze_in_before_step(make): return freeze_and_unfreeze(make, 'before_step')
+def freeze_in_after_pred(make): return freeze_and_unfreeze(make, 'after_pred', 'before_batch')
 @row()
-def unfreeze_in_before_batch(make): return freeze_and_unfreeze(make, 'before_batch', 'before_batch')
-@row()
-def unfreeze_late_in_before_batch(make): return freeze_and_unfreeze(make, 'before_batch', 'before_batch', order=30)
+def freeze_in_before_step(make): return freeze_and_unfreeze(make, 'before_step', 'before_batch')
 
 # --- Looking at the learner in a fit and afterwards
 

@@ -236,6 +236,14 @@ def test_vmap_and_compile(problem):
         assert same(res.grads, whole.grads) and res.value==whole.value
     torch._dynamo.reset()
 
+@pytest.mark.skipif(tuple(map(int, torch.__version__.split('.')[:2]))<(2,14), reason='older ones raise, this is the oldest tried that does not')
+def test_compile_around_a_module():
+    "Not compiled, but right"
+    net,x,y = nn.Sequential(nn.Linear(4,8), nn.LayerNorm(8), nn.Linear(8,1)),torch.randn(8,4),torch.randn(8,1)
+    f = value_and_grad(lambda m,x,y: F.mse_loss(m(x), y), bf16, 4.)
+    assert same(torch.compile(f, backend='eager')(net, x, y).grads, f(net, x, y).grads)
+    torch._dynamo.reset()
+
 @pytest.mark.parametrize('f,error', [(lambda p: p['w'],ValueError), (lambda p: 3.,ValueError), (lambda p: p['w'].sum().long(),ValueError), (lambda p: None,ValueError)])
 def test_bad_losses(f, error):
     for vg in (value_and_grad(f), mpx.filter_grad(f, mpx.DynamicLossScaling(8.,1.))):

@@ -159,17 +159,17 @@ def test_the_culprit(mode):
 @each_mode
 def test_over_many_fits(mode):
     "Steps are counted over fits, validation and predictions: many short fits that never step don't pass unheard"
-    learn,cb = make(mode, 1, max_skips=40),At(fill(inf))
+    learn,cb = make(mode, 1, max_skips=34),At(fill(inf))
     learn.add_cb(cb)
-    for i in range(1,41):
+    for i in range(1,35):
         told,e = heard(learn.fit, 1)
         if i%10==0: learn.validate(); learn.get_preds(dl=[batch])
-        assert len(told)==(i==32) and (e is not None)==(i==40), i
-    assert '40 steps in a row have been skipped, since step 0, ' in str(e)
+        assert len(told)==(i==32) and (e is not None)==(i==34), i
+    assert '34 steps in a row have been skipped, since step 0, ' in str(e)
     told,e = heard(learn.fit, 31) # and from the beginning again
     assert not told and e is None
-    told,e = heard(learn.fit, 9)
-    assert len(told)==1 and 'since step 40, ' in str(e)
+    told,e = heard(learn.fit, 3)
+    assert len(told)==1 and 'since step 34, ' in str(e)
 
 @each_mode
 def test_a_good_step_between(mode):
@@ -178,7 +178,7 @@ def test_a_good_step_between(mode):
     assert heard(learn.fit, 1, cbs=At(fill(inf), {i for i in range(90) if i%30!=29}))==([],None)
     assert learn.mixed_precision._skips==0
 
-@pytest.mark.parametrize('n', [1, 2, 31, 32, 33])
+@pytest.mark.parametrize('n', [1, 32, 33])
 @each_mode
 def test_max_skips(mode, n):
     "The error comes with step number `max_skips`, and the warning at 32 if there are as many"
@@ -269,26 +269,25 @@ def reference(finite, init, lo, hi, factor, backoff, period):
         res.append(scale)
     return res
 
-@pytest.mark.parametrize('i', range(len(settings)))
-@each_mode
+@pytest.mark.parametrize('mode,i', [(m,i) for m in precisions for i in range(len(settings)) if m in dynamic or i==0])
 def test_random_sequences(mode, i):
-    "The scale stays within floor and cap, grows only on successes in a row, and can be divided by; it is what it should be at each of 60 steps"
+    "The scale stays within floor and cap, grows only on successes in a row, and can be divided by; it is what it should be at each step"
     o = {**dict(init=2.**10, lo=1., hi=2.**24, factor=2., period=3), **settings[i]}
     native,rng = mode=='native_fp16',random.Random(i)
     if not native: o.update(init=o['hi'], backoff=1/o['factor']) # starts at the cap and divides by what it multiplies with
     o.setdefault('backoff', .5)
     p = (.1,.4,.7)[i%3]
-    finite = [rng.random()>p for _ in range(60)]
+    finite = [rng.random()>p for _ in range(40)]
     bounds = dict(min_loss_scale=o['lo'], max_loss_scale=o['hi'])
     kwargs = {}
     if native: kwargs = dict(bounds, init_scale=o['init'], growth_factor=o['factor'], backoff_factor=o['backoff'], growth_interval=o['period'])
     elif mode in dynamic: kwargs = dict(bounds, div_factor=o['factor'], scale_wait=o['period'])
-    learn,seen = make(mode, 60, **kwargs),[]
+    learn,seen = make(mode, 40, **kwargs),[]
     static = 512. if mode=='fp16_static' else 1.
     look = At(lambda learn: seen.append(learn.mixed_precision.loss_scale), event='before_batch')
     learn.fit(1, cbs=[At(fill(0.), {i for i,ok in enumerate(finite) if ok}), At(fill(inf), {i for i,ok in enumerate(finite) if not ok}), look])
     seen.append(learn.mixed_precision.loss_scale)
-    want = reference(finite, **o) if mode in dynamic else [static]*61
+    want = reference(finite, **o) if mode in dynamic else [static]*41
     assert seen==pytest.approx(want, rel=1e-9)
     assert all(math.isfinite(1/x) and (1/torch.tensor(x)).isfinite() and x>0 for x in seen)
     if mode in dynamic: assert all(o['lo']<=x<=o['hi'] for x in seen)
@@ -330,7 +329,7 @@ def multiplied(x):
 meddlers = dict(in_place=in_place, one=one, replaced=replaced, multiplied=multiplied)
 
 @pytest.mark.parametrize('how', meddlers)
-@pytest.mark.parametrize('order', [10, 11, 20, 80])
+@pytest.mark.parametrize('order', [10, 20])
 @each_mode
 def test_meddling(mode, order, how):
     "A callback that comes between the check and the step can't get what is not finite into the weights, however it puts it there"
@@ -343,7 +342,7 @@ def test_meddling(mode, order, how):
     assert all(same(got[i], want[j]) for i,j in enumerate((0,1,1,2,3)))
     if hasattr(learn, 'precision_recorder'): assert list(learn.precision_recorder.log.skipped)==[False,False,True,False,False]
 
-@pytest.mark.parametrize('how', meddlers)
+@pytest.mark.parametrize('how', ['in_place', 'replaced'])
 @each_mode
 def test_meddling_for_ever(mode, how):
     "If it does so at every step, that is heard of, too; and what it spoils says nothing about the scale"

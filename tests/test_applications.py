@@ -1,0 +1,261 @@
+"""Real applications on data that comes with the libraries, in each precision: they arrive where float32 arrives
+
+Small models, a few batches. How far the validation loss may be from that of float32 is relative to how far it came down. Float16 convolutions are slow on a CPU, so what consists of them is tried in bfloat16 only."""
+import heapq,json,pydoc,random,statistics,textwrap
+from functools import lru_cache
+
+import pytest
+from fastai.collab import CollabDataLoaders,collab_learner
+from fastai.tabular.all import Categorify,FillMissing,Normalize,TabularPandas,tabular_learner
+from fastai.text.all import (AWD_LSTM,BaseTokenizer,LMDataLoader,Numericalize,SortedDL,awd_lstm_clas_config,awd_lstm_lm_config,language_model_learner,
+                             pad_input_chunk,text_classifier_learner,tokenize1)
+from fastai.vision.all import CategoryBlock,DataBlock,ImageBlock,PILImage,PILImageBW,RegressionBlock,Resize,resnet18,unet_learner,vision_learner,xresnet18
+from learners import *
+from sklearn.datasets import load_diabetes,load_digits,load_sample_images,load_wine
+
+pytestmark = pytest.mark.filterwarnings('ignore:float16 on a CPU')
+
+roundoff = dict(fp16=2**-11, native_fp16=2**-11, bf16=2**-8, native_bf16=2**-8)
+bf16 = ('bf16','native_bf16')
+apps = {}
+
+def app(
+    *modes, # In which modes; all if there are none
+    epochs=2,
+    lr=.01,
+    tol=8, # In roundoffs, how far from float32
+    slow=False
+):
+    def _app(f): apps[f.__name__] = f,modes or tuple(roundoff),epochs,lr,tol,slow; return f
+    return _app
+
+def quiet(learn):
+    learn.remove_cb(ProgressCallback)
+    learn.logger,learn.create_mbar = noop,False
+    return learn
+
+def train(name, mode=None):
+    "Loss before and after, and the learner"
+    f,_,epochs,lr,*_ = apps[name]
+    set_seed(0)
+    learn = quiet(f())
+    if mode: modes[mode](learn)
+    set_seed(0)
+    start = learn.validate()[0]
+    learn.fit(epochs, lr)
+    return start,learn.validate()[0],learn
+
+@lru_cache(None)
+def in_float32(name): return train(name)[:2]
+
+# --- Vision
+
+digit_images,digit_labels = load_digits(return_X_y=True)
+digit_images = (digit_images.reshape(-1,8,8)*15.9).astype('uint8')
+colour = digit_images[...,None].repeat(3, axis=-1)
+
+def digits(size, images=digit_images, n=256, bs=32):
+    block = DataBlock((ImageBlock(PILImageBW if images is digit_images else PILImage),CategoryBlock), get_x=At(images), get_y=At(digit_labels), splitter=IndexSplitter(range(n, n+64)), item_tfms=Resize(size))
+    return block.dataloaders(range(n+64), bs=bs, num_workers=0, device='cpu')
+
+def photos(y_block, get_y, n=48, size=32, bs=8):
+    "Pieces of two photographs"
+    rng,pics = random.Random(0),load_sample_images().images
+    def _piece(i): i,j = rng.randrange(400-size),rng.randrange(600-size); return pics[i%2][i:i+size,j:j+size]
+    pieces = [(_piece(i),i%2) for i in range(n+16)]
+    block = DataBlock((ImageBlock,y_block), get_x=lambda i: pieces[i][0], get_y=lambda i: get_y(*pieces[i]), splitter=IndexSplitter(range(n, n+16)))
+    return block.dataloaders(range(n+16), bs=bs, num_workers=0, device='cpu')
+
+def short(learn):
+    "For batch norms that are to be of use after a few batches"
+    for m in learn.model.modules():
+        if hasattr(m, 'momentum'): m.momentum = .5
+    return learn
+
+@app(*bf16, lr=1e-3, tol=32, slow=True)
+def vision_resnet(): return short(vision_learner(digits(32, colour), resnet18, pretrained=False, ps=0.))
+
+@app(*bf16, tol=32)
+def vision_xresnet(): return short(Learner(digits(16), xresnet18(n_out=10, c_in=1, stem_szs=(8,8,64), widen=.25)))
+
+@app(*bf16, tol=32)
+def vision_unet():
+    "Photographs that have lost their colours get them back"
+    dls = photos(ImageBlock, lambda x,y: x)
+    class Grey(Callback):
+        def before_batch(self): self.learn.xb = (self.x.mean(1, keepdim=True).expand_as(self.x),)
+    def small(pretrained=False): return xresnet18(stem_szs=(8,8,64), widen=.25)
+    return short(unet_learner(dls, small, pretrained=False, n_out=3, loss_func=MSELossFlat(), cbs=Grey()))
+
+@app(*bf16, tol=32)
+def vision_timm():
+    pytest.importorskip('timm')
+    return short(vision_learner(digits(32, colour), 'test_resnet', pretrained=False, ps=0.))
+
+@app(epochs=6)
+def vision_timm_transformer():
+    timm = pytest.importorskip('timm')
+    return Learner(digits(16), timm.models.VisionTransformer(img_size=16, patch_size=4, in_chans=1, num_classes=10, embed_dim=32, depth=2, num_heads=2, global_pool='avg'))
+
+# --- Tables
+
+def wine(procs=(Categorify,FillMissing,Normalize), scale=1.):
+    df = load_wine(as_frame=True).frame.sample(frac=1., random_state=0).reset_index(drop=True)
+    df['hue'] = pd.cut(df['hue'], 4, labels=list('abcd')).astype(str)
+    df['proline'] *= scale
+    cont = [o for o in df.columns if o not in ('hue','target')]
+    return TabularPandas(df, list(procs), ['hue'], cont, y_names='target', y_block=CategoryBlock(), splits=IndexSplitter(range(140,178))(df)).dataloaders(bs=32, device='cpu')
+
+@app(epochs=4)
+def tabular_classes(): return tabular_learner(wine(), layers=[32,16])
+
+@app(epochs=4)
+def tabular_wide(): return tabular_learner(wine(procs=[Categorify], scale=1e3), layers=[32,16])
+
+@app(epochs=4)
+def tabular_regression():
+    df = load_diabetes(as_frame=True, scaled=False).frame
+    df['target'] /= 100
+    dls = TabularPandas(df, [Categorify,Normalize], ['sex'], [o for o in df.columns if o not in ('sex','target')], y_names='target', splits=IndexSplitter(range(350,442))(df)).dataloaders(bs=64, device='cpu')
+    return tabular_learner(dls, layers=[32,16], y_range=(0,4), n_out=1, loss_func=MSELossFlat())
+
+# --- Recommendations: how much each drawing of a digit likes each pixel
+
+def likes(): return CollabDataLoaders.from_df(pd.DataFrame([(f'd{i}', f'p{j}', float(digit_images[i].flat[j])/16) for i in range(60) for j in range(64)], columns=['user','item','rating']), seed=0, bs=128, num_workers=0, device='cpu')
+
+@app()
+def collab_dot(): return collab_learner(likes(), n_factors=16, y_range=(-1,17))
+
+@app(tol=16)
+def collab_net(): return collab_learner(likes(), use_nn=True, emb_szs=dict(user=8, item=8), layers=[32], y_range=(-1,17))
+
+# --- Text: what Python's own modules say about themselves
+
+def documents():
+    "Paragraphs, and for each the name of its module"
+    docs = [(o,m.__name__) for m in (heapq,json,random,statistics,textwrap) for o in pydoc.plain(pydoc.render_doc(m)).split('\n\n') if len(o)>100]
+    return [o for o,_ in docs],[o for _,o in docs]
+
+def words(text): return tokenize1(text, BaseTokenizer())
+
+def awd(config): return {**config, 'emb_sz':24, 'n_hid':32, 'n_layers':2}
+
+@app(*(o for o in roundoff if o!='native_fp16'), epochs=3)
+def language_model():
+    texts,_ = documents()
+    dls = Datasets(texts, [[words,Numericalize(min_freq=3)]], splits=RandomSplitter(seed=0)(texts), dl_type=LMDataLoader).dataloaders(bs=8, seq_len=24, device='cpu', num_workers=0)
+    return language_model_learner(dls, AWD_LSTM, config=awd(awd_lstm_lm_config), drop_mult=1e-6, pretrained=False)
+
+@app(*(o for o in roundoff if o!='native_fp16'), epochs=2)
+def text_classifier():
+    texts,names = documents()
+    dls = Datasets(range(len(texts)), [[At(texts),words,Numericalize(min_freq=3)], [At(names),Categorize()]], splits=RandomSplitter(seed=0)(texts)).dataloaders(bs=16, dl_type=SortedDL, before_batch=pad_input_chunk, device='cpu', num_workers=0)
+    return text_classifier_learner(dls, AWD_LSTM, config=awd(awd_lstm_clas_config), drop_mult=1e-6, pretrained=False, seq_len=24)
+
+def letters(n=33, bs=16):
+    "Pieces of text, letter by letter, and the same one letter on"
+    text = ''.join(documents()[0])[:16*10*n]
+    vocab = sorted(set(text))
+    rows = torch.tensor([vocab.index(o) for o in text]).view(-1, n)
+    items = [(o[:-1],o[1:]) for o in rows]
+    dls = DataLoaders.from_dsets(items[:128], items[128:], bs=bs, device='cpu', num_workers=0)
+    dls.vocab = vocab
+    return dls
+
+class Rotary(nn.Module):
+    "Positions as angles, in a complex buffer and in a real one, as in different models"
+    def __init__(self, dim, n):
+        super().__init__()
+        inv_freq = 1/10000**(torch.arange(0, dim, 2)/dim)
+        self.register_buffer('inv_freq', inv_freq)
+        self.register_buffer('freqs_cis', torch.polar(torch.ones(n, dim//2), torch.outer(torch.arange(n).float(), inv_freq)))
+    def forward(self, q, k):
+        def _turn(x): return torch.view_as_real(torch.view_as_complex(x.float().unflatten(-1, (-1,2)))*self.freqs_cis).flatten(-2).type_as(x)
+        angles = torch.arange(k.shape[-2])[:,None]*self.inv_freq
+        a,b = k[...,::2],k[...,1::2]
+        return _turn(q),torch.stack([a*angles.cos()-b*angles.sin(), a*angles.sin()+b*angles.cos()], -1).flatten(-2).type_as(k)
+
+class Block(nn.Module):
+    def __init__(self, dim, heads, n, rotary):
+        super().__init__()
+        self.heads,self.qkv,self.proj,self.norm1,self.norm2 = heads,nn.Linear(dim, 3*dim),nn.Linear(dim, dim),nn.LayerNorm(dim),nn.LayerNorm(dim)
+        self.mlp,self.rotary = nn.Sequential(nn.Linear(dim, 4*dim), nn.GELU(), nn.Linear(4*dim, dim)),Rotary(dim//heads, n) if rotary else None
+    def forward(self, x):
+        q,k,v = (o.unflatten(-1, (self.heads,-1)).transpose(1, 2) for o in self.qkv(self.norm1(x)).chunk(3, -1))
+        if self.rotary: q,k = self.rotary(q, k)
+        x = x+self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x+self.mlp(self.norm2(x))
+
+class GPT(nn.Module):
+    "Letters in, letters out, with the same weights"
+    def __init__(self, vocab, dim=32, heads=2, depth=2, n=32, rotary=False):
+        super().__init__()
+        self.tok,self.pos,self.head = nn.Embedding(vocab, dim),None if rotary else nn.Parameter(torch.zeros(n, dim)),nn.Linear(dim, vocab, bias=False)
+        self.blocks,self.norm = nn.Sequential(*[Block(dim, heads, n, rotary) for _ in range(depth)]),nn.LayerNorm(dim)
+        nn.init.normal_(self.tok.weight, std=.1)
+        self.head.weight = self.tok.weight
+    def forward(self, x):
+        x = self.tok(x)
+        return self.head(self.norm(self.blocks(x if self.pos is None else x+self.pos)))
+
+@app()
+def tied_gpt():
+    dls = letters()
+    return Learner(dls, GPT(len(dls.vocab)), loss_func=CrossEntropyLossFlat())
+
+@app()
+def rotary_gpt():
+    dls = letters()
+    return Learner(dls, GPT(len(dls.vocab), rotary=True), loss_func=CrossEntropyLossFlat())
+
+def of_logits(o, y): return F.cross_entropy(o.logits.flatten(0, -2), y.flatten())
+
+@app()
+def transformers_llama():
+    "A decoder with tied weights, RMS norm, rotary embeddings and a structured output"
+    t = pytest.importorskip('transformers')
+    dls = letters()
+    config = t.LlamaConfig(vocab_size=len(dls.vocab), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
+                           tie_word_embeddings=True, use_cache=False, bos_token_id=None, eos_token_id=None, initializer_range=.1)
+    return Learner(dls, t.LlamaForCausalLM(config), loss_func=of_logits)
+
+@app()
+def transformers_bert():
+    "An encoder that is to tell whether text begins with a letter, and with which half of the alphabet"
+    t = pytest.importorskip('transformers')
+    text = letters()
+    items = [(x,(x[0]>x[0].new_tensor(len(text.vocab)//2))*1) for x,_ in text.train.dataset]
+    dls = DataLoaders.from_dsets(items[::2], items[1::2], bs=16, device='cpu', num_workers=0)
+    config = t.BertConfig(vocab_size=len(text.vocab), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=32, num_labels=2,
+                          hidden_dropout_prob=0., attention_probs_dropout_prob=0., initializer_range=.1)
+    return Learner(dls, t.BertForSequenceClassification(config), loss_func=of_logits)
+
+# --- Several outputs
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body,self.which,self.ink = nn.Sequential(nn.Flatten(), nn.Linear(64,32), nn.LayerNorm(32), nn.GELU()),nn.Linear(32,10),nn.Linear(32,1)
+    def forward(self, x):
+        x = self.body(x)
+        return dict(which=self.which(x), ink=self.ink(x).squeeze(1))
+
+@app()
+def two_heads():
+    "Which digit is it, and how much ink does it take?"
+    block = DataBlock((ImageBlock(PILImageBW),CategoryBlock,RegressionBlock), n_inp=1, getters=[At(digit_images),At(digit_labels),lambda i: float(digit_images[i].mean()/255)], splitter=IndexSplitter(range(96,128)))
+    dls = block.dataloaders(range(128), bs=16, num_workers=0, device='cpu')
+    return Learner(dls, TwoHeads(), loss_func=lambda o,which,ink: F.cross_entropy(o['which'], which)+10*F.mse_loss(o['ink'], ink.float()))
+
+cases = [pytest.param(k, mode, marks=[pytest.mark.slow] if o[5] else []) for k,o in apps.items() for mode in o[1]]
+
+@pytest.mark.parametrize('name,mode', cases)
+def test_arrives(name, mode):
+    start,want = in_float32(name)
+    assert want<.9*start
+    _,got,learn = train(name, mode)
+    assert skipped(learn)==0
+    assert {p.dtype for p in learn.model.parameters()}=={torch.float32}
+    off = abs(got-want)/(start-want)
+    print('OFF', name, mode, round(off/roundoff[mode],2), start, want)
+    assert off<apps[name][4]*roundoff[mode], (off/roundoff[mode], start, want, got)

@@ -245,7 +245,7 @@ def _module_grads(f, model, dtype, scale, copies, keep):
     _write_buffers(model, buffers, finite)
     return Grads(value, dict.fromkeys(params) | dict(zip(mine,grads)), finite, aux)
 
-# %% ../nbs/04_functional.ipynb #f03472ee
+# %% ../nbs/04_functional.ipynb #59b7fb53
 def value_and_grad(
     f:Callable, # Of a model (a module or a structure of tensors) and anything else; returns a loss, or `(loss, aux)`
     dtype:torch.dtype|str=torch.float16, # What to compute in: a half-precision dtype, or None for those that are there
@@ -263,7 +263,8 @@ def value_and_grad(
         def _with_aux(model):
             res = f(model, *args, **kwargs)
             return res if has_aux else (res,())
-        return _module_grads(_with_aux, model, dtype, scale, copies, keep) if module else _tree_grads(_with_aux, model, dtype, scale, copies)
+        if not module: return _tree_grads(_with_aux, model, dtype, scale, copies)
+        return torch.compiler.disable(_module_grads)(_with_aux, model, dtype, scale, copies, keep) # tracing it fails halfway
     return wraps(f)(_f)
 
 # %% ../nbs/04_functional.ipynb #48f9fae3

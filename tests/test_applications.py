@@ -1,7 +1,7 @@
 """Real applications on data that comes with the libraries, in each precision: they arrive where float32 arrives
 
 Small models, a few batches. How far the validation loss may be from that of float32 is relative to how far it came down. Float16 convolutions are slow on a CPU, so what consists of them is tried in bfloat16 only."""
-import heapq,json,pydoc,random,statistics,textwrap
+import argparse,pydoc,random,statistics
 from functools import lru_cache
 
 import pytest
@@ -132,9 +132,9 @@ def collab_net(): return collab_learner(likes(), use_nn=True, emb_szs=dict(user=
 # --- Text: what Python's own modules say about themselves
 
 def documents():
-    "Paragraphs, and for each the name of its module"
-    docs = [(o,m.__name__) for m in (heapq,json,random,statistics,textwrap) for o in pydoc.plain(pydoc.render_doc(m)).split('\n\n') if len(o)>100]
-    return [o for o,_ in docs],[o for _,o in docs]
+    "Lines of text, and for each the name of its module"
+    lines = [(o.strip(' |'),m.__name__) for m in (argparse,random,statistics) for o in pydoc.plain(pydoc.render_doc(m)).splitlines() if len(o)>40]
+    return [o for o,_ in lines],[o for _,o in lines]
 
 def words(text): return tokenize1(text, BaseTokenizer())
 
@@ -143,13 +143,13 @@ def awd(config): return {**config, 'emb_sz':24, 'n_hid':32, 'n_layers':2}
 @app(*(o for o in roundoff if o!='native_fp16'), epochs=3)
 def language_model():
     texts,_ = documents()
-    dls = Datasets(texts, [[words,Numericalize(min_freq=3)]], splits=RandomSplitter(seed=0)(texts), dl_type=LMDataLoader).dataloaders(bs=8, seq_len=24, device='cpu', num_workers=0)
+    dls = Datasets(texts, [[words,Numericalize(min_freq=2)]], splits=RandomSplitter(seed=0)(texts), dl_type=LMDataLoader).dataloaders(bs=8, seq_len=24, device='cpu', num_workers=0)
     return language_model_learner(dls, AWD_LSTM, config=awd(awd_lstm_lm_config), drop_mult=1e-6, pretrained=False)
 
 @app(*(o for o in roundoff if o!='native_fp16'), epochs=2)
 def text_classifier():
     texts,names = documents()
-    dls = Datasets(range(len(texts)), [[At(texts),words,Numericalize(min_freq=3)], [At(names),Categorize()]], splits=RandomSplitter(seed=0)(texts)).dataloaders(bs=16, dl_type=SortedDL, before_batch=pad_input_chunk, device='cpu', num_workers=0)
+    dls = Datasets(range(len(texts)), [[At(texts),words,Numericalize(min_freq=2)], [At(names),Categorize()]], splits=RandomSplitter(seed=0)(texts)).dataloaders(bs=16, dl_type=SortedDL, before_batch=pad_input_chunk, device='cpu', num_workers=0)
     return text_classifier_learner(dls, AWD_LSTM, config=awd(awd_lstm_clas_config), drop_mult=1e-6, pretrained=False, seq_len=24)
 
 def letters(n=33, bs=16):

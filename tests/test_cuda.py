@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mp_callbacks.all import *
-from mp_callbacks.master import ForwardWrapper,norm_types
+from mp_callbacks.master import ForwardWrapper,norm_modules
 
 pytestmark = pytest.mark.cuda
 modes = 'to_fp16 to_bf16 to_native_fp16 to_native_bf16'.split()
@@ -76,7 +76,7 @@ def test_flat_is_exact(flat, tmp_path):
     assert torch.equal(weights(flat), weights(False))
 
 @pytest.mark.parametrize('dtype', halves)
-@pytest.mark.parametrize('kind', norm_types)
+@pytest.mark.parametrize('kind', norm_modules)
 def test_half_input_meets_float32_norm(kind, dtype):
     "Whether the kernel takes it or the wrapper does, and the result is right either way"
     args = {nn.GroupNorm:(4,16), nn.LayerNorm:(16,), nn.RMSNorm:(16,), nn.LocalResponseNorm:(2,)}.get(kind, (16,))

@@ -54,7 +54,7 @@ class LoopCallback(Callback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #94283c7f
+# %% ../nbs/10_callback.ipynb #a8af40d2
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -189,7 +189,8 @@ class PrecisionCallback(LoopCallback):
         except BaseException: self.opt.zero_grad(); raise
         raise CancelStepException
 
-    def after_step(self): self._close()
+    def stepped(self): self._close()
+    def after_step(self): self._close() # it may have been cancelled
 
     def after_batch(self):
         "Keep a loss that isn't finite out of the running average"

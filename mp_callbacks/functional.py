@@ -23,13 +23,14 @@ from torch.func import functional_call,grad_and_value
 from .dtypes import as_dtype,cast_tree,half_dtypes
 from .master import ForwardWrapper,half_forward,is_norm,kept_forward,lendable
 
-# %% ../nbs/04_functional.ipynb #44aa05e9
+# %% ../nbs/04_functional.ipynb #72b9c98b
 def _parts(tree):
     "What is in `tree`, by key; None for a leaf"
     if isinstance(tree, (Tensor,nn.Module,type)): return None
     if isinstance(tree, MutableMapping): return dict(tree.items())
     if isinstance(tree, (tuple,list,L)): return dict(enumerate(tree))
-    if hasattr(tree, '__dataclass_fields__'): return {o.name:getattr(tree,o.name) for o in fields(tree) if hasattr(tree,o.name)} # `is_dataclass` is nothing that `torch.compile` can follow
+    if hasattr(tree, '__dataclass_fields__'): # not `is_dataclass`, which `torch.compile` can't follow
+        return {o.name:getattr(tree,o.name) for o in fields(tree) if hasattr(tree,o.name)}
 
 def _rebuild(tree, parts):
     "A container like `tree` with other `parts`"
@@ -49,8 +50,9 @@ def tree_map(
     "Apply `f` to every leaf of `tree`, together with those of `rest`. Raises `ValueError` if a structure differs."
     parts,others = _parts(tree),[_parts(o) for o in rest]
     for o in others:
-        if (o is None)!=(parts is None): raise ValueError(f'In one structure there is a {type(tree).__name__}, in the other {" and ".join(type(o).__name__ for o in rest)}. Both must have the same parts.')
-        if o is not None and o.keys()!=parts.keys(): raise ValueError(f'One structure has the parts {list(parts)}, the other {list(o)}. Both must have the same.')
+        if (o is None)!=(parts is None) or o is not None and o.keys()!=parts.keys():
+            a,b = ['a leaf' if q is None else f'the parts {list(q)}' for q in (parts,o)]
+            raise ValueError(f'One structure has {a}, the other {b}. Both must have the same.')
     if parts is None: return f(tree, *rest)
     return _rebuild(tree, {k:tree_map(f, o, *[p[k] for p in others]) for k,o in parts.items()})
 
@@ -90,7 +92,7 @@ def all_finite(
     if not all(isfinite(o) for o in xs if isinstance(o, (float,complex))): res.append(torch.tensor(False))
     return torch.stack([o.to(res[0].device) for o in res]).all() if res else torch.tensor(True)
 
-# %% ../nbs/04_functional.ipynb #8934e9d2
+# %% ../nbs/04_functional.ipynb #891676c0
 def select_tree(
     finite:bool|Tensor, # Which to choose: one bool
     new, # What to take if `finite`
@@ -104,7 +106,8 @@ def select_tree(
         raise TypeError(f'finite={finite!r} must be True, False or a tensor of one bool. Use all_finite(grads).')
     def _pick(a, b):
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)): return a if a is b or finite else b
-        if (a.dtype,a.shape)!=(b.dtype,b.shape): raise TypeError(f'{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)} must be alike. Cast the update to the dtype of the parameter.')
+        if (a.dtype,a.shape)!=(b.dtype,b.shape):
+            raise TypeError(f'{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)} must be alike. Cast the update to the dtype of the parameter.')
         return (a if finite else b) if host else torch.where(finite.to(a.device), a, b)
     return tree_map(_pick, new, old)
 
@@ -118,8 +121,8 @@ def apply_if_finite(
     old = trees[0] if len(trees)==1 else trees
     return old if finite is False else select_tree(finite, f(*trees), old)
 
-# %% ../nbs/04_functional.ipynb #e3619112
-def _number(scale): return getattr(scale, 'loss_scale', scale)
+# %% ../nbs/04_functional.ipynb #620dd38c
+def _factor(scale): return getattr(scale, 'loss_scale', scale)
 
 def _on_floats(f, tree):
     "`f` of each floating leaf of `tree`, half-precision ones as float32"
@@ -133,14 +136,14 @@ def scale_tree(
     scale, # A number, a tensor of one, or anything with a `loss_scale`
 ): # A structure like `tree`
     "Multiply the floating leaves of `tree` by `scale`. Those in half precision become float32."
-    return _on_floats(lambda t: t*_number(scale), tree)
+    return _on_floats(lambda t: t*_factor(scale), tree)
 
 def unscale_tree(
     tree, # Gradients, or any structure
     scale, # A number, a tensor of one, or anything with a `loss_scale`
 ): # A structure like `tree`
     "Divide the floating leaves of `tree` by `scale`. Those in half precision become float32."
-    return _on_floats(lambda t: t/_number(scale), tree)
+    return _on_floats(lambda t: t/_factor(scale), tree)
 
 # %% ../nbs/04_functional.ipynb #c1168735
 def scaled(
@@ -163,7 +166,7 @@ class Grads(NamedTuple):
     finite:Tensor # Are all gradients finite? One bool
     aux:object=() # What else the function returned
 
-# %% ../nbs/04_functional.ipynb #aa6e7c2e
+# %% ../nbs/04_functional.ipynb #5d5830e3
 def _differentiate(f, xs, dtypes, scale, copies):
     "Value of `f`, its unscaled gradient for each of `xs`, and its aux; `f` gets `xs` cast to `dtypes`"
     def _half(xs): return [x if d is None else x.to(d) for x,d in zip(xs,dtypes)]
@@ -172,20 +175,21 @@ def _differentiate(f, xs, dtypes, scale, copies):
         value,aux = f(xs if copies else _half(xs))
         if not (isinstance(value, Tensor) and value.ndim==0 and value.is_floating_point()):
             what = f'{value.dtype} tensor of shape {tuple(value.shape)}' if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f'The loss is a {what}, and must be a floating tensor of one number. Use .mean() or .sum(), and has_aux=True to return more.')
+            raise ValueError(f'The loss is a {what}, and must be a floating tensor of one number. Use .mean() or .sum(), has_aux=True to return more.')
         box.append(aux)
         value = cast_tree(value, torch.float32, half_dtypes)
-        return (value if scale is None else value*_number(scale)),(value.detach(),[o for o in leaves(aux) if isinstance(o, Tensor)])
+        return (value if scale is None else value*_factor(scale)),(value.detach(),[o for o in leaves(aux) if isinstance(o, Tensor)])
     grads,(_,(value,out)) = grad_and_value(_loss, has_aux=True)(_half(xs) if copies else xs)
     out = iter(out)
     aux = tree_map(lambda o: next(out) if isinstance(o, Tensor) else o, box[0])
     return value,(grads if scale is None else unscale_tree(grads, scale)),aux
 
-# %% ../nbs/04_functional.ipynb #60b5c197
+# %% ../nbs/04_functional.ipynb #4d610f0f
 _single = torch.float16,torch.bfloat16,torch.float32
 
 def _trainable(o):
-    if isinstance(o, nn.Module): raise ValueError(f'There is a {type(o).__name__} inside the structure. Use one module, such as an nn.ModuleDict of them, or structures of tensors.')
+    if isinstance(o, nn.Module):
+        raise ValueError(f'There is a {type(o).__name__} inside the structure. Use one module, such as an nn.ModuleDict, or structures of tensors.')
     return isinstance(o, Tensor) and o.is_floating_point()
 
 def _put(tree, new, keep=True):
@@ -196,7 +200,7 @@ def _put(tree, new, keep=True):
 def _tree_grads(f, tree, dtype, scale, copies):
     xs = []
     tree_map(lambda o: xs.append(o) if _trainable(o) else None, tree)
-    if not xs: raise ValueError(f'There is no floating tensor in this {type(tree).__name__}, so there is nothing to differentiate. It is the first argument that gradients are taken of.')
+    if not xs: raise ValueError(f'There is no floating tensor in this {type(tree).__name__}, so there is nothing to differentiate. Pass the model first.')
     dtypes = [dtype if o.dtype in _single else None for o in xs]
     value,grads,aux = _differentiate(lambda xs: f(_put(tree, xs)), xs, dtypes, scale, copies)
     return Grads(value, _put(tree, grads, keep=False), all_finite(grads), aux)
@@ -284,12 +288,12 @@ def grad(
         return (res.grads,res.aux) if has_aux else res.grads
     return _f
 
-# %% ../nbs/04_functional.ipynb #c0bf3fe5
+# %% ../nbs/04_functional.ipynb #6193f1aa
 def _step(optimizer, params, grads):
     "Let `optimizer` step on `params` with `grads`"
     held = {id(p) for pg in optimizer.param_groups for p in pg['params']}
     mine = [o for o in leaves(params) if id(o) in held]
-    if not mine: raise ValueError(f'The {type(optimizer).__name__} holds none of these parameters, so a step would not change them. Make it from the very tensors that are passed.')
+    if not mine: raise ValueError(f'The {type(optimizer).__name__} holds none of these parameters, so it would not change them. Make it from the tensors passed.')
     def _give(p, g):
         if id(p) in held: p.grad = None if g is None else g.to(p.dtype)
     tree_map(_give, params, grads)

@@ -39,14 +39,15 @@ def _unwinding(self, f, event_type, ex, *args, **kwargs):
 _unwinding.plain = _with_events
 Learner._with_events = _unwinding
 
-# %% ../nbs/13_learner.ipynb #73387ada
+# %% ../nbs/13_learner.ipynb #3377652a
 _step = getattr(Learner._step, 'plain', Learner._step)
 
 @wraps(_step)
 def _looked_over(self):
-    for cb in self.cbs:
-        if hasattr(type(cb), 'last_look'): cb.last_look()
+    cbs = [cb for cb in self.cbs if hasattr(type(cb), 'last_look')]
+    for cb in cbs: cb.last_look()
     _step(self)
+    for cb in cbs: cb.stepped()
 
 _looked_over.plain = _step
 Learner._step = _looked_over

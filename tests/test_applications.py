@@ -1,6 +1,7 @@
 """Real applications on data that comes with the libraries, in each precision: they arrive where float32 arrives
 
-Small models, a few batches. How far the validation loss may be from that of float32 is relative to how far it came down. Float16 convolutions are slow on a CPU, so what consists of them is tried in bfloat16 only."""
+Small models, a few batches. How far the training loss may be from that of float32 is relative to how far it came down. (The validation loss of networks with batch norm
+and ReLU varies more with the rounding of their first weights, in float32, than it is off in half precision.) Float16 convolutions are slow on a CPU, so what consists of them is tried in bfloat16 only."""
 import argparse,pydoc,random,statistics
 from functools import lru_cache
 
@@ -35,15 +36,14 @@ def quiet(learn):
     return learn
 
 def train(name, mode=None):
-    "Loss before and after, and the learner"
+    "The training loss, of the first batch and a running mean at the end, and the learner"
     f,_,epochs,lr,*_ = apps[name]
     set_seed(0)
     learn = quiet(f())
     if mode: modes[mode](learn)
     set_seed(0)
-    start = learn.validate()[0]
     learn.fit(epochs, lr)
-    return start,learn.validate()[0],learn
+    return learn.recorder.losses[0],learn.recorder.losses[-1],learn
 
 @lru_cache(None)
 def in_float32(name): return train(name)[:2]
@@ -75,7 +75,7 @@ def short(learn):
 @app(*bf16, lr=1e-3, tol=32, slow=True)
 def vision_resnet(): return short(vision_learner(digits(32, colour), resnet18, pretrained=False, ps=0.))
 
-@app(*bf16, tol=32)
+@app(*bf16, lr=3e-3, tol=64)
 def vision_xresnet(): return short(Learner(digits(16), xresnet18(n_out=10, c_in=1, stem_szs=(8,8,64), widen=.25)))
 
 @app(*bf16, tol=32)
@@ -87,12 +87,12 @@ def vision_unet():
     def small(pretrained=False): return xresnet18(stem_szs=(8,8,64), widen=.25)
     return short(unet_learner(dls, small, pretrained=False, n_out=3, loss_func=MSELossFlat(), cbs=Grey()))
 
-@app(*bf16, tol=32)
+@app(*bf16, lr=3e-3, tol=32)
 def vision_timm():
     pytest.importorskip('timm')
     return short(vision_learner(digits(32, colour), 'test_resnet', pretrained=False, ps=0.))
 
-@app(epochs=6)
+@app(epochs=6, lr=3e-3, tol=16)
 def vision_timm_transformer():
     timm = pytest.importorskip('timm')
     return Learner(digits(16), timm.models.VisionTransformer(img_size=16, patch_size=4, in_chans=1, num_classes=10, embed_dim=32, depth=2, num_heads=2, global_pool='avg'))
@@ -140,13 +140,13 @@ def words(text): return tokenize1(text, BaseTokenizer())
 
 def awd(config): return {**config, 'emb_sz':24, 'n_hid':32, 'n_layers':2}
 
-@app(*(o for o in roundoff if o!='native_fp16'), epochs=3)
+@app(*(o for o in roundoff if o!='native_fp16'))
 def language_model():
     texts,_ = documents()
     dls = Datasets(texts, [[words,Numericalize(min_freq=2)]], splits=RandomSplitter(seed=0)(texts), dl_type=LMDataLoader).dataloaders(bs=8, seq_len=24, device='cpu', num_workers=0)
     return language_model_learner(dls, AWD_LSTM, config=awd(awd_lstm_lm_config), drop_mult=1e-6, pretrained=False)
 
-@app(*(o for o in roundoff if o!='native_fp16'), epochs=2)
+@app(*(o for o in roundoff if o!='native_fp16'), tol=32)
 def text_classifier():
     texts,names = documents()
     dls = Datasets(range(len(texts)), [[At(texts),words,Numericalize(min_freq=2)], [At(names),Categorize()]], splits=RandomSplitter(seed=0)(texts)).dataloaders(bs=16, dl_type=SortedDL, before_batch=pad_input_chunk, device='cpu', num_workers=0)
@@ -255,7 +255,57 @@ def test_arrives(name, mode):
     assert want<.9*start
     _,got,learn = train(name, mode)
     assert skipped(learn)==0
-    assert {p.dtype for p in learn.model.parameters()}=={torch.float32}
+    assert {p.dtype for p in learn.model.parameters()}=={torch.float32} and math.isfinite(learn.validate()[0])
     off = abs(got-want)/(start-want)
-    print('OFF', name, mode, round(off/roundoff[mode],2), start, want)
+    print('OFF', name, mode, round((off/roundoff[mode]).item(),2), start.item(), want.item())
     assert off<apps[name][4]*roundoff[mode], (off/roundoff[mode], start, want, got)
+
+# --- What goes wrong
+
+@pytest.mark.parametrize('mode', roundoff)
+def test_wide_column(mode):
+    "Numbers that float16 can't hold, and no batch norm before them: bfloat16 learns, and float16 says what to look for, with the weights as they were"
+    learn = quiet(tabular_learner(wine(procs=[Categorify], scale=1e3), layers=[32,16], config=dict(bn_cont=False, use_bn=False)))
+    modes[mode](learn, max_skips=10)
+    before = weights(learn)
+    if 'bf16' in mode: learn.fit(2); assert skipped(learn)==0
+    else:
+        with pytest.raises(FloatingPointError, match='huge values in the data'): learn.fit(20)
+        assert all(map(torch.equal, weights(learn), before))
+
+recurrent = [o for o in roundoff if o!='native_fp16']
+
+class Overflow(Callback):
+    "What the embeddings return is infinite in one batch"
+    def before_batch(self):
+        if self.training and self.train_iter==3: self.hook = self.model[0].encoder_dp.register_forward_hook(lambda m,i,o: o*float('inf'))
+    def after_batch(self):
+        if self.training and self.train_iter==4: self.hook.remove()
+
+@pytest.mark.parametrize('mode', recurrent)
+def test_hidden_state(mode):
+    "What a recurrent model remembers of a batch that overflowed does not spoil the batches that follow"
+    set_seed(0)
+    learn = modes[mode](quiet(language_model()))
+    learn.fit(1, cbs=Overflow())
+    assert skipped(learn)==1 and len(learn.recorder.losses)>10
+
+@pytest.mark.parametrize('mode', recurrent)
+def test_interrupted_language_model(mode):
+    "What a recurrent model remembers of an interrupted batch is no obstacle to float32"
+    class Interrupt(Callback):
+        def after_loss(self):
+            if self.training and self.train_iter==2: raise KeyboardInterrupt
+    set_seed(0)
+    learn = modes[mode](quiet(language_model()))
+    x,_ = learn.dls.one_batch()
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=Interrupt())
+    with torch.no_grad(): assert {o.dtype for o in learn.model.eval()(x)}=={torch.float32}
+    learn.fit(1)
+    assert skipped(learn)==0
+
+def test_lstm_in_native_float16():
+    "No LSTM computes in float16 on a CPU: it does in float32, or there is an error that says so"
+    learn = modes['native_fp16'](quiet(language_model()))
+    try: learn.fit(1)
+    except ValueError as e: assert 'LSTM' in str(e) and 'to_native_bf16' in str(e)

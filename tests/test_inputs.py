@@ -3,6 +3,7 @@ import json,re,subprocess,sys
 from copy import deepcopy
 from collections import OrderedDict,namedtuple
 from dataclasses import dataclass,fields
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,6 +161,21 @@ def test_unsupported_device_later(mode):
     with pytest.raises(ValueError, match="device=meta doesn't compute in"): learn.fit(1)
     unchanged(learn, before)
 
+@pytest.mark.cuda
+@each_half
+def test_moved(mode):
+    "The data may move from one device to another between two fits: half precision moves with it"
+    learn = modes[mode](get_learner())
+    for device in ('cpu', 'cuda', 'cpu'):
+        learn.dls.to(torch.device(device))
+        learn.model.to(device)
+        learn.create_opt()
+        seen = set()
+        hook = learn.model[0].register_forward_hook(lambda m,i,o: seen.add((o.device.type, o.dtype)))
+        learn.fit(1)
+        hook.remove()
+        assert seen=={(device, half_dtype[mode])}
+
 # --- Arguments
 
 nan,inf = float('nan'),float('inf')
@@ -281,18 +297,21 @@ class Loss:
         self.seen.append(sketch(pred))
         return F.mse_loss(self.get(pred), y)
 
+@lru_cache(None)
+def seen_by_loss(structure, mode):
+    "What the loss is given in an epoch, and the weights at its end"
+    make,get = structures[structure]
+    learn = get_learner(Structured(make), loss_func=Loss(get), opt_func=SGD, lr=.05)
+    if mode: modes[mode](learn)
+    learn.fit(1)
+    assert learn.model.dtypes=={half_dtype[mode] if mode else torch.float32}
+    return learn.loss_func.seen,flat(weights(learn))
+
 @pytest.mark.parametrize('structure', structures)
 @each_mode
 def test_predictions(mode, structure):
     "They reach the loss in float32, in the classes that the model made, and gradients find their way back"
-    make,get = structures[structure]
-    def run(mode):
-        learn = get_learner(Structured(make), loss_func=Loss(get), opt_func=SGD, lr=.05)
-        if mode: modes[mode](learn)
-        learn.fit(1)
-        assert learn.model.dtypes=={half_dtype[mode] if mode else torch.float32}
-        return learn.loss_func.seen,flat(weights(learn))
-    (seen,w),(seen32,w32) = run(mode),run(None)
+    (seen,w),(seen32,w32) = seen_by_loss(structure, mode),seen_by_loss(structure, None)
     assert seen==seen32 and len(seen)==8
     assert (w-w32).norm()/w32.norm()<1e-3
 
@@ -342,18 +361,21 @@ inputs = dict( # from rows of numbers, and back
     half    = (lambda x: (x.half(),),                         lambda x: x.float()),
     int     = (lambda x: ((x*4).long(),),                     lambda x: x.float()))
 
+@lru_cache(None)
+def seen_by_model(structure, mode):
+    "What the model is given in an epoch, and the weights at its end"
+    make,get = inputs[structure]
+    batches = [(*make(x), y) for x,y in zip(*(o.split(16) for o in numbers()))]
+    learn = get_learner(Reader(get), dls=DataLoaders(batches, batches), opt_func=SGD, lr=.05)
+    if mode: modes[mode](learn)
+    learn.fit(1)
+    return learn.model.seen,flat(weights(learn))
+
 @pytest.mark.parametrize('structure', inputs)
 @each_mode
 def test_inputs(mode, structure):
     "They reach the model as they do in float32: no dtype changed, no bit lost"
-    make,get = inputs[structure]
-    batches = [(*make(x), y) for x,y in zip(*(o.split(16) for o in numbers()))]
-    def run(mode):
-        learn = get_learner(Reader(get), dls=DataLoaders(batches, batches), opt_func=SGD, lr=.05)
-        if mode: modes[mode](learn)
-        learn.fit(1)
-        return learn.model.seen,flat(weights(learn))
-    (seen,w),(seen32,w32) = run(mode),run(None)
+    (seen,w),(seen32,w32) = seen_by_model(structure, mode),seen_by_model(structure, None)
     assert seen==seen32 and len(seen)==8
     assert (w-w32).norm()/w32.norm()<1e-3
 
@@ -581,7 +603,9 @@ def test_between_epochs(call):
             if self.epoch==0: getattr(self.learn, call)()
     for mode in modes:
         learn = modes[mode](get_learner(cbs=Change()))
-        trains(learn)
+        before = weights(learn)
+        learn.fit(2)
+        assert not any(map(torch.equal, weights(learn), before))
         assert len(precisions(learn))=={'to_fp32':0, 'to_fp16':2, 'to_bf16':2}.get(call, 1)
 
 # --- What stays float32

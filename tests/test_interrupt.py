@@ -213,3 +213,32 @@ def test_meddler(mode):
         def before_step(self): steps.append(self.train_iter)
     with pytest.raises(FloatingPointError, match='10 steps in a row'): learn.fit(10, cbs=Count())
     assert all(map(torch.equal, weights(learn), before)) and len(steps)==10
+
+@each_mode
+def test_missed_before_step(mode):
+    "fastai takes a StopIteration in a callback for the end of the event, so that later callbacks, ours too, don't hear of it: no step with gradients that are still scaled"
+    class Stop(Callback):
+        order = 5
+        def before_step(self): raise StopIteration('as asked')
+    def run(mode):
+        learn = get_learner(opt_func=SGD, lr=1e-3, cbs=Stop())
+        start = flat(weights(learn))
+        if mode: modes[mode](learn)
+        try: learn.fit(1)
+        except RuntimeError: pass # to refuse is right, too
+        return (flat(weights(learn))-start).norm().item()
+    assert run(mode)<1.1*run(None)
+
+@each_mode
+def test_change_inside_a_batch(mode):
+    "To change the precision in the middle of a batch is refused, or works; in no case is there a step with gradients that are still scaled"
+    def run(mode, event):
+        learn = get_learner(opt_func=SGD, lr=1e-3)
+        start = flat(weights(learn))
+        if mode: modes[mode](learn)
+        try: learn.fit(1, cbs=Infer(event, lambda learn: learn.to_fp32()) if event else None)
+        except RuntimeError as e: assert 'to_fp32' in str(e)
+        assert {p.dtype for p in learn.model.parameters()}=={torch.float32} and not [n for n,m in learn.model.named_modules() if 'forward' in vars(m)]
+        return (flat(weights(learn))-start).norm().item()
+    most = 1.1*run(None, None)
+    for event in in_batch: assert run(mode, event)<most, event

@@ -134,6 +134,19 @@ def test_own_accumulation(mode):
     for o in (learn,plain): o.fit(4)
     assert apart(learn, plain, start)<tolerance.get(mode, 1e-5)
 
+@each_mode
+def test_own_accumulation_without_backward(mode):
+    "The same when the batch in which the step is taken after all has no backward pass of its own"
+    class Skip(Callback):
+        order = 0
+        def before_backward(self):
+            if self.iter%2: raise CancelBackwardException
+    learn,plain = [get_learner(opt_func=SGD, lr=.02, cbs=[Own(),Skip()]) for _ in range(2)]
+    start = flat(weights(learn))
+    modes[mode](learn)
+    for o in (learn,plain): o.fit(4)
+    assert apart(learn, plain, start)<tolerance.get(mode, 1e-5)
+
 # --- Updates far below the resolution of half precision
 
 @lru_cache(None)

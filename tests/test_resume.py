@@ -28,10 +28,11 @@ def make_dls(train): return DataLoaders(train, batches[:1])
 
 optimizers = dict(adam=Adam, ranger=ranger, adamw=partial(OptimWrapper, opt=torch.optim.AdamW))
 start,wait = 2.**18,2 # some steps overflow, and after two that don't the scale grows
+counts = DynamicLossScale(start, period=1, hysteresis=2, growth_delay=1, tolerance=.3, refill='finite+backoff') # all that can be counted
 precisions = dict(
     fp16        = lambda learn: learn.to_fp16(max_loss_scale=start, scale_wait=wait),
     fp16_static = lambda learn: learn.to_fp16(dynamic=False),
-    fp16_value  = lambda learn: learn.to_fp16(DynamicLossScale(start, period=1, hysteresis=2, growth_delay=1, tolerance=.3, refill='finite+backoff')), # all that can be counted
+    fp16_value  = lambda learn: learn.to_fp16(counts),
     fp16_flat   = lambda learn: learn.to_fp16(max_loss_scale=start, scale_wait=wait, flat_master=True, clip=.5),
     bf16        = lambda learn: learn.to_bf16(),
     native_fp16 = lambda learn: learn.to_native_fp16(start, growth_interval=wait),
@@ -365,7 +366,8 @@ def test_plain_fastai(tmp_path):
         assert learn.mixed_precision.precision_state()==before
         with torch.serialization.safe_globals([L]): state = torch.load(tmp_path/f'models/plain_{mode}_{opt}.pth')
         assert 'mp_callbacks' not in state['opt']
-        assert not changes(leaves([dict(learn.model.state_dict()), opt_state(learn)]), leaves([dict(state['model']), {k:v for k,v in state['opt'].items() if k in opt_state(learn)}]))
+        want = [dict(state['model']), {k:v for k,v in state['opt'].items() if k in opt_state(learn)}]
+        assert not changes(leaves([dict(learn.model.state_dict()), opt_state(learn)]), leaves(want))
         learn.fit(1)
 
 @each_mode
@@ -519,8 +521,10 @@ def mark(learn, i):
     learn.mixed_precision._steps = i
 
 def marks(learn):
+    "Whose numbers `learn` has, now"
     states = [(p, learn.opt.state[p]) for p in learn.model.parameters()]
-    return {int(v) for p,s in states for v in torch.cat([o.flatten() for o in (p, s['grad_avg'], s['sqr_avg'])]).unique()} | {s['step'] for _,s in states} | {learn.mixed_precision._steps}
+    values = torch.cat([o.flatten() for p,s in states for o in (p, s['grad_avg'], s['sqr_avg'])])
+    return {*values.unique().int().tolist(), *(s['step'] for _,s in states), learn.mixed_precision._steps}
 
 def child(f):
     "The id of a new process that does nothing but `f`"

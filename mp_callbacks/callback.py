@@ -54,7 +54,7 @@ class LoopCallback(Callback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #a8af40d2
+# %% ../nbs/10_callback.ipynb #4a7bf143
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -169,7 +169,7 @@ class PrecisionCallback(LoopCallback):
         if self._meddlers(): self._checked = [(p,p.grad,_version(p.grad)) for p in self._params()]
 
     def _prepare(self, params): return prepare_grads(params, self._pending or 1., self.clip, self._steps)
-    def _meddlers(self): return [cb for cb in self.learn.cbs if cb is not self and cb.order>=self.order and not isinstance(cb, GradientClip) and (hasattr(type(cb), 'before_step') or 'before_step' in vars(cb))]
+    def _meddlers(self): return [cb for cb in self.learn.cbs if cb is not self and cb.order>=self.order and type(cb) is not GradientClip and (hasattr(type(cb), 'before_step') or 'before_step' in vars(cb))]
 
     def last_look(self):
         "Skip the step after all if another callback has changed the gradients since they were checked, and not for the better"
@@ -218,8 +218,8 @@ class PrecisionCallback(LoopCallback):
 
     def load_precision_state(self, state):
         "Go on from `state`, with the settings of this callback"
-        self._steps,self._skips = state.get('steps', 0),state.get('skips', 0)
-        self._scaling = self._scaling.load_state_dict(state)
+        scaling = self._scaling.load_state_dict(state) if 'counter' in state else self._scaling # a static scale has nothing to hand on
+        self._scaling,self._steps,self._skips = scaling,int(state.get('steps', 0)),int(state.get('skips', 0))
 
 # %% ../nbs/10_callback.ipynb #acdb92a9
 class ModelToHalf(LoopCallback):
@@ -336,7 +336,7 @@ class MixedPrecision(PrecisionCallback):
         copies = {} if half is None else {id(p):c for p,c in zip(half.params,half.copies)}
         return [[copies.get(id(p), p) for p in pg] for pg in self.master_pgs]
 
-# %% ../nbs/10_callback.ipynb #95f792b0
+# %% ../nbs/10_callback.ipynb #54d7ea2c
 class NativeMixedPrecision(PrecisionCallback):
     """Mixed precision by `torch.autocast` and, for float16, `torch.amp.GradScaler`, whose defaults these are
 
@@ -379,6 +379,10 @@ class NativeMixedPrecision(PrecisionCallback):
     def after_backward(self):
         super().after_backward()
         self._take_off()
+
+    def _undo(self):
+        super()._undo()
+        self.scaler = None # it may have been interrupted after it unscaled, and would refuse to do so again
 
     def _take_off(self):
         if self._wrapper is not None and not self._borrowed: self._wrapper.remove()

@@ -7,7 +7,7 @@ Docs: https://example.github.io/mp_callbacks/learner.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/13_learner.ipynb #bf1227b7
+# %% ../nbs/13_learner.ipynb #c16f7680
 import os,torch
 from contextlib import ExitStack,contextmanager
 from functools import wraps
@@ -16,6 +16,7 @@ from warnings import warn
 
 import fastai.callback.channelslast,fastai.callback.fp16 # they change `Learner` when they are imported: let that be over
 from fastai.learner import Learner
+from fastai.torch_core import rank_distrib
 from fastcore.basics import patch
 from fastcore.xtras import join_path_file
 
@@ -179,7 +180,7 @@ Learner.to_contiguous = _to_contiguous_fp32
 Learner.to_native_fp32 = Learner.to_non_native_fp32 = Learner.to_fp32
 Learner.to_non_native_fp16 = Learner.to_fp16
 
-# %% ../nbs/13_learner.ipynb #7220098c
+# %% ../nbs/13_learner.ipynb #06cf7d5c
 _key = 'mp_callbacks'
 
 @contextmanager
@@ -204,12 +205,13 @@ def _save_whole(self, file, **kwargs):
             stack.enter_context(_standing_in(opt, 'state_dict', lambda: {**plain(), _key:state}))
         if not isinstance(file, (str,Path)): return _save(self, file, **kwargs)
         file = join_path_file(file, self.path/self.model_dir, ext='.pth')
-        part = file.with_name(f'.{file.name}.{os.getpid()}')
-        written = Path(f'{part}.pth')
+        if rank_distrib(): return file # one process saves, as in fastai
+        real = Path(os.path.realpath(file)) # where a link points to, so that it stays one
+        part = real.with_name(f'.{real.name}.part')
         try:
-            _save(self, part.absolute(), **kwargs)
-            if written.exists(): os.replace(written, file) # there is none in the child processes of distributed training
-        finally: written.unlink(missing_ok=True)
+            with open(part, 'wb') as f: _save(self, f, **kwargs)
+            os.replace(part, real)
+        finally: part.unlink(missing_ok=True)
         return file
 
 @wraps(_load)

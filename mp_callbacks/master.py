@@ -177,7 +177,7 @@ def lendable(
     if slots: return kept,slots
     raise ValueError(f"Everything in this {type(model).__name__} that has float32 parameters stays float32, so nothing is left to compute in half precision. Keep less, or use to_fp32().")
 
-# %% ../nbs/03_master.ipynb #dfcb1012
+# %% ../nbs/03_master.ipynb #8989786e
 class MasterWeights:
     """Low-precision copies of the parameters of `model`, to be lent to it while it computes
 
@@ -277,13 +277,16 @@ class MasterWeights:
 
     def state_dict(self):
         "What a model needs to compute in half precision, and what it needs to go on learning: its state with the copies for the weights, and the `masters` by name"
-        lent = {id(p) for p in self.params}
-        masters = {n:p.detach() for n,p in self.model.named_parameters(remove_duplicate=False) if id(p) in lent}
-        return dict(model={n:v.to(self.dtype) if n in masters else v for n,v in self.model.state_dict().items()}, masters=masters)
+        real = {id(o):p for p,c in zip(self.params,self.copies) for o in (p,c)} # it may be lent just now
+        masters = {n:real[id(p)].detach() for n,p in self.model.named_parameters(remove_duplicate=False) if id(p) in real}
+        return dict(model={n:masters[n].to(self.dtype) if n in masters else v for n,v in self.model.state_dict().items()}, masters=masters)
 
     def load_state_dict(self, state):
         "Load what `state_dict` returned: the real weights from the masters, everything else from the model's state"
+        lent = self.lent
+        self.restore()
         self.model.load_state_dict({**state['model'], **state['masters']})
+        if lent: self.push_weights(); self.lend()
 
     def __enter__(self):
         self.refresh()

@@ -1,6 +1,11 @@
-import random
+import os,random
 
 import numpy as np,pytest,torch
+
+def pytest_configure(config):
+    "Processes that share the cores don't each take them all"
+    n = getattr(config, 'workerinput', {}).get('workercount')
+    if n: torch.set_num_threads(max(1, (os.cpu_count() or 1)//n))
 
 def pytest_addoption(parser):
     parser.addoption('--flags', default='', help='run these too: "cuda slow" for the cells and tests so marked')

@@ -87,7 +87,7 @@ def vision_unet():
     class Grey(Callback):
         def before_batch(self): self.learn.xb = (self.x.mean(1, keepdim=True).expand_as(self.x),)
     def small(pretrained=False): return xresnet18(stem_szs=(8,8,64), widen=.25)
-    return short(unet_learner(dls, small, pretrained=False, n_out=3, y_range=(0,1), loss_func=MSELossFlat(), cbs=Grey()))
+    return short(unet_learner(dls, small, pretrained=False, n_out=3, loss_func=MSELossFlat(), cbs=Grey()))
 
 @app(*bf16, lr=3e-3, tol=32)
 def vision_timm():

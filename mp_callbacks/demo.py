@@ -8,8 +8,9 @@ Docs: https://example.github.io/mp_callbacks/demo.html.md"""
 __all__ = ['recipes', 'precisions', 'get_data', 'mlp', 'conv', 'ViT', 'Recipe', 'get_model', 'StepTimer', 'Run', 'run_precision',
            'compare', 'format_table', 'advice', 'plot_runs', 'supported', 'slowdown', 'choose', 'TextBar', 'main']
 
-# %% ../nbs/30_demo.ipynb #ecd0b2d6
-import argparse,gc,math,os,random,sys,tempfile,time,warnings
+# %% ../nbs/30_demo.ipynb #a8f37610
+import argparse,gc,math,sys,tempfile,time,warnings
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -218,7 +219,7 @@ def plot_runs(
         if ax.get_legend_handles_labels()[0]: ax.legend()
     return axs
 
-# %% ../nbs/30_demo.ipynb #cbafe300
+# %% ../nbs/30_demo.ipynb #8e95a6a0
 def supported(
     device:torch.device|str, # Where to train
 )->list: # Names from `precisions`
@@ -256,7 +257,7 @@ def choose(
     "Which precisions are worth running, and why not the others"
     can,why = supported(device),[]
     rec = recipes[name]
-    model,x = get_model(name, size).to(device),get_data(device, 16, 1, rec.upscale).one_batch()[0]
+    model,x = get_model(name, min(size,1.)).to(device),get_data(device, 16, 1, rec.upscale).one_batch()[0]
     for dtype in half_dtypes:
         names = [k for k,v in precisions.items() if v==dtype]
         if names[0] not in can: why.append(f"Left out: {', '.join(names)}. {device} doesn't compute in {dtype}.")
@@ -281,7 +282,7 @@ class TextBar(Callback):
         self.shown = line
         print(line, end='\r' if tty and self.n<total else '\n', file=sys.stderr, flush=True)
 
-# %% ../nbs/30_demo.ipynb #77dc415b
+# %% ../nbs/30_demo.ipynb #cc4bfc80
 _accelerated = 4. # size to start with where there is one
 
 class _Parser(argparse.ArgumentParser):
@@ -315,12 +316,12 @@ def _parser():
     p.add_argument('--out', type=Path, default=Path('mp_demo'), metavar='DIR', help='folder for precisions.csv and precisions.png (default: %(default)s)')
     return p
 
-def _check_out(out):
-    "Make the folder `out` and see if it can be written to, before the time for the runs is spent"
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=out): pass
+@contextmanager
+def _writing_to(p, out):
+    try: yield
+    except OSError as e: p.error(f"argument --out: can't write to '{out}': {e.strerror}. Name a folder that can be written to.")
 
-# %% ../nbs/30_demo.ipynb #82bee98c
+# %% ../nbs/30_demo.ipynb #bac8c8f2
 def _say_once():
     "What to put in the place of `warnings.showwarning`"
     seen = set()
@@ -330,20 +331,18 @@ def _say_once():
         seen.add(text)
     return _f
 
-def _report(runs, out):
-    "Print the table of `runs` and the advice, and write table and picture to the folder `out`"
-    df,csv,png = compare(runs),out/'precisions.csv',out/'precisions.png'
-    print(f'\n{format_table(df)}\n\n{advice(df)}\n')
+def _write(runs, df, csv, png):
+    "Write the table `df` of `runs` to the file `csv`, and their plot to `png`"
     df.to_csv(csv)
     axs = plot_runs(runs)
     axs[0].figure.savefig(png)
     plt.close(axs[0].figure)
-    print(f'{csv}\n{png}')
 
 def _demo(p, args):
     "Run everything that `args` say; what is wrong with them ends in `p.error`"
-    try: _check_out(args.out)
-    except OSError as e: p.error(f"argument --out: can't write to '{args.out}': {e.strerror}. Name a folder that can be written to.")
+    with _writing_to(p, args.out): # before the time for the runs is spent
+        args.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=args.out): pass
     size = args.size or (1. if args.device.type=='cpu' else _accelerated)
     rec = recipes[args.model].at(size)
     can = supported(args.device)
@@ -359,7 +358,10 @@ def _demo(p, args):
     except RuntimeError as e:
         if 'memory' not in str(e): raise
         p.error(f"argument --size: {size:g} needs more memory than there is on {args.device}. Use a smaller one.")
-    _report(runs, args.out)
+    df,csv,png = compare(runs),args.out/'precisions.csv',args.out/'precisions.png'
+    print(f'\n{format_table(df)}\n\n{advice(df)}\n', flush=True)
+    with _writing_to(p, args.out): _write(runs, df, csv, png)
+    print(f'{csv}\n{png}')
 
 def main(
     argv:list=None, # Arguments; None: those of the command line

@@ -80,7 +80,7 @@ def vision_resnet(): return short(vision_learner(digits(64, colour, n=96, bs=16)
 @app(*bf16, lr=3e-3, tol=64)
 def vision_xresnet(): return short(Learner(digits(32), xresnet18(n_out=10, c_in=1, stem_szs=(8,8,64), widen=.25)))
 
-@app(*bf16, tol=32)
+@app(*bf16, lr=3e-4, tol=32)
 def vision_unet():
     "Photographs that have lost their colours get them back"
     dls = photos(ImageBlock, lambda x,y: x)
@@ -94,7 +94,7 @@ def vision_timm():
     pytest.importorskip('timm')
     return short(vision_learner(digits(32, colour), 'test_resnet', pretrained=False, ps=0.))
 
-@app(epochs=10, lr=3e-3, tol=16)
+@app(epochs=6, lr=3e-3, tol=16)
 def vision_timm_transformer():
     timm = pytest.importorskip('timm')
     return Learner(digits(16), timm.models.VisionTransformer(img_size=16, patch_size=4, in_chans=1, num_classes=10, embed_dim=32, depth=2, num_heads=2, global_pool='avg'))
@@ -254,7 +254,7 @@ cases = [pytest.param(k, mode, marks=[pytest.mark.slow] if o[5] else []) for k,o
 @pytest.mark.parametrize('name,mode', cases)
 def test_arrives(name, mode):
     start,want = in_float32(name)
-    assert want<.9*start
+    assert want<.95*start
     _,got,learn = train(name, mode)
     assert skipped(learn)==0
     assert {p.dtype for p in learn.model.parameters()}=={torch.float32} and math.isfinite(learn.validate()[0])

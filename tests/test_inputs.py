@@ -180,19 +180,18 @@ def test_moved(mode):
 
 nan,inf = float('nan'),float('inf')
 
-bad = dict(
-    to_fp16 = [('loss_scale', 0, dict(dynamic=False)), ('loss_scale', -1, dict(dynamic=False)), ('loss_scale', nan, dict(dynamic=False)), ('loss_scale', 'auto', dict(dynamic=False)),
-               ('loss_scale', 0), ('loss_scale', -1.), ('loss_scale', 'auto'), # not needed by a dynamic scale, but wrong all the same
-               ('max_loss_scale', 0), ('max_loss_scale', -2.), ('max_loss_scale', inf), ('max_loss_scale', nan), ('max_loss_scale', '2**24'), ('max_loss_scale', None), ('max_loss_scale', .5),
-               ('div_factor', 1), ('div_factor', .5), ('div_factor', inf), ('div_factor', None), ('scale_wait', 0), ('scale_wait', -1), ('scale_wait', 1.5), ('scale_wait', True),
-               ('clip', 0), ('clip', -1.), ('clip', nan), ('clip', inf), ('clip', '1'), ('clip', True), ('min_loss_scale', 0), ('min_loss_scale', 2.**25), ('min_loss_scale', 'low'),
-               ('max_skips', 0), ('max_skips', 1.5), ('max_skips', None), ('max_skips', True), ('keep', 3), ('keep', None), ('keep', 'head*'), ('keep', [3])],
-    to_bf16 = [('clip', 0), ('clip', nan), ('max_skips', -1), ('max_skips', '9'), ('keep', 1.), ('keep', ('*.nothing',))],
-    to_native_fp16 = [('init_scale', 0), ('init_scale', inf), ('init_scale', 'x'), ('init_scale', 2.**25), ('growth_factor', 1.), ('growth_factor', 'x'), ('backoff_factor', 1.), ('backoff_factor', 0),
-                      ('backoff_factor', 2), ('growth_interval', 0), ('growth_interval', 2.5), ('min_loss_scale', -1), ('min_loss_scale', 2.**17), ('max_loss_scale', 0), ('max_loss_scale', 2.), ('max_skips', 0)],
-    to_native_bf16 = [('max_skips', 0), ('max_skips', 'many')])
+bad = dict( # call -> argument -> values
+    to_fp16 = dict(loss_scale=[0,-1.,nan,'auto'], max_loss_scale=[0,-2.,inf,nan,'2**24',None,.5], min_loss_scale=[0,2.**25,'low'], div_factor=[1,.5,inf,None], scale_wait=[0,-1,1.5,True],
+                   clip=[0,-1.,nan,inf,'1',True], max_skips=[0,1.5,None,True], keep=[3,None,'head*',[3]]),
+    to_bf16 = dict(clip=[0,nan], max_skips=[-1,'9'], keep=[1.,('*.nothing',)]),
+    to_native_fp16 = dict(init_scale=[0,inf,'x',2.**25], growth_factor=[1.,'x'], backoff_factor=[1.,0,2], growth_interval=[0,2.5], min_loss_scale=[-1,2.**17], max_loss_scale=[0,2.],
+                          max_skips=[0]),
+    to_native_bf16 = dict(max_skips=[0,'many']))
+wrong = [pytest.param(call, name, value, {}, id=f'{call}-{name}={value!r}') for call,args in bad.items() for name,values in args.items() for value in values]
+# a scale that is to move doesn't need the one that doesn't, and yet says what is wrong with it
+wrong += [pytest.param('to_fp16', 'loss_scale', o, dict(dynamic=False), id=f'to_fp16-loss_scale={o!r}-static') for o in bad['to_fp16']['loss_scale']]
 
-@pytest.mark.parametrize('call,name,value,others', [pytest.param(k, *o[:2], dict(*o[2:]), id=f'{k}-{o[0]}={o[1]!r}'+'-static'*(len(o)>2)) for k,os in bad.items() for o in os])
+@pytest.mark.parametrize('call,name,value,others', wrong)
 def test_bad_argument(call, name, value, others):
     "The error comes at the call, with the value and a way out, and what was on stays on"
     learn = get_learner().to_native_bf16()
@@ -533,11 +532,13 @@ def test_both_by_hand(how):
         assert all(map(torch.equal, weights(learn), weights(other)))
     if how=='fit': assert not any(isinstance(cb, (PrecisionCallback,ModelToHalf)) for cb in other.cbs)
 
-ours = dict(half=ModelToHalf, half2=lambda: ModelToHalf('bf16'), mixed=lambda: MixedPrecision(max_loss_scale=2.**10), mixed2=lambda: MixedPrecision(dynamic=False), native=NativeMixedPrecision)
+ours = dict(half=ModelToHalf, half2=lambda: ModelToHalf('bf16'), native=NativeMixedPrecision,
+    mixed=lambda: MixedPrecision(max_loss_scale=2.**10), mixed2=lambda: MixedPrecision(dynamic=False))
 theirs = dict(amp=fp16.MixedPrecision, amp_bf16=lambda: fp16.MixedPrecision('bf16'), their_half=fp16.ModelToHalf, non_native=fp16.NonNativeMixedPrecision)
 made = {**ours, **theirs}
 
-@pytest.mark.parametrize('names', ['mixed mixed2', 'mixed native', 'native mixed', 'native native', 'half mixed native', 'half mixed mixed2', 'half half2 mixed', 'half native',
+@pytest.mark.parametrize('names', ['mixed mixed2', 'mixed native', 'native mixed', 'native native', 'half mixed native', 'half mixed mixed2',
+    'half half2 mixed', 'half native',
     *(f'{o} {t}' for o in ('mixed', 'native', 'half mixed') for t in theirs), 'amp mixed', 'their_half half mixed', 'half their_half non_native'])
 def test_two_precisions(names):
     "Are refused when a fit begins, before anything has been converted"
@@ -583,7 +584,8 @@ def test_one_precision(first, call):
     learn.to_fp32()
     assert [type(cb) for cb in learn.cbs]==[type(cb) for cb in plain.cbs]
     assert vars(learn).keys()==vars(plain).keys()
-    for a,b in zip(learn.model.modules(), plain.model.modules(), strict=True): assert vars(a).keys()==vars(b).keys() and all(len(vars(a)[k])==len(vars(b)[k]) for k in vars(a) if k.endswith('hooks'))
+    for a,b in zip(*(map(vars, o.model.modules()) for o in (learn,plain)), strict=True):
+        assert a.keys()==b.keys() and all(len(a[k])==len(b[k]) for k in a if k.endswith('hooks'))
     for p in learn.model.parameters(): assert p.dtype==torch.float32 and not vars(p) and not p._backward_hooks
     assert vars(learn.opt).keys()==vars(plain.opt).keys() and len(learn.opt.state)==len(plain.opt.state)
     trains(learn)

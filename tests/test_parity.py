@@ -289,7 +289,9 @@ def test_flat_master_own_storage(how, tmp_path):
         for t in (p, *learn.opt.state[p].values()):
             if isinstance(t, torch.Tensor): assert t.untyped_storage().nbytes()==t.numel()*4, n
 
-@pytest.mark.parametrize('opt,match', [(Lamb, 'lamb_step'), (Larc, 'larc_layer_lr'), (wrapped(), 'AdamW'), (wrapped(foreach=True), 'AdamW')], ids='lamb larc adamw foreach'.split())
+refused = dict(lamb=(Lamb, 'lamb_step'), larc=(Larc, 'larc_layer_lr'), adamw=(wrapped(), 'AdamW'), foreach=(wrapped(foreach=True), 'AdamW'))
+
+@pytest.mark.parametrize('opt,match', refused.values(), ids=refused)
 @pytest.mark.parametrize('mode', flat_modes)
 def test_flat_master_refused(mode, opt, match, tmp_path):
     "Optimizers that need each parameter by itself, or have their own fast ways: a clear error, and all is as it was"

@@ -8,8 +8,8 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 __all__ = ['fit_device', 'LoopCallback', 'is_precision', 'PrecisionCallback', 'ModelToHalf', 'check_device', 'MixedPrecision',
            'NativeMixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #beb06317
-import math,torch
+# %% ../nbs/10_callback.ipynb #4d618f2b
+import math,re,torch
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -54,7 +54,7 @@ class LoopCallback(Callback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #4a7bf143
+# %% ../nbs/10_callback.ipynb #1b95d4b1
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -160,10 +160,10 @@ class PrecisionCallback(LoopCallback):
             else: p.grad = p.grad/self._pending if g is None else g + p.grad/self._pending
 
     def before_step(self):
-        stats = self._prepare(self._params())
+        stats = prepare_grads(self._params(), 1., self.clip, self._steps) if self._unscaled else self._prepare(self._params()) # nothing was added since
         self._steps += 1
         self.learn.step_stats = stats
-        if self._pending is not None: self._scaling = self._scaling.adjust(stats.finite)
+        if self._pending is not None and not self._unscaled: self._scaling = self._scaling.adjust(stats.finite)
         if not stats.finite: self._skip(stats)
         self._unscaled = self._open
         if self._meddlers(): self._checked = [(p,p.grad,_version(p.grad)) for p in self._params()]
@@ -173,6 +173,7 @@ class PrecisionCallback(LoopCallback):
 
     def last_look(self):
         "Skip the step after all if another callback has changed the gradients since they were checked, and not for the better"
+        if self._pending is not None and not self._unscaled: self.before_step() # a callback has kept the event from us, as fastai lets StopIteration do
         checked,self._checked = self._checked,() # a reference would keep the gradients alive
         if any(p.grad is not g or _version(g)!=v for p,g,v in checked):
             stats = prepare_grads(self._params(), step=self._steps-1)
@@ -287,7 +288,17 @@ def check_device(
         if device.type=='cuda' and dtype==torch.bfloat16 and torch.cuda.is_bf16_supported(): return warn(f"{torch.cuda.get_device_name(device)} emulates bfloat16, which is slow. Use to_fp16() or to_native_fp16().")
     raise ValueError(f"device={device} doesn't compute in {dtype}. Use learn.to_fp32(), or put the learner's dls and model on a device that does.")
 
-# %% ../nbs/10_callback.ipynb #b1b0d613
+# %% ../nbs/10_callback.ipynb #a99ef18c
+def _dynamic(names, *args, **kwargs):
+    "A `DynamicLossScale` whose errors call its fields by `names`"
+    try: return DynamicLossScale(*args, **kwargs)
+    except ValueError as e: raise ValueError(re.sub('|'.join(rf'\b{o}\b' for o in names), lambda m: names[m[0]], str(e))) from None
+
+def _check_bools(**kwargs):
+    for k,v in kwargs.items():
+        if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
+
+# %% ../nbs/10_callback.ipynb #979c9aae
 class MixedPrecision(PrecisionCallback):
     """Loss scaling and checked steps on float32 weights. With `ModelToHalf`: training in mixed precision
 
@@ -305,8 +316,10 @@ class MixedPrecision(PrecisionCallback):
         max_skips:int=250, # After how many skipped steps in a row to stop with an error
     ):
         check_clip(clip)
+        _check_bools(flat_master=flat_master, dynamic=dynamic)
         scaling = as_loss_scale(loss_scale)
-        if dynamic and isinstance(loss_scale, Real): scaling = DynamicLossScale(max_loss_scale, period=scale_wait, factor=div_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        names = dict(loss_scale='max_loss_scale', period='scale_wait', factor='div_factor')
+        if dynamic and isinstance(loss_scale, Real): scaling = _dynamic(names, max_loss_scale, period=scale_wait, factor=div_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         super().__init__(scaling, max_skips)
         self.flat_master,self.clip = flat_master,clip
 
@@ -336,7 +349,7 @@ class MixedPrecision(PrecisionCallback):
         copies = {} if half is None else {id(p):c for p,c in zip(half.params,half.copies)}
         return [[copies.get(id(p), p) for p in pg] for pg in self.master_pgs]
 
-# %% ../nbs/10_callback.ipynb #54d7ea2c
+# %% ../nbs/10_callback.ipynb #7fe1a7ae
 class NativeMixedPrecision(PrecisionCallback):
     """Mixed precision by `torch.autocast` and, for float16, `torch.amp.GradScaler`, whose defaults these are
 
@@ -358,7 +371,9 @@ class NativeMixedPrecision(PrecisionCallback):
     ):
         self.dtype = as_dtype(dtype)
         if self.dtype not in half_dtypes: raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. Use learn.to_fp32() for float32.")
-        if isinstance(init_scale, Real): init_scale = DynamicLossScale(init_scale, period=growth_interval, factor=growth_factor, backoff=backoff_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        _check_bools(enabled=enabled)
+        names = dict(loss_scale='init_scale', period='growth_interval', factor='growth_factor', backoff='backoff_factor')
+        if isinstance(init_scale, Real): init_scale = _dynamic(names, init_scale, period=growth_interval, factor=growth_factor, backoff=backoff_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         super().__init__(as_loss_scale(init_scale) if enabled and self.dtype==torch.float16 else StaticLossScale(), max_skips)
 
     def check(self, learn):
@@ -369,8 +384,9 @@ class NativeMixedPrecision(PrecisionCallback):
     def before_batch(self):
         super().before_batch()
         if not self.looped(): return
-        if self._wrapper is None or self._wrapper.module is not self.model:
-            self._wrapper = ForwardWrapper(self.model, partial(half_forward, next(self.model.parameters()).device.type, self.dtype))
+        device_type = next(self.model.parameters()).device.type
+        if self._wrapper is None or self._wrapper.module is not self.model or self._wrapper.around.args[0]!=device_type:
+            self._wrapper = ForwardWrapper(self.model, partial(half_forward, device_type, self.dtype))
         self._wrapper.install()
 
     def after_loss(self):

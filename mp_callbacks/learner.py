@@ -66,11 +66,12 @@ def _remove_one(self, cb):
 _remove_one.plain = _remove_cb
 Learner.remove_cb = _remove_one
 
-# %% ../nbs/13_learner.ipynb #b62afd41
+# %% ../nbs/13_learner.ipynb #dada1f12
 def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
 
 def _remove_precision(learn):
     off = [cb for cb in learn.cbs if is_precision(cb)]
+    if any(getattr(cb, '_in_batch', False) for cb in off): raise RuntimeError("The precision can't change in the middle of a batch. Call to_fp32() and the others between batches, or from after_epoch.")
     learn.remove_cbs(off)
     vars(learn).pop('_precision_state', None)
     if any(not isinstance(cb, (PrecisionCallback,ModelToHalf)) for cb in off): vars(learn).pop('scaler', None) # fastai's leaves it behind

@@ -10,7 +10,7 @@ __all__ = ['batch_norm_modules', 'norm_modules', 'is_norm', 'kept_modules', 'For
            'convert_network', 'get_master', 'to_master_grads', 'to_model_params', 'test_overflow', 'grad_overflow',
            'copy_clone']
 
-# %% ../nbs/03_master.ipynb #4c0b67fb
+# %% ../nbs/03_master.ipynb #71248e4f
 import torch
 from fnmatch import fnmatchcase
 from functools import lru_cache,partial,update_wrapper
@@ -18,6 +18,7 @@ import re
 from fastcore.foundation import L
 from torch import nn
 from torch.nn.parallel import DataParallel,DistributedDataParallel
+from torch.nn.utils import parametrize
 
 from .dtypes import as_dtype,cast_tree,half_dtypes
 from .grads import foreach_add_,foreach_copy_,unique
@@ -147,7 +148,7 @@ def takes_half(
         return y.dtype==dtype and x.grad.dtype==dtype
     except RuntimeError: return False
 
-# %% ../nbs/03_master.ipynb #61f624d5
+# %% ../nbs/03_master.ipynb #9cdf7f6a
 def check_float32(
     model:nn.Module, # The model to train in mixed precision
 )->list: # Its float32 parameters
@@ -171,7 +172,7 @@ def lendable(
         raise ValueError("The model has lazy parameters that have no shape yet. Call it once on a batch before training it in mixed precision.")
     float32 = check_float32(model)
     cpu_rnn = (nn.RNNBase,) if dtype==torch.float16 and any(p.device.type=='cpu' for p in float32) else ()
-    kept = kept_modules(model, (keep,*batch_norm_modules,*cpu_rnn))
+    kept = kept_modules(model, (keep,*batch_norm_modules,parametrize.ParametrizationList,*cpu_rnn))
     ids = {id(m) for m in kept.values()}
     slots = [(m._parameters,n,p) for m in model.modules() if id(m) not in ids for n,p in m._parameters.items() if isinstance(p, nn.Parameter) and p.dtype==torch.float32]
     if slots: return kept,slots

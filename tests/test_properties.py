@@ -1,0 +1,337 @@
+"""What holds for any tree, scale, gradient and model: hypothesis looks for one that it doesn't hold for
+
+The same examples each time. What is expected is computed another way: in float64, or by walking through both structures."""
+from collections import OrderedDict,namedtuple
+from copy import deepcopy
+from dataclasses import asdict,dataclass,fields,is_dataclass
+from typing import Any
+
+import pytest,torch
+pytest.importorskip('hypothesis')
+from fastai.torch_core import TensorBase
+from fastcore.foundation import L
+from hypothesis import HealthCheck,assume,given,settings,strategies as st
+from mp_callbacks.dtypes import Policy,cast_tree,get_policy,half_dtypes,map_tree
+from mp_callbacks.grads import prepare_grads
+from mp_callbacks.loss_scale import DynamicLossScale,StaticLossScale
+from mp_callbacks.master import MasterWeights,is_norm
+from torch import nn
+
+def examples(n): return settings(max_examples=n, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+floating = (torch.float16,torch.bfloat16,torch.float32,torch.float64)
+other    = (torch.int64,torch.uint8,torch.bool,torch.complex64)
+
+# --- Trees
+
+Pair = namedtuple('Pair', 'a b')
+
+@dataclass
+class Data:
+    a:Any
+    b:Any=None
+
+@dataclass(frozen=True)
+class Frozen:
+    a:Any
+
+class Items(list): "Somebody's own list"
+
+def tensor(dtype, shape, kind): return torch.ones(shape).to(dtype).as_subclass(kind)
+
+tensors = st.builds(tensor, st.sampled_from(floating+other), st.lists(st.integers(0,3), max_size=3), st.sampled_from([torch.Tensor,TensorBase]))
+leaves  = tensors | st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.sampled_from([torch.float16,object(),range(3),{1,2}])
+
+def nested(c):
+    some = st.lists(c, max_size=3)
+    return st.one_of(some, some.map(tuple), some.map(L), some.map(Items), st.dictionaries(st.text(max_size=2), c, max_size=3), st.dictionaries(st.integers(), c, max_size=3).map(OrderedDict),
+                     st.builds(Pair, c, c), st.builds(Data, c, c), st.builds(Frozen, c))
+
+trees = st.recursive(leaves, nested, max_leaves=12)
+
+def walk(tree, path=()):
+    "The class of each node and each leaf itself, by path"
+    if   isinstance(tree, torch.Tensor): yield path,tree; return
+    elif isinstance(tree, dict): inside = tree.items()
+    elif isinstance(tree, (list,tuple,L)): inside = enumerate(tree)
+    elif is_dataclass(tree): inside = ((o.name,getattr(tree, o.name)) for o in fields(tree))
+    else: yield path,tree; return
+    yield path,type(tree)
+    for k,o in inside: yield from walk(o, (*path,k))
+
+def is_tensor(o): return isinstance(o, torch.Tensor)
+
+@given(trees)
+@examples(100)
+def test_map_tree(tree):
+    "Each tensor is replaced where it is; nothing else is, or is even another object; and the tree that was given stays as it was"
+    before,seen = list(walk(tree)),[]
+    def double(t): seen.append(t); return t.new_zeros(2)
+    res = map_tree(double, tree)
+    assert all(p==q and a is b for (p,a),(q,b) in zip(walk(tree), before, strict=True))
+    assert len(seen)==sum(is_tensor(o) for _,o in before) and all(a is b for a,b in zip(seen, [o for _,o in before if is_tensor(o)]))
+    for (p,a),(q,b) in zip(walk(res), before, strict=True): assert p==q and (a.shape==(2,) and type(a) is type(b) if is_tensor(b) else a is b)
+
+@given(trees)
+@examples(50)
+def test_map_tree_that_changes_nothing(tree): assert map_tree(lambda t: t, tree) is tree
+
+@given(trees, st.sampled_from(floating), st.none() | st.sampled_from(floating) | st.lists(st.sampled_from(floating+other), max_size=3))
+@examples(100)
+def test_cast_tree(tree, dtype, source):
+    "Floating tensors (of a `source` dtype) get the dtype, with their values and classes; the rest are the same objects; a second cast changes nothing"
+    sources = floating if source is None else source if isinstance(source, list) else [source]
+    res,changed = cast_tree(tree, dtype, source),False
+    for (p,a),(q,b) in zip(walk(res), walk(tree), strict=True):
+        assert p==q
+        if is_tensor(b) and b.dtype.is_floating_point and b.dtype in sources and b.dtype!=dtype:
+            assert a.dtype==dtype and type(a) is type(b) and torch.equal(a, b.to(dtype))
+            changed = True
+        else: assert a is b
+    assert (res is tree) is not changed
+    assert cast_tree(res, dtype, source) is res
+
+@given(st.builds(Policy, *[st.sampled_from(floating)]*3))
+@examples(20)
+def test_policy_as_text(policy):
+    assert get_policy(str(policy))==policy and hash(get_policy(str(policy)))==hash(policy)
+
+# --- Scales
+
+powers = st.integers(-20,30).map(lambda k: 2.**k)
+
+@st.composite
+def scales(draw, **kwargs):
+    lo,s,hi = sorted(draw(st.lists(powers | st.floats(2**-20, 2**30), min_size=3, max_size=3)))
+    return DynamicLossScale(s, min_loss_scale=lo, max_loss_scale=hi, **draw(st.fixed_dictionaries(dict(period=st.integers(1,5), factor=st.floats(1.01, 16), backoff=st.none() | st.floats(.01, .99),
+        consecutive=st.booleans(), growth_delay=st.integers(0,2), hysteresis=st.integers(1,3), refill=st.sampled_from(['growth','finite','backoff','finite+backoff']),
+        tolerance=st.sampled_from([0.,.3]), at_min=st.sampled_from(['clip','raise']), at_max=st.sampled_from(['clip','keep'])) | kwargs)))
+
+def steps(s, flags):
+    "Each scale with the flag that it got and the scale that came of it, up to where it may raise"
+    for i,ok in enumerate(flags):
+        try: new = s.adjust(ok)
+        except FloatingPointError: assert s.at_min=='raise' and not ok; return
+        yield i,s,ok,new
+        s = new
+
+many = st.lists(st.sampled_from([True,True,True,False]), max_size=40)
+
+@given(scales(), many)
+@examples(100)
+def test_scale_is_a_value(s, flags):
+    "Within its bounds; `adjust` changes nothing but what it returns, and returns the same again; its fields are all that it is"
+    for _,s,ok,new in steps(s, flags):
+        before = asdict(s)
+        assert s.adjust(ok)==new and asdict(s)==before
+        assert new.min_loss_scale<=new.loss_scale<=new.max_loss_scale and type(new.loss_scale) is float
+        assert type(new)(**asdict(new))==new and {k for k,v in asdict(new).items() if v!=before[k]}<=set(new.state_fields)
+        assert replace_state(s, new.state_dict())==new
+
+def replace_state(s, state): return DynamicLossScale(**{**asdict(s), **dict(counter=0, forgiven=0, age=0)}).load_state_dict(state)
+
+@given(scales(), many)
+@examples(100)
+def test_scale_moves(s, flags):
+    "Up only on a finite step, by `factor` or to the maximum; down only on an overflow; and `unscale` undoes `scale`"
+    for _,s,ok,new in steps(s, flags):
+        a,b = s.loss_scale,new.loss_scale
+        if b>a: assert ok and b in (a*s.factor, s.max_loss_scale)
+        if b<a: assert not ok and b in (a/s.factor if s.backoff is None else a*s.backoff, s.min_loss_scale)
+        if a==2**int(torch.tensor(a).log2()): assert s.unscale(s.scale(torch.tensor(3.)))==3
+
+@given(scales(consecutive=st.just(True), growth_delay=st.just(0)), many)
+@examples(100)
+def test_scale_grows_after_successes_in_a_row(s, flags):
+    "`period` of them, with no growth in between: no sooner, and no later unless it is at the maximum"
+    run = 0
+    for i,s,ok,new in steps(s, flags):
+        run = run+1 if ok else 0
+        if new.loss_scale>s.loss_scale: assert run>=s.period and all(flags[i+1-s.period:i+1])
+        if run==s.period:
+            assert new.loss_scale>s.loss_scale or s.loss_scale*s.factor>s.max_loss_scale
+            run = 0
+
+@given(st.floats(2**-20, 2**30), many)
+@examples(20)
+def test_static_scale(x, flags):
+    s = StaticLossScale(x)
+    assert all(s.adjust(o) is s for o in flags) and StaticLossScale(**asdict(s))==s
+
+# --- Gradients
+
+grad_dtypes = (*floating,torch.complex64,torch.complex128)
+layouts = ('plain','transposed','strided','channels_last','sparse','none')
+
+@st.composite
+def with_grads(draw):
+    "Parameters with gradients in any layout, and for each the same numbers in double precision, or None"
+    ps,want = [],[]
+    g = torch.Generator().manual_seed(draw(st.integers(0,999)))
+    for _ in range(draw(st.integers(0,5))):
+        dtype,layout,shape = draw(st.sampled_from(grad_dtypes)),draw(st.sampled_from(layouts)),draw(st.lists(st.integers(0,4), max_size=4))
+        if layout=='channels_last': shape = (shape+[2]*4)[:4]
+        if layout in ('transposed','strided') and len(shape)<2: shape = [3,2]
+        if layout=='sparse': shape = [3,2]
+        double = torch.complex128 if dtype.is_complex else torch.float64
+        x = (torch.randn(shape, generator=g, dtype=double)*2.**draw(st.integers(-6,6))).to(dtype)
+        p = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        if   layout=='transposed': x = x.mT.contiguous().mT
+        elif layout=='strided': x = torch.stack([x,x], -1)[...,0]
+        elif layout=='channels_last': x = x.contiguous(memory_format=torch.channels_last)
+        elif layout=='sparse': x = torch.sparse_coo_tensor(torch.tensor([draw(st.lists(st.integers(0,2), min_size=3, max_size=3))]), x, (4,2)); p = nn.Parameter(torch.zeros(4, 2, dtype=dtype))
+        p.grad = None if layout=='none' else x
+        ps.append(p)
+        want.append(None if layout=='none' else dense(x).clone())
+    return ps,want
+
+def dense(g): return (g.to_dense() if g.is_sparse else g).to(torch.complex128 if g.is_complex() else torch.float64)
+def eps(p): return torch.finfo(p.dtype).eps
+def tiny(p): return torch.finfo(p.dtype).smallest_normal*eps(p)
+
+any_scale = st.integers(0,16).map(lambda k: 2.**k) | st.floats(1., 2.**16)
+any_clip  = st.none() | st.floats(2**-8, 2**8)
+
+@given(with_grads(), any_scale, any_clip, st.booleans())
+@examples(150)
+def test_prepare_grads(made, scale, clip, twice):
+    "Norms as in float64; gradients unscaled and clipped in their own dtype and place, each once"
+    ps,want = made
+    where = [p.grad.data_ptr() for p in ps if p.grad is not None and not p.grad.is_sparse]
+    stats = prepare_grads(ps*2 if twice else iter(ps), scale, clip, step=3)
+    want = [None if o is None else o/scale for o in want]
+    norms = torch.tensor([o.norm() for o in want if o is not None], dtype=torch.float64)
+    assert stats[:2]==(3,scale) and stats.finite and stats.culprit is None
+    assert torch.allclose(stats.norms, norms, rtol=1e-5) and stats.norms.dtype==torch.float64 and stats.norm==pytest.approx(norms.norm().item(), rel=1e-5)
+    mult = 1. if clip is None else min(1., clip/(norms.norm().item()+1e-6))
+    for p,o in zip(ps, want, strict=True):
+        if o is None: assert p.grad is None; continue
+        assert p.grad.dtype==p.dtype and p.grad.shape==p.shape
+        assert ((dense(p.grad)-o*mult).abs()<=4*max(eps(p), 2**-20)*(o*mult).abs()+2*tiny(p)).all()
+    assert where==[p.grad.data_ptr() for p in ps if p.grad is not None and not p.grad.is_sparse]
+    if clip: assert torch.stack([dense(p.grad).norm() for p in ps if p.grad is not None]+[torch.zeros(())]).norm()<=clip*1.01+1e-3
+
+@given(with_grads(), any_scale, any_clip, st.sampled_from([float('inf'),-float('inf'),float('nan')]), st.integers(0,10**6))
+@examples(150)
+def test_prepare_grads_not_finite(made, scale, clip, bad, where):
+    "One number anywhere is enough; its parameter is to blame, and no gradient is changed"
+    ps,_ = made
+    values = [(p,p.grad._values() if p.grad.is_sparse else p.grad) for p in ps if p.grad is not None]
+    values = [(p,v,i) for p,v in values for i in range(v.numel())]
+    assume(values)
+    culprit,v,i = values[where%len(values)]
+    v[tuple(torch.unravel_index(torch.tensor(i), v.shape))] = bad
+    before = [None if p.grad is None else dense(p.grad.coalesce() if p.grad.is_sparse else p.grad).clone() for p in ps]
+    stats = prepare_grads(ps, scale, clip)
+    assert not stats.finite and stats.norm!=1/stats.norm and stats.culprit is culprit and (~stats.norms.isfinite()).sum()==1
+    for p,o in zip(ps, before): assert p.grad is None if o is None else torch.equal(dense(p.grad).nan_to_num(7., 8., 9.), o.nan_to_num(7., 8., 9.))
+
+@given(with_grads(), st.lists(st.integers(0,4), min_size=1, max_size=5))
+@examples(50)
+def test_prepare_grads_culprit(made, at):
+    "Of several, the last in order: the nearest to the loss"
+    ps,_ = made
+    ps = [p for p in ps if p.grad is not None and p.grad.numel()]
+    assume(ps)
+    bad = {i%len(ps) for i in at}
+    for i in bad: (ps[i].grad._values() if ps[i].grad.is_sparse else ps[i].grad).fill_(float('nan'))
+    assert prepare_grads(ps).culprit is ps[max(bad)]
+
+# --- Weights
+
+class Residual(nn.Module):
+    def __init__(self, inner): super().__init__(); self.inner = inner
+    def forward(self, x): return x+self.inner(x)
+
+class Scale(nn.Module):
+    "A parameter that is in no layer, and a buffer"
+    def __init__(self):
+        super().__init__()
+        self.g,self.none = nn.Parameter(torch.ones(8)),None
+        self.register_buffer('b', torch.full((8,), 1+2**-12))
+        self.register_parameter('missing', None)
+    def forward(self, x): return x*self.g*self.b
+
+@st.composite
+def models(draw):
+    "Modules in modules, some of them twice, with weights that are tied or frozen"
+    linears = []
+    def layer(depth):
+        kind = draw(st.sampled_from(['linear','nobias','norm','scale','gelu','again','tied']+['seq','residual']*(depth<2)))
+        if kind in ('again','tied') and not linears: kind = 'linear'
+        if kind=='seq': return nn.Sequential(*[layer(depth+1) for _ in range(draw(st.integers(1,3)))])
+        if kind=='residual': return Residual(layer(depth+1))
+        if kind=='norm': return nn.LayerNorm(8)
+        if kind=='scale': return Scale()
+        if kind=='gelu': return nn.GELU()
+        if kind=='again': return linears[draw(st.integers(0,len(linears)-1))]
+        m = nn.Linear(8, 8, bias=kind=='linear')
+        if kind=='tied': m.weight = linears[draw(st.integers(0,len(linears)-1))].weight
+        linears.append(m)
+        return m
+    torch.manual_seed(draw(st.integers(0,999)))
+    model = nn.Sequential(*[layer(0) for _ in range(draw(st.integers(1,4)))])
+    for p in model.parameters(): p.requires_grad_(draw(st.sampled_from([True,True,True,False])))
+    return model
+
+keeps = st.sampled_from([is_norm, (), nn.LayerNorm, (is_norm,'0'), lambda n,m: n.endswith('1'), (is_norm,Scale), nn.Linear])
+
+def named(model): return list(model.named_parameters(remove_duplicate=False))+list(model.named_buffers())
+
+def backward(model, scale=256.):
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    loss = model(x).pow(2).mean()*scale
+    if loss.requires_grad: loss.backward()
+    return {n:p.grad/scale for n,p in model.named_parameters() if p.grad is not None}
+
+@given(models(), st.sampled_from(half_dtypes), keeps)
+@examples(100)
+def test_master_weights(model, dtype, keep):
+    "After a batch: the same parameters in the same places, to the bit, and gradients in float32 that are near those of the rounded weights in float32"
+    before = [(n,p,p.detach().clone()) for n,p in named(model)]
+    plain = deepcopy(model)
+    try: masters = MasterWeights(model, dtype, keep)
+    except ValueError as e:
+        assert 'nothing is left to compute' in str(e) or 'no float32 parameters' in str(e)
+        assert all(p is q for (_,p),(_,q,_) in zip(named(model), before, strict=True))
+        return
+    lent = {id(p) for p in masters.params}
+    assert lent=={id(p) for _,m in model.named_modules() if not any(m is o for o in masters.kept.values()) for p in m.parameters(recurse=False)}
+    with masters:
+        for (n,p),(_,q,_) in zip(named(model), before, strict=True):
+            kept = any(model.get_submodule(n.rpartition('.')[0]) is o for o in masters.kept.values())
+            assert (p.dtype==dtype and p.requires_grad==q.requires_grad) if id(q) in lent and not kept else p is q # tied weights may be kept in one place and lent in another
+        backward(model)
+    after = named(model)
+    assert all(n==m and p is q and torch.equal(p, o) and p.dtype==torch.float32 for (n,p),(m,q,o) in zip(after, before, strict=True))
+    grads = {n:p.grad/256 for n,p in model.named_parameters() if p.grad is not None}
+    assert all(g.dtype==torch.float32 for g in grads.values()) and all(p.grad is None for p in model.parameters() if not p.requires_grad)
+    with torch.no_grad():
+        for (_,p),(_,q) in zip(named(plain), after, strict=True):
+            if id(q) in lent: p.copy_(q.to(dtype))
+    want = backward(plain)
+    assert list(grads)==list(want)
+    if want:
+        a,b = (torch.cat([o[n].flatten() for n in want]).double() for o in (grads,want))
+        assert (a-b).norm()<=16*torch.finfo(dtype).eps*b.norm()
+
+class Stop(BaseException): pass
+
+@given(models(), st.sampled_from(half_dtypes), st.integers(0,3))
+@examples(50)
+def test_master_weights_interrupted(model, dtype, n):
+    "However one leaves, and from wherever: the same parameters, and no gradient"
+    before = [(p,p.detach().clone()) for _,p in named(model)]
+    forwards = [m for m in model.modules() if 'forward' in vars(m)]
+    try: masters = MasterWeights(model, dtype)
+    except ValueError: return
+    def stop(m, args): raise Stop
+    inside = list(model.modules())
+    hook = inside[n%len(inside)].register_forward_pre_hook(stop)
+    with pytest.raises(Stop):
+        with masters:
+            backward(model)
+            raise Stop
+    hook.remove()
+    assert all(p is q and torch.equal(p, o) and p.grad is None for (_,p),(q,o) in zip(named(model), before, strict=True))
+    assert [m for m in model.modules() if 'forward' in vars(m)]==forwards and not masters.lent

@@ -8,9 +8,10 @@ Docs: https://example.github.io/mp_callbacks/demo.html.md"""
 __all__ = ['recipes', 'precisions', 'get_data', 'mlp', 'conv', 'ViT', 'Recipe', 'get_model', 'StepTimer', 'Run', 'run_precision',
            'compare', 'format_table', 'advice', 'plot_runs', 'supported', 'slowdown', 'choose', 'TextBar', 'main']
 
-# %% ../nbs/30_demo.ipynb #a8f37610
+# %% ../nbs/30_demo.ipynb #ccdf63f0
 import argparse,gc,math,sys,tempfile,time,warnings
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,7 +53,11 @@ def conv(width):
 
 class ViT(nn.Module):
     "A transformer of two layers of `width` on the patches of a picture"
-    def __init__(self, width, patch=4, n_patches=16):
+    def __init__(self,
+        width:int, # Numbers for each patch
+        patch:int=4, # Height and width of a patch
+        n_patches:int=16, # How many there are in a picture
+    ):
         super().__init__()
         self.patch = patch
         self.embed = nn.Linear(patch**2, width)
@@ -112,16 +117,17 @@ class StepTimer(Callback):
         _wait(self.dls.device)
         return time.perf_counter()
 
-# %% ../nbs/30_demo.ipynb #2ca084c2
+# %% ../nbs/30_demo.ipynb #eb6df7f5
 precisions = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16, native_fp16=torch.float16, native_bf16=torch.bfloat16)
 
 class Run(NamedTuple):
     "What one run has shown"
     precision:str # One of `precisions`
     losses:list=() # Smoothed training loss after each step
-    epoch_s:float=math.nan # Seconds to train for an epoch: median step times number of steps
     accuracy:float=math.nan # On the validation set, at the end
     valid_loss:float=math.nan # On the validation set, at the end
+    epoch_s:float=math.nan # Seconds to train for an epoch: first quartile of its steps' times, multiplied by their number
+    spread:float=1. # Third quartile of its steps' times, divided by the first
     peak_mib:float=math.nan # Most memory allocated on the device, in MiB
     loss_scale:float=math.nan # At the end
     scales:list=() # Loss scale of each step
@@ -150,11 +156,14 @@ def run_precision(
     except FloatingPointError as e:
         warnings.warn(f'{precision} failed. {e}')
         return Run(precision)
-    run = Run(precision, [o.item() for o in learn.recorder.losses], float(np.median(timer.times))*rec.steps, *learn.recorder.values[-1][:0:-1])
+    run = Run(precision, [o.item() for o in learn.recorder.losses], *learn.recorder.values[-1][:0:-1])
+    if precision!='fp32':
+        log = learn.precision_recorder.log
+        run = run._replace(loss_scale=learn.mixed_precision.loss_scale, scales=log.scale.tolist(), skipped=log.skipped.tolist())
     if counts: run = run._replace(peak_mib=memory.max_memory_allocated(device)/2**20)
-    if precision=='fp32': return run
-    log = learn.precision_recorder.log
-    return run._replace(loss_scale=learn.mixed_precision.loss_scale, scales=log.scale.tolist(), skipped=log.skipped.tolist())
+    times = [t for t,skipped in zip_longest(timer.times, run.skipped) if not skipped] or timer.times
+    low,high = np.quantile(times, (.25,.75)).tolist()
+    return run._replace(epoch_s=low*rec.steps, spread=high/low)
 
 # %% ../nbs/30_demo.ipynb #b9ee3fe0
 def compare(
@@ -282,8 +291,9 @@ class TextBar(Callback):
         self.shown = line
         print(line, end='\r' if tty and self.n<total else '\n', file=sys.stderr, flush=True)
 
-# %% ../nbs/30_demo.ipynb #cc4bfc80
+# %% ../nbs/30_demo.ipynb #d394500d
 _accelerated = 4. # size to start with where there is one
+_busy = 1.5 # the spread that a run has only if it has to share the device
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message): self.exit(2, f'{self.prog}: error: {message}\n')
@@ -321,7 +331,7 @@ def _writing_to(p, out):
     try: yield
     except OSError as e: p.error(f"argument --out: can't write to '{out}': {e.strerror}. Name a folder that can be written to.")
 
-# %% ../nbs/30_demo.ipynb #bac8c8f2
+# %% ../nbs/30_demo.ipynb #f4615bc1
 def _say_once():
     "What to put in the place of `warnings.showwarning`"
     seen = set()
@@ -360,6 +370,7 @@ def _demo(p, args):
         p.error(f"argument --size: {size:g} needs more memory than there is on {args.device}. Use a smaller one.")
     df,csv,png = compare(runs),args.out/'precisions.csv',args.out/'precisions.png'
     print(f'\n{format_table(df)}\n\n{advice(df)}\n', flush=True)
+    if max(o.spread for o in runs)>_busy: print('Something else was running here: the times are not to be relied on. Try again when the machine has nothing else to do.\n')
     with _writing_to(p, args.out): _write(runs, df, csv, png)
     print(f'{csv}\n{png}')
 

@@ -77,7 +77,11 @@ class FlatBucket:
     "Parameters that are stepped on together, with their gradients and their state, side by side in flat tensors"
     align = 16 # numbers
 
-    def __init__(self, group, params, states):
+    def __init__(self,
+        group:int, # Which parameter group they are from
+        params:list, # The parameters, each with a gradient
+        states:list, # What the optimizer has as the state of each
+    ):
         self.group,self.params,self.states,self.layout,end = group,params,states,[],0
         for p in params:
             start = -(-end//self.align)*self.align

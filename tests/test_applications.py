@@ -148,11 +148,11 @@ def language_model():
     dls = Datasets(texts, [[words,Numericalize(min_freq=2)]], splits=RandomSplitter(seed=0)(texts), dl_type=LMDataLoader).dataloaders(bs=8, seq_len=24, device='cpu', num_workers=0)
     return language_model_learner(dls, AWD_LSTM, config=awd(awd_lstm_lm_config), drop_mult=1e-6, pretrained=False)
 
-@app(*(o for o in roundoff if o!='native_fp16'), tol=32)
+@app(*(o for o in roundoff if o!='native_fp16'), lr=1e-3, epochs=3, tol=32)
 def text_classifier():
     texts,names = documents()
     dls = Datasets(range(len(texts)), [[At(texts),words,Numericalize(min_freq=2)], [At(names),Categorize()]], splits=RandomSplitter(seed=0)(texts)).dataloaders(bs=16, dl_type=SortedDL, before_batch=pad_input_chunk, device='cpu', num_workers=0)
-    return text_classifier_learner(dls, AWD_LSTM, config=awd(awd_lstm_clas_config), drop_mult=1e-6, pretrained=False, seq_len=24)
+    return text_classifier_learner(dls, AWD_LSTM, config=awd(awd_lstm_clas_config), drop_mult=1e-6, ps=[0.], pretrained=False, seq_len=24)
 
 def letters(n=33, bs=16):
     "Pieces of text, letter by letter, and the same one letter on"

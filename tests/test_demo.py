@@ -89,11 +89,18 @@ def test_out_of_memory(capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().err.splitlines()==['python -m mp_callbacks: error: argument --size: 0.03 needs more memory than there is on cpu. Use a smaller one.']
 
 def test_table_is_shown_if_it_cannot_be_written(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, 'run_precision', lambda precision, *args, **kwargs: demo.Run(precision, [1.], 1., .9, .3))
+    monkeypatch.setattr(demo, 'run_precision', lambda precision, *args, **kwargs: demo.Run(precision, [1.], .9, .3, 1.))
     (tmp_path/'precisions.csv').mkdir()
     assert main(['--device', 'cpu', '--size', '.03', '--precision', 'bf16', '--out', str(tmp_path)])==2
     out,err = capsys.readouterr()
     assert 'Stay with float32' in out and err.count('\n')==1 and "argument --out: can't write to" in err
+
+@pytest.mark.parametrize('spread', (1.1,3.))
+def test_busy(spread, capsys, tmp_path, monkeypatch):
+    "Times that vary are not to be relied on, and it says so"
+    monkeypatch.setattr(demo, 'run_precision', lambda precision, *args, **kwargs: demo.Run(precision, [1.], .9, .3, 1., spread))
+    assert main(['--device', 'cpu', '--size', '.03', '--precision', 'bf16', '--out', str(tmp_path)])==0
+    assert ('Something else was running here' in capsys.readouterr().out)==(spread>2)
 
 def test_help(capsys):
     assert main(['--help'])==0

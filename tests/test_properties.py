@@ -179,7 +179,7 @@ def with_grads(draw):
         if   layout=='transposed': x = x.mT.contiguous().mT
         elif layout=='strided': x = torch.stack([x,x], -1)[...,0]
         elif layout=='channels_last': x = x.contiguous(memory_format=torch.channels_last)
-        elif layout=='sparse': x = torch.sparse_coo_tensor(torch.tensor([draw(st.lists(st.integers(0,2), min_size=3, max_size=3))]), x, (4,2)); p = nn.Parameter(torch.zeros(4, 2, dtype=dtype))
+        elif layout=='sparse': x = torch.sparse_coo_tensor(torch.tensor([draw(st.lists(st.integers(0,2), min_size=3, max_size=3))]), x, (4,2), check_invariants=True); p = nn.Parameter(torch.zeros(4, 2, dtype=dtype))
         p.grad = None if layout=='none' else x
         ps.append(p)
         want.append(None if layout=='none' else dense(x).clone())

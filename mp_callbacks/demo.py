@@ -41,7 +41,7 @@ def get_data(
     def _dl(idxs, **kwargs): return DataLoader(n=len(idxs), bs=bs, indexed=True, device=device, create_item=noop, create_batch=lambda b: (x[idxs[b]],y[idxs[b]]), retain=noop, **kwargs)
     return DataLoaders(_dl(idxs[360:].repeat(repeat), shuffle=True, drop_last=True), _dl(idxs[:360]), device=device)
 
-# %% ../nbs/30_demo.ipynb #b835b0ec
+# %% ../nbs/30_demo.ipynb #398a82a6
 def mlp(width):
     "Four linear layers of `width` units, each with batch norm and relu, and a last one"
     sizes = [64]+4*[width]

@@ -3,9 +3,9 @@ import os,random
 import numpy as np,pytest,torch
 
 def pytest_configure(config):
-    "Processes that share the cores don't each take them all"
-    n = getattr(config, 'workerinput', {}).get('workercount')
-    if n: torch.set_num_threads(max(1, (os.cpu_count() or 1)//n))
+    "One thread, here and in the processes that tests start: sums have one order, and tests that run side by side don't fight for the cores"
+    torch.set_num_threads(1)
+    os.environ['OMP_NUM_THREADS'] = '1'
 
 def pytest_addoption(parser):
     parser.addoption('--flags', default='', help='run these too: "cuda slow" for the cells and tests so marked')

@@ -35,6 +35,8 @@ def quiet(learn):
     learn.logger,learn.create_mbar = noop,False
     return learn
 
+def places(model): return [(n,id(p),p.dtype) for n,p in model.named_parameters(remove_duplicate=False)]+[(n,b.dtype) for n,b in model.named_buffers()]
+
 def train(name, mode=None):
     "The training loss, of the first batch and a running mean at the end, and the learner"
     f,_,epochs,lr,*_ = apps[name]
@@ -42,7 +44,9 @@ def train(name, mode=None):
     learn = quiet(f())
     if mode: modes[mode](learn)
     set_seed(0)
+    before = places(learn.model)
     learn.fit(epochs, lr)
+    assert places(learn.model)==before # tied weights are tied, and buffers have their dtypes
     return learn.recorder.losses[0],learn.recorder.losses[-1],learn
 
 @lru_cache(None)
@@ -60,12 +64,12 @@ def digits(size, images=digit_images, n=256, bs=32):
     block = DataBlock((ImageBlock(PILImageBW if images is digit_images else PILImage),CategoryBlock), get_x=At(images), get_y=At(digit_labels), splitter=IndexSplitter(range(n, n+64)), item_tfms=Resize(size))
     return block.dataloaders(range(n+64), bs=bs, num_workers=0, device='cpu')
 
-def photos(y_block, get_y, n=48, size=32, bs=8):
-    "Pieces of two photographs"
+def photos(n=48, size=32, bs=8):
+    "Pieces of two photographs, and the same pieces"
     rng,pics = random.Random(0),load_sample_images().images
     def _piece(i): i,j = rng.randrange(400-size),rng.randrange(600-size); return pics[i%2][i:i+size,j:j+size]
-    pieces = [(_piece(i),i%2) for i in range(n+16)]
-    block = DataBlock((ImageBlock,y_block), get_x=lambda i: pieces[i][0], get_y=lambda i: get_y(*pieces[i]), splitter=IndexSplitter(range(n, n+16)))
+    pieces = At([_piece(i) for i in range(n+16)])
+    block = DataBlock((ImageBlock,ImageBlock), get_x=pieces, get_y=pieces, splitter=IndexSplitter(range(n, n+16)))
     return block.dataloaders(range(n+16), bs=bs, num_workers=0, device='cpu')
 
 def short(learn):
@@ -83,7 +87,7 @@ def vision_xresnet(): return short(Learner(digits(32), xresnet18(n_out=10, c_in=
 @app(*bf16, lr=3e-4, tol=32)
 def vision_unet():
     "Photographs that have lost their colours get them back"
-    dls = photos(ImageBlock, lambda x,y: x)
+    dls = photos()
     class Grey(Callback):
         def before_batch(self): self.learn.xb = (self.x.mean(1, keepdim=True).expand_as(self.x),)
     def small(pretrained=False): return xresnet18(stem_szs=(8,8,64), widen=.25)
@@ -94,7 +98,7 @@ def vision_timm():
     pytest.importorskip('timm')
     return short(vision_learner(digits(32, colour), 'test_resnet', pretrained=False, ps=0.))
 
-@app(epochs=6, lr=3e-3, tol=16)
+@app(epochs=10, lr=1e-3, tol=32)
 def vision_timm_transformer():
     timm = pytest.importorskip('timm')
     return Learner(digits(16), timm.models.VisionTransformer(img_size=16, patch_size=4, in_chans=1, num_classes=10, embed_dim=32, depth=2, num_heads=2, global_pool='avg'))
@@ -123,7 +127,9 @@ def tabular_regression():
 
 # --- Recommendations: how much each drawing of a digit likes each pixel
 
-def likes(): return CollabDataLoaders.from_df(pd.DataFrame([(f'd{i}', f'p{j}', float(digit_images[i].flat[j])/16) for i in range(60) for j in range(64)], columns=['user','item','rating']), seed=0, bs=128, num_workers=0, device='cpu')
+def likes():
+    rows = [(f'd{i}', f'p{j}', float(digit_images[i].flat[j])/16) for i in range(60) for j in range(64)]
+    return CollabDataLoaders.from_df(pd.DataFrame(rows, columns=['user','item','rating']), seed=0, bs=128, num_workers=0, device='cpu')
 
 @app()
 def collab_dot(): return collab_learner(likes(), n_factors=16, y_range=(-1,17))
@@ -151,7 +157,8 @@ def language_model():
 @app(*(o for o in roundoff if o!='native_fp16'), lr=1e-3, epochs=3, tol=32)
 def text_classifier():
     texts,names = documents()
-    dls = Datasets(range(len(texts)), [[At(texts),words,Numericalize(min_freq=2)], [At(names),Categorize()]], splits=RandomSplitter(seed=0)(texts)).dataloaders(bs=16, dl_type=SortedDL, before_batch=pad_input_chunk, device='cpu', num_workers=0)
+    dsets = Datasets(range(len(texts)), [[At(texts),words,Numericalize(min_freq=2)], [At(names),Categorize()]], splits=RandomSplitter(seed=0)(texts))
+    dls = dsets.dataloaders(bs=16, dl_type=SortedDL, before_batch=pad_input_chunk, device='cpu', num_workers=0)
     return text_classifier_learner(dls, AWD_LSTM, config=awd(awd_lstm_clas_config), drop_mult=1e-6, ps=[0.], pretrained=False, seq_len=24)
 
 def letters(n=33, bs=16):
@@ -257,9 +264,8 @@ def test_arrives(name, mode):
     assert want<.95*start
     _,got,learn = train(name, mode)
     assert skipped(learn)==0
-    assert {p.dtype for p in learn.model.parameters()}=={torch.float32} and math.isfinite(learn.validate()[0])
+    assert math.isfinite(learn.validate()[0])
     off = abs(got-want)/(start-want)
-    print('OFF', name, mode, round((off/roundoff[mode]).item(),2), start.item(), want.item())
     assert off<apps[name][4]*roundoff[mode], (off/roundoff[mode], start, want, got)
 
 # --- What goes wrong

@@ -25,6 +25,14 @@ optimizers = dict(
     qh_nu    = lambda ps: QHAdam(ps, lr=.01, nu_2=.9),
     ranger   = lambda ps: ranger(ps, lr=.01, k=3, sqr_mom=.9))
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    "Small tensors are faster on one"
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n)
+
 def inner(opt): return opt.opt if hasattr(opt, 'slow_weights') else opt
 
 def bits(t): return t.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -118,7 +126,6 @@ def flags(opt):
 @pytest.mark.parametrize('name', optimizers)
 def test_sizes(name):
     "All sizes whose ends a CPU treats differently, in two groups with their own learning rates"
-    torch.set_num_threads(1)
     groups = [[nn.Parameter(torch.randn(n)) for n in range(0,70,2)], [nn.Parameter(torch.randn(n)) for n in (*range(1,70,2),1000,70001)]]
     twins = Twins(optimizers[name], groups)
     twins.each(flags)
@@ -243,7 +250,6 @@ events = dict(
 @pytest.mark.parametrize('seed', range(6))
 def test_anything(name, seed):
     "Random parameters, random events between the steps"
-    torch.set_num_threads(1)
     random.seed(f'{name}{seed}'); torch.manual_seed(seed)
     dtypes = random.choice([(torch.float32,),(torch.float32,),(torch.float32,torch.float64,torch.bfloat16)])
     twins = Twins(optimizers[name], [[param(dtypes) for _ in range(random.randint(1,6))] for _ in range(random.randint(1,3))])

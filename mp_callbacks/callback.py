@@ -54,7 +54,7 @@ class LoopCallback(Callback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #1b95d4b1
+# %% ../nbs/10_callback.ipynb #b7d60021
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -184,6 +184,7 @@ class PrecisionCallback(LoopCallback):
 
     def _skip(self, stats):
         self._undo()
+        if hasattr(self.model, 'reset') and not self.loss.isfinite().all(): self.model.reset() # a hidden state, as in fastai's AWD_LSTM, would keep it for ever
         self._close()
         self._skips += 1
         try: self._speak(stats)

@@ -148,7 +148,7 @@ def takes_half(
         return y.dtype==dtype and x.grad.dtype==dtype
     except RuntimeError: return False
 
-# %% ../nbs/03_master.ipynb #9cdf7f6a
+# %% ../nbs/03_master.ipynb #0efde42c
 def check_float32(
     model:nn.Module, # The model to train in mixed precision
 )->list: # Its float32 parameters
@@ -171,7 +171,8 @@ def lendable(
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
         raise ValueError("The model has lazy parameters that have no shape yet. Call it once on a batch before training it in mixed precision.")
     float32 = check_float32(model)
-    cpu_rnn = (nn.RNNBase,) if dtype==torch.float16 and any(p.device.type=='cpu' for p in float32) else ()
+    def _holds_rnn(n, m): return bool(m._parameters) and any(isinstance(o, nn.RNNBase) for o in m.children()) # such as fastai's WeightDropout, which makes the weights of the layer inside
+    cpu_rnn = (nn.RNNBase,_holds_rnn) if dtype==torch.float16 and any(p.device.type=='cpu' for p in float32) else ()
     kept = kept_modules(model, (keep,*batch_norm_modules,parametrize.ParametrizationList,*cpu_rnn))
     ids = {id(m) for m in kept.values()}
     slots = [(m._parameters,n,p) for m in model.modules() if id(m) not in ids for n,p in m._parameters.items() if isinstance(p, nn.Parameter) and p.dtype==torch.float32]

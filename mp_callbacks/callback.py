@@ -350,7 +350,7 @@ class MixedPrecision(PrecisionCallback):
         copies = {} if half is None else {id(p):c for p,c in zip(half.params,half.copies)}
         return [[copies.get(id(p), p) for p in pg] for pg in self.master_pgs]
 
-# %% ../nbs/10_callback.ipynb #7fe1a7ae
+# %% ../nbs/10_callback.ipynb #03f4db31
 class NativeMixedPrecision(PrecisionCallback):
     """Mixed precision by `torch.autocast` and, for float16, `torch.amp.GradScaler`, whose defaults these are
 
@@ -380,6 +380,8 @@ class NativeMixedPrecision(PrecisionCallback):
     def check(self, learn):
         super().check(learn)
         check_device(fit_device(learn), self.dtype)
+        rnn = next((type(m).__name__ for m in learn.model.modules() if isinstance(m, nn.RNNBase)), None)
+        if rnn and self.dtype==torch.float16 and fit_device(learn).type=='cpu': raise ValueError(f"PyTorch has no {rnn} in float16 on a CPU. Use to_native_bf16(), or to_fp16(), which keeps it in float32.")
         if isinstance(learn.model, torch.jit.ScriptModule): raise ValueError("Autocast can't be put around a scripted model. Train the model before scripting it.")
 
     def before_batch(self):

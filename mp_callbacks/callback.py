@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 __all__ = ['fit_device', 'LoopCallback', 'is_precision', 'PrecisionCallback', 'ModelToHalf', 'check_device', 'MixedPrecision',
            'NativeMixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #4d618f2b
+# %% ../nbs/10_callback.ipynb #8bc95d68
 import math,re,torch
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,7 +21,7 @@ from fastai.callback.training import GradientClip
 from fastai.torch_core import default_device
 from torch import nn
 
-from .dtypes import as_dtype,half_dtypes,supports
+from .dtypes import as_dtype,cast_tree,half_dtypes,supports
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
 from .grads import check_clip,prepare_grads,unique
 from .master import BufferSnapshot,ForwardWrapper,MasterWeights,half_forward,is_norm
@@ -54,10 +54,17 @@ class LoopCallback(Callback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #b7d60021
+# %% ../nbs/10_callback.ipynb #f156f704
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
+
+def _float_state(model):
+    "Cast to float32 what recurrent models, which are those that can be `reset`, remember of the batch before outside their buffers"
+    for m in model.modules():
+        if not callable(getattr(m, 'reset', None)): continue
+        for k,v in list(vars(m).items()):
+            if not k.startswith('_'): vars(m)[k] = cast_tree(v, torch.float32, half_dtypes)
 
 def _version(x): return None if x is None else x._version # what autograd itself goes by to find out that a tensor has been changed
 
@@ -113,6 +120,7 @@ class PrecisionCallback(LoopCallback):
         with super().during_batch(), torch.autocast(next(learn.model.parameters()).device.type, enabled=False): # so that the loss is in float32 whatever was left open
             try: yield
             except BaseException as e:
+                _float_state(learn.model)
                 if learn.training and learn.opt is not None: self._leave(learn, roll_back=not isinstance(e, _cancels))
                 raise
 

@@ -44,7 +44,8 @@ def test_bad_value_from_outside():
 
 @pytest.mark.skipif(sys.platform=='win32', reason='has no such signal')
 def test_interrupt(tmp_path):
-    with subprocess.Popen([*cmd, '--epochs', '1000', '--precision', 'bf16', '--out', tmp_path], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as p:
+    def _heed(): signal.signal(signal.SIGINT, signal.SIG_DFL) # what a shell has started in the background ignores it, and so do its children
+    with subprocess.Popen([*cmd, '--epochs', '1000', '--precision', 'bf16', '--out', tmp_path], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, preexec_fn=_heed) as p:
         p.stderr.readline() # the first epoch is over
         p.send_signal(signal.SIGINT)
         rest = p.stderr.read().splitlines()

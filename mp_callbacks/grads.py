@@ -7,19 +7,29 @@ Docs: https://example.github.io/mp_callbacks/grads.html.md"""
 # %% auto #0
 __all__ = ['grad_values', 'tensor_norms', 'StepStats', 'check_clip', 'prepare_grads']
 
-# %% ../nbs/02_grads.ipynb #6563b5f9
+# %% ../nbs/02_grads.ipynb #76448051
 import torch
 from math import isfinite
 from numbers import Real
 from typing import NamedTuple
 
-# %% ../nbs/02_grads.ipynb #866df14f
-foreach_norm,foreach_mul_,foreach_add_,foreach_copy_ = torch._foreach_norm,torch._foreach_mul_,torch._foreach_add_,torch._foreach_copy_
+from .dtypes import half_dtypes
+
+# %% ../nbs/02_grads.ipynb #fd7ede83
+foreach_norm,foreach_mul_,foreach_add_,foreach_copy_,foreach_zero_ = (getattr(torch, f'_foreach_{o}') for o in ('norm','mul_','add_','copy_','zero_'))
+flatten_dense = torch._C._nn.flatten_dense_tensors # what `DistributedDataParallel` fills its buckets with: one C++ loop, where `torch.cat` needs a view of each tensor
 
 # %% ../nbs/02_grads.ipynb #d0ad52c9
 def unique(xs):
     "`xs` without those that came before: by identity, in order"
     return list({id(x):x for x in xs}.values())
+
+# %% ../nbs/02_grads.ipynb #4c6971fc
+def version(
+    x, # A tensor, or None
+): # A number that goes up with each operation in place; None for None
+    "The version of `x`. What is done through `x.data` does not count."
+    return None if x is None else x._version
 
 # %% ../nbs/02_grads.ipynb #3e031fe7
 def grad_values(
@@ -41,7 +51,23 @@ def by_kind(
     for i,x in enumerate(xs): res.setdefault((x.device,x.dtype), []).append(i)
     return res
 
-# %% ../nbs/02_grads.ipynb #3fa35e82
+# %% ../nbs/02_grads.ipynb #c373981d
+@torch.no_grad()
+def zero_grads(
+    params, # Parameters; those without a gradient, and repetitions, are passed over
+):
+    "Set the gradients of `params` to zero, and cut them off from whatever computed them"
+    grads = [p.grad for p in unique(params) if p.grad is not None]
+    for g in grads:
+        if g.requires_grad: g.detach_()
+    for idxs in by_kind(grads).values(): foreach_zero_([grads[i] for i in idxs])
+
+# %% ../nbs/02_grads.ipynb #bb26dbd2
+def _norms_of_few(xs, dtype):
+    lengths = torch.tensor([x.numel() for x in xs])
+    return torch.segment_reduce(flatten_dense(xs).to(dtype).square(), 'sum', lengths=lengths, initial=0).sqrt()
+
+# %% ../nbs/02_grads.ipynb #d3570b00
 @torch.no_grad()
 def tensor_norms(
     xs, # Dense real floating tensors
@@ -49,8 +75,11 @@ def tensor_norms(
     "Euclidean norm of each of `xs`, with one device-to-host copy per device"
     norms,parts = torch.zeros(len(xs), dtype=torch.float64),{}
     for (device,dtype),idxs in by_kind(xs).items():
-        res = torch.stack(foreach_norm([xs[i] for i in idxs], 2, dtype=torch.promote_types(dtype, torch.float32)))
-        parts.setdefault(device, []).append((idxs,res))
+        dtype = torch.promote_types(dtype, torch.float32)
+        few = [i for i in idxs if xs[i].numel()<256] if device.type=='cpu' else []
+        many = [i for i in idxs if xs[i].numel()>=256] if few else idxs
+        if many: parts.setdefault(device, []).append((many, torch.stack(foreach_norm([xs[i] for i in many], 2, dtype=dtype))))
+        if few:  parts.setdefault(device, []).append((few, _norms_of_few([xs[i] for i in few], dtype)))
     for o in parts.values(): norms[[i for idxs,_ in o for i in idxs]] = torch.cat([res for _,res in o]).cpu().double()
     return norms
 
@@ -71,7 +100,7 @@ def check_clip(clip):
     if isinstance(clip, bool) or not isinstance(clip, Real) or not isfinite(clip) or clip<=0:
         raise ValueError(f"clip={clip!r} must be positive. Use clip=None for no clipping.")
 
-# %% ../nbs/02_grads.ipynb #b98f39dc
+# %% ../nbs/02_grads.ipynb #c83eb863
 def prepare_grads(
     params, # Parameters whose `.grad` the optimizer is about to use; those without a gradient, and repetitions, are passed over
     scale:float=1., # Loss scale that the gradients carry
@@ -92,5 +121,8 @@ def prepare_grads(
     if clip is not None: mult *= min(1., clip/(norm+1e-6))
     if mult!=1:
         with torch.no_grad():
-            for idxs in by_kind(grads).values(): foreach_mul_([grads[i] for i in idxs], mult)
+            for (device,dtype),idxs in by_kind(grads).items():
+                # on a CPU a number is made a tensor for every gradient anew, which takes five times as long as the product; but a half-precision gradient would round that tensor
+                by = torch.tensor(mult, dtype=dtype) if device.type=='cpu' and dtype not in half_dtypes else mult
+                foreach_mul_([grads[i] for i in idxs], by)
     return StepStats(step, scale, norm, True, norms)

@@ -10,7 +10,7 @@ __all__ = ['batch_norm_modules', 'norm_modules', 'is_norm', 'kept_modules', 'For
            'convert_network', 'get_master', 'to_master_grads', 'to_model_params', 'test_overflow', 'grad_overflow',
            'copy_clone']
 
-# %% ../nbs/03_master.ipynb #71248e4f
+# %% ../nbs/03_master.ipynb #16f773e5
 import torch
 from fnmatch import fnmatchcase
 from functools import lru_cache,partial,update_wrapper
@@ -21,7 +21,7 @@ from torch.nn.parallel import DataParallel,DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from .dtypes import as_dtype,cast_tree,half_dtypes
-from .grads import foreach_add_,foreach_copy_,unique
+from .grads import foreach_add_,foreach_copy_,unique,version
 
 # %% ../nbs/03_master.ipynb #068b963a
 batch_norm_modules = (nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d,nn.SyncBatchNorm)
@@ -179,7 +179,7 @@ def lendable(
     if slots: return kept,slots
     raise ValueError(f"Everything in this {type(model).__name__} that has float32 parameters stays float32, so nothing is left to compute in half precision. Keep less, or use to_fp32().")
 
-# %% ../nbs/03_master.ipynb #8989786e
+# %% ../nbs/03_master.ipynb #1b58f8fc
 class MasterWeights:
     """Low-precision copies of the parameters of `model`, to be lent to it while it computes
 
@@ -191,7 +191,7 @@ class MasterWeights:
         dtype:torch.dtype|str=torch.float16, # Half-precision dtype of the copies
         keep=is_norm, # What stays float32, see `kept_modules`
     ):
-        self.model,self.dtype,self.keep,self.lent = model,as_dtype(dtype),keep,False
+        self.model,self.dtype,self.keep,self.lent,self._zeroed = model,as_dtype(dtype),keep,False,{}
         if self.dtype not in half_dtypes: raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. Without a copy in half precision there is nothing to lend.")
         self._plan()
 
@@ -260,15 +260,26 @@ class MasterWeights:
         # A recurrent layer remembers its weights in a list that only its own `__setattr__` keeps up to date, and it has no other name
         for m in self.rnns: m._flat_weights = [getattr(m, n, None) for n in m._flat_weights_names]
 
+    def zeroed(self, params):
+        "Be told that the gradients of `params` have just been set to zero"
+        self._zeroed = {id(p):(p.grad,version(p.grad)) for p in params}
+
+    def _is_zero(self, p):
+        g,v = self._zeroed.get(id(p), (None,None))
+        return g is not None and p.grad is g and version(g)==v
+
     @torch.no_grad()
     def pull_grads(self):
         "Add the gradients of the copies, in float32, to those of the real parameters, and take them away from the copies"
-        pairs = [(p,c) for p,c in zip(self.params,self.copies) if c.grad is not None and p.requires_grad] # it may have been frozen after the forward pass
-        dense = [(p,c) for p,c in pairs if not c.grad.is_sparse]
-        new = [torch.empty_like(c.grad, dtype=torch.float32) for _,c in dense]
-        if dense: foreach_copy_(new, [c.grad for _,c in dense])
-        new = [(p,g) for (p,_),g in zip(dense,new)] + [(p,c.grad.float()) for p,c in pairs if c.grad.is_sparse]
-        for _,c in pairs: c.grad = None
+        pairs = [(p,c.grad) for p,c in zip(self.params,self.copies) if c.grad is not None and p.requires_grad] # it may have been frozen after the forward pass
+        for c in self.copies: c.grad = None
+        zeros = {id(p) for p,g in pairs if self._is_zero(p) and not g.is_sparse and not p._backward_hooks}
+        self._zeroed = {}
+        if over := [(p,g) for p,g in pairs if id(p) in zeros]: foreach_copy_([p.grad for p,_ in over], [g for _,g in over])
+        dense = [(p,g) for p,g in pairs if id(p) not in zeros and not g.is_sparse]
+        new = [torch.empty_like(g, dtype=torch.float32) for _,g in dense]
+        if dense: foreach_copy_(new, [g for _,g in dense])
+        new = [(p,g) for (p,_),g in zip(dense,new)] + [(p,g.float()) for p,g in pairs if g.is_sparse]
         new = [(p,_run_hooks(p, g)) for p,g in new]
         add = [(p,g) for p,g in new if p.grad is not None]
         if add: foreach_add_([p.grad for p,_ in add], [g for _,g in add])

@@ -7,13 +7,14 @@ Docs: https://example.github.io/mp_callbacks/recorder.html.md"""
 # %% auto #0
 __all__ = ['PrecisionRecorder']
 
-# %% ../nbs/11_recorder.ipynb #6ba7c916
+# %% ../nbs/11_recorder.ipynb #09cd57de
 import matplotlib.pyplot as plt
 import pandas as pd
-from fastai.callback.core import Callback
 
-# %% ../nbs/11_recorder.ipynb #3995f954
-class PrecisionRecorder(Callback):
+from .callback import LeanCallback
+
+# %% ../nbs/11_recorder.ipynb #47fa663f
+class PrecisionRecorder(LeanCallback):
     "Remember the loss scale, the gradient norm and the fate of every step"
     order,_cols = 55,('step','scale','norm','finite','skipped')
     _seen,_cancelled = None,False

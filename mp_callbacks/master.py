@@ -10,11 +10,11 @@ __all__ = ['batch_norm_modules', 'norm_modules', 'is_norm', 'kept_modules', 'For
            'convert_network', 'get_master', 'to_master_grads', 'to_model_params', 'test_overflow', 'grad_overflow',
            'copy_clone']
 
-# %% ../nbs/03_master.ipynb #16f773e5
-import torch
+# %% ../nbs/03_master.ipynb #af9ee93c
+import re,torch
 from fnmatch import fnmatchcase
 from functools import lru_cache,partial,update_wrapper
-import re
+from itertools import repeat
 from fastcore.foundation import L
 from torch import nn
 from torch.nn.parallel import DataParallel,DistributedDataParallel
@@ -179,7 +179,7 @@ def lendable(
     if slots: return kept,slots
     raise ValueError(f"Everything in this {type(model).__name__} that has float32 parameters stays float32, so nothing is left to compute in half precision. Keep less, or use to_fp32().")
 
-# %% ../nbs/03_master.ipynb #1b58f8fc
+# %% ../nbs/03_master.ipynb #e8b46cad
 class MasterWeights:
     """Low-precision copies of the parameters of `model`, to be lent to it while it computes
 
@@ -191,7 +191,7 @@ class MasterWeights:
         dtype:torch.dtype|str=torch.float16, # Half-precision dtype of the copies
         keep=is_norm, # What stays float32, see `kept_modules`
     ):
-        self.model,self.dtype,self.keep,self.lent,self._zeroed = model,as_dtype(dtype),keep,False,{}
+        self.model,self.dtype,self.keep,self.lent = model,as_dtype(dtype),keep,False
         if self.dtype not in half_dtypes: raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. Without a copy in half precision there is nothing to lend.")
         self._plan()
 
@@ -203,6 +203,7 @@ class MasterWeights:
         self.copies = [nn.Parameter(torch.empty_like(p, dtype=self.dtype, requires_grad=False), requires_grad=p.requires_grad) for p in self.params]
         copy_of = {id(p):c for p,c in zip(self.params,self.copies)}
         self.slots = [(d,n,p,copy_of[id(p)]) for d,n,p in slots]
+        self._zeroed = []
         self.rnns = [m for m in self.modules if isinstance(m, nn.RNNBase)]
         self.wrappers = [ForwardWrapper(m, partial(kept_forward, self.device_type, self.dtype, is_norm(n,m))) for n,m in self.kept.items()
                          if type(m).forward is not nn.Module.forward and not takes_half(type(m), self.device_type, self.dtype)]
@@ -262,25 +263,26 @@ class MasterWeights:
 
     def zeroed(self, params):
         "Be told that the gradients of `params` have just been set to zero"
-        self._zeroed = {id(p):(p.grad,version(p.grad)) for p in params}
-
-    def _is_zero(self, p):
-        g,v = self._zeroed.get(id(p), (None,None))
-        return g is not None and p.grad is g and version(g)==v
+        ids = {id(p) for p in params}
+        self._zeroed = [(p.grad,version(p.grad)) if id(p) in ids else (None,None) for p in self.params]
 
     @torch.no_grad()
     def pull_grads(self):
         "Add the gradients of the copies, in float32, to those of the real parameters, and take them away from the copies"
-        pairs = [(p,c.grad) for p,c in zip(self.params,self.copies) if c.grad is not None and p.requires_grad] # it may have been frozen after the forward pass
-        for c in self.copies: c.grad = None
-        zeros = {id(p) for p,g in pairs if self._is_zero(p) and not g.is_sparse and not p._backward_hooks}
-        self._zeroed = {}
-        if over := [(p,g) for p,g in pairs if id(p) in zeros]: foreach_copy_([p.grad for p,_ in over], [g for _,g in over])
-        dense = [(p,g) for p,g in pairs if id(p) not in zeros and not g.is_sparse]
+        pairs,over,dense,sparse = [],[],[],[]
+        for p,c,(zero,v) in zip(self.params, self.copies, self._zeroed or repeat((None,None))):
+            if (g := c.grad) is None: continue
+            c.grad = None
+            if not p.requires_grad: continue # it has been frozen after the forward pass
+            pairs.append((p,g))
+            if g.is_sparse: sparse.append((p,g.float()))
+            elif zero is not None and p.grad is zero and version(zero)==v and not p._backward_hooks: over.append((zero,g))
+            else: dense.append((p,g))
+        self._zeroed = []
+        if over: foreach_copy_([o for o,_ in over], [g for _,g in over])
         new = [torch.empty_like(g, dtype=torch.float32) for _,g in dense]
         if dense: foreach_copy_(new, [g for _,g in dense])
-        new = [(p,g) for (p,_),g in zip(dense,new)] + [(p,g.float()) for p,g in pairs if g.is_sparse]
-        new = [(p,_run_hooks(p, g)) for p,g in new]
+        new = [(p,_run_hooks(p, g)) for p,g in [*((p,g) for (p,_),g in zip(dense,new)), *sparse]]
         add = [(p,g) for p,g in new if p.grad is not None]
         if add: foreach_add_([p.grad for p,_ in add], [g for _,g in add])
         for p,g in new:

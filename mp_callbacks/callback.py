@@ -8,12 +8,12 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 __all__ = ['fit_device', 'LeanCallback', 'LoopCallback', 'is_precision', 'PrecisionCallback', 'ModelToHalf', 'check_device',
            'MixedPrecision', 'NativeMixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #e9e6f4a4
+# %% ../nbs/10_callback.ipynb #8ff11f1f
 import math,re,torch
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from numbers import Real
+from numbers import Integral,Real
 from warnings import warn
 
 from fastai.callback.core import *
@@ -22,7 +22,7 @@ from fastai.optimizer import Optimizer
 from fastai.torch_core import default_device
 from torch import nn
 
-from .dtypes import as_dtype,cast_tree,half_dtypes,supports
+from .dtypes import as_dtype,cast_tree,half_dtypes,map_tree,supports
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
 from .grads import check_clip,prepare_grads,unique,version,zero_grads
 from .master import BufferSnapshot,ForwardWrapper,MasterWeights,half_forward,is_norm
@@ -68,7 +68,7 @@ class LoopCallback(LeanCallback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #1210e053
+# %% ../nbs/10_callback.ipynb #3746705f
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -86,14 +86,14 @@ class PrecisionCallback(LoopCallback):
     order,name = 10,'mixed_precision' # fastai's own callbacks are ordered around it, and `load_learner` looks for the name
     _window = dict(_open=False, _pending=None, _unscaled=False, _stashed=False, _before=None, _outside=(), _batch_outside=(), _checked=()) # what there is between two steps
     _stateattrs = LoopCallback._stateattrs+('_snapshot','_strangers',*_window)
-    _snapshot,_strangers,_steps,_skips,clip,warn_skips = None,None,0,0,None,32
+    _snapshot,_strangers,_steps,_skips,_warned_of_inputs,clip,warn_skips = None,None,0,0,False,None,32
     vars().update(_window)
 
     def __init__(self,
         scaling:StaticLossScale|DynamicLossScale, # The loss scale
         max_skips:int, # After how many skipped steps in a row to stop with an error
     ):
-        if isinstance(max_skips, bool) or not isinstance(max_skips, int) or max_skips<1:
+        if isinstance(max_skips, bool) or not isinstance(max_skips, Integral) or max_skips<1:
             raise ValueError(f"max_skips={max_skips!r} must be an int, at least 1. It is the number of skipped steps in a row after which training stops.")
         self._scaling = self._initial = scaling
         self.max_skips = max_skips
@@ -107,17 +107,21 @@ class PrecisionCallback(LoopCallback):
         "The loss scale in force"
         return self._scaling.loss_scale
 
+    def check_model(self, learn): "Raise a `ValueError` if the model of `learn`, or its device, can't be trained like this"
+
     def check(self, learn):
         "Raise a `ValueError` if `learn` can't be trained like this"
         others = [cb for cb in learn.cbs if cb is not self and is_precision(cb)]
         halves = [cb for cb in others if isinstance(cb, ModelToHalf)]
         if len(halves)==1 and isinstance(self, MixedPrecision): others.remove(halves[0])
         if others: raise ValueError(f"{type(self).__name__} and {type(others[0]).__name__} of {type(others[0]).__module__} are both on. Call learn.to_fp16(), to_bf16(), to_native_fp16() or to_native_bf16() instead of adding them: each replaces what was on.")
+        self.check_model(learn)
 
     @contextmanager
     def during_fit(self):
         learn = self.learn
         self.check(learn)
+        self._warned_of_inputs = False
         self._snapshot = self._strangers = None # model and optimizer may be others than in the last fit
         opt,ours = learn.opt,None
         if 'zero_grad' not in vars(opt) and getattr(type(opt), 'zero_grad', None) is Optimizer.zero_grad: opt.zero_grad = ours = partial(self._zero_grad, opt)
@@ -214,12 +218,26 @@ class PrecisionCallback(LoopCallback):
 
     def _skip(self, stats):
         self._undo()
+        self._look_at_inputs()
         if hasattr(self.model, 'reset') and not self.loss.isfinite().all(): self.model.reset() # a hidden state, as in fastai's AWD_LSTM, would keep it for ever
         self._close()
         self._skips += 1
         try: self._speak(stats)
         except BaseException: self.opt.zero_grad(); raise
         raise CancelStepException
+
+    def _look_at_inputs(self):
+        "Warn, once in a fit, if the model was given what float16 turns into infinity"
+        if self._warned_of_inputs or self.half_dtype!=torch.float16: return
+        sizes = []
+        def _size(t):
+            if t.is_floating_point() and t.numel() and t.layout==torch.strided: sizes.append(t.detach().abs().max().item())
+            return t
+        map_tree(_size, self.xb)
+        large = [o for o in sizes if math.isfinite(o) and o>torch.finfo(torch.float16).max]
+        if not large: return
+        self._warned_of_inputs = True
+        warn(f"A step was skipped, and its batch has values up to {max(large):g}, while float16 ends at 65504. Normalize the inputs, keep the first layer in float32 with keep=, or use to_bf16().")
 
     def stepped(self): self._close()
     def after_step(self): self._close() # it may have been cancelled
@@ -253,12 +271,13 @@ class PrecisionCallback(LoopCallback):
         scaling = self._scaling.load_state_dict(state) if 'counter' in state else self._scaling # a static scale has nothing to hand on
         self._scaling,self._steps,self._skips = scaling,int(state.get('steps', 0)),int(state.get('skips', 0))
 
-# %% ../nbs/10_callback.ipynb #acdb92a9
+# %% ../nbs/10_callback.ipynb #642c84f1
 class ModelToHalf(LoopCallback):
-    "Let the model compute with copies of its weights in `dtype`, from `before_batch` to `after_backward`. Needs `MixedPrecision` to train."
+    "Let the model compute with copies of its weights in `dtype`, in the forward and the backward pass. Needs `MixedPrecision` to train."
     order = PrecisionCallback.order-1
-    _stateattrs = LoopCallback._stateattrs+('masters','_fresh','_borrowed')
+    _stateattrs = LoopCallback._stateattrs+('masters','_fresh','_borrowed','_used')
     masters,_borrowed = None,False
+    _used = False # has a forward pass computed with the copies, whose backward pass is not over yet?
     _fresh = None # are the copies those of the weights? None: nobody knows, for this is not a validation pass
 
     def __init__(self,
@@ -286,15 +305,20 @@ class ModelToHalf(LoopCallback):
         if not self._partner() or not self.looped(): return
         if self.masters is None or self.masters.model is not self.model: self.masters = MasterWeights(self.model, self.dtype, self.keep)
         if self.masters.lent: return
-        if self.training or not self._fresh: self.masters.push_weights()
-        if self._fresh is False and not self.training: self._fresh = True
+        if not self._used: # a prediction in the middle of a batch finds the copies as they are
+            if self.training or not self._fresh: self.masters.push_weights()
+            if self._fresh is False and not self.training: self._fresh = True
+        if self.training: self._used = True
         self.masters.lend()
 
-    def after_loss(self):
-        if not self.training: self._give_back()
+    def after_pred(self): self._give_back()
+
+    def before_backward(self):
+        if self._used: self.masters.lend() # checkpointed layers compute again
 
     def after_backward(self):
-        if self.masters is not None and self.masters.lent: self.masters.pull_grads()
+        if self._used: self.masters.pull_grads()
+        self._used = False
         self._give_back()
 
     def _give_back(self):
@@ -302,34 +326,36 @@ class ModelToHalf(LoopCallback):
 
     @contextmanager
     def during_batch(self):
-        outer,self._borrowed = self._borrowed,self.masters is not None and self.masters.lent # a prediction inside a batch leaves the copies where they are
+        outer,self._borrowed = (self._borrowed,self._used),self.masters is not None and self.masters.lent # a prediction inside a batch leaves the copies where they are
         with super().during_batch():
             try: yield
             except BaseException: self._fresh = None; raise
-            finally: self._give_back(); self._borrowed = outer
+            finally: self._give_back(); self._borrowed,self._used = outer
 
-# %% ../nbs/10_callback.ipynb #3d5929d8
+# %% ../nbs/10_callback.ipynb #2b4e78ff
 def check_device(
     device:torch.device, # Where the model is to compute
     dtype:torch.dtype, # In which half precision
 ):
     "Raise a `ValueError` if `device` can't compute in `dtype`, and warn if it does so only by emulation"
     if torch.amp.is_autocast_available(device.type):
-        if supports(device, dtype): return
+        if supports(device, dtype):
+            if device.type=='cuda' and dtype==torch.float16 and 'GTX 16' in (name := torch.cuda.get_device_name(device)): warn(f"float16 convolutions on a {name} are known to return nan. If steps are skipped in a row, use to_fp32().")
+            return
         if device.type=='cuda' and dtype==torch.bfloat16 and torch.cuda.is_bf16_supported(): return warn(f"{torch.cuda.get_device_name(device)} emulates bfloat16, which is slow. Use to_fp16() or to_native_fp16().")
     raise ValueError(f"device={device} doesn't compute in {dtype}. Use learn.to_fp32(), or put the learner's dls and model on a device that does.")
 
-# %% ../nbs/10_callback.ipynb #a99ef18c
-def _dynamic(names, *args, **kwargs):
-    "A `DynamicLossScale` whose errors call its fields by `names`"
-    try: return DynamicLossScale(*args, **kwargs)
+# %% ../nbs/10_callback.ipynb #b996a78c
+def _renamed(names, f, *args, **kwargs):
+    "`f(*args, **kwargs)`, whose errors call its arguments by `names`"
+    try: return f(*args, **kwargs)
     except ValueError as e: raise ValueError(re.sub('|'.join(rf'\b{o}\b' for o in names), lambda m: names[m[0]], str(e))) from None
 
 def _check_bools(**kwargs):
     for k,v in kwargs.items():
         if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
 
-# %% ../nbs/10_callback.ipynb #5c968c62
+# %% ../nbs/10_callback.ipynb #5650fb90
 class MixedPrecision(PrecisionCallback):
     """Loss scaling and checked steps on float32 weights. With `ModelToHalf`: training in mixed precision
 
@@ -348,9 +374,9 @@ class MixedPrecision(PrecisionCallback):
     ):
         check_clip(clip)
         _check_bools(flat_master=flat_master, dynamic=dynamic)
-        scaling = as_loss_scale(loss_scale)
-        names = dict(loss_scale='max_loss_scale', period='scale_wait', factor='div_factor')
-        if dynamic and isinstance(loss_scale, Real): scaling = _dynamic(names, max_loss_scale, period=scale_wait, factor=div_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        scaling,names = as_loss_scale(loss_scale),dict(loss_scale='max_loss_scale', period='scale_wait', factor='div_factor')
+        moving = _renamed(names, DynamicLossScale, max_loss_scale, period=scale_wait, factor=div_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        if dynamic and isinstance(loss_scale, Real): scaling = moving
         super().__init__(scaling, max_skips)
         self.flat_master,self.clip = flat_master,clip
 
@@ -371,6 +397,11 @@ class MixedPrecision(PrecisionCallback):
         params = super()._zero_grad(opt)
         if (half := self._half()) is not None: half.zeroed(params)
 
+    @property
+    def half_dtype(self):
+        "What the model computes in, if not in float32"
+        return next((cb.dtype for cb in self.learn.cbs if isinstance(cb, ModelToHalf)), None)
+
     def _half(self): return next((cb.masters for cb in self.learn.cbs if isinstance(cb, ModelToHalf)), None)
 
     @property
@@ -385,7 +416,7 @@ class MixedPrecision(PrecisionCallback):
         copies = {} if half is None else {id(p):c for p,c in zip(half.params,half.copies)}
         return [[copies.get(id(p), p) for p in pg] for pg in self.master_pgs]
 
-# %% ../nbs/10_callback.ipynb #03f4db31
+# %% ../nbs/10_callback.ipynb #269be24f
 class NativeMixedPrecision(PrecisionCallback):
     """Mixed precision by `torch.autocast` and, for float16, `torch.amp.GradScaler`, whose defaults these are
 
@@ -409,11 +440,16 @@ class NativeMixedPrecision(PrecisionCallback):
         if self.dtype not in half_dtypes: raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. Use learn.to_fp32() for float32.")
         _check_bools(enabled=enabled)
         names = dict(loss_scale='init_scale', period='growth_interval', factor='growth_factor', backoff='backoff_factor')
-        if isinstance(init_scale, Real): init_scale = _dynamic(names, init_scale, period=growth_interval, factor=growth_factor, backoff=backoff_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
-        super().__init__(as_loss_scale(init_scale) if enabled and self.dtype==torch.float16 else StaticLossScale(), max_skips)
+        if isinstance(init_scale, Real): init_scale = _renamed(names, DynamicLossScale, init_scale, period=growth_interval, factor=growth_factor, backoff=backoff_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        scaling = _renamed(names, as_loss_scale, init_scale)
+        super().__init__(scaling if enabled and self.dtype==torch.float16 else StaticLossScale(), max_skips)
 
-    def check(self, learn):
-        super().check(learn)
+    @property
+    def half_dtype(self):
+        "What the model computes in"
+        return self.dtype
+
+    def check_model(self, learn):
         check_device(fit_device(learn), self.dtype)
         rnn = next((type(m).__name__ for m in learn.model.modules() if isinstance(m, nn.RNNBase)), None)
         if rnn and self.dtype==torch.float16 and fit_device(learn).type=='cpu': raise ValueError(f"PyTorch has no {rnn} in float16 on a CPU. Use to_native_bf16(), or to_fp16(), which keeps it in float32.")

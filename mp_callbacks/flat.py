@@ -68,7 +68,7 @@ def _key(p, group, state):
 
 def _alone(p, hyper): return p.device.type=='cpu' and (p.dtype in half_dtypes or bool(hyper.get('beta')))
 
-# %% ../nbs/07_flat.ipynb #ac89c064
+# %% ../nbs/07_flat.ipynb #635cb794
 def same_objects(xs, ys):
     "Do `xs` and `ys` hold the very same objects?"
     return len(xs)==len(ys) and all(map(is_, xs, ys))

@@ -66,7 +66,7 @@ def _remove_one(self, cb):
 _remove_one.plain = _remove_cb
 Learner.remove_cb = _remove_one
 
-# %% ../nbs/13_learner.ipynb #dada1f12
+# %% ../nbs/13_learner.ipynb #5bfafdef
 def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
 
 def _remove_precision(learn):
@@ -79,6 +79,7 @@ def _remove_precision(learn):
 def _set_precision(learn, dtype, new, half=None):
     check_device(fit_device(learn), dtype)
     check_float32(learn.model)
+    new.check_model(learn)
     if half is not None: lendable(learn.model, dtype, half.keep)
     old = _precision(learn)
     state = getattr(learn, '_precision_state', None) if old is None else old.precision_state() if old.same_settings(new) else None
@@ -89,7 +90,7 @@ def _set_precision(learn, dtype, new, half=None):
     return learn
 
 def _warn_cpu(learn):
-    if fit_device(learn).type=='cpu': warn("float16 on a CPU works, but slowly: convolutions took about 300 times as long as in float32 where we measured. Use to_bf16() or to_native_bf16().")
+    if fit_device(learn).type=='cpu': warn("float16 on a CPU works, but slowly, and convolutions take many times as long as in float32. Use to_bf16() or to_native_bf16().")
 
 # %% ../nbs/13_learner.ipynb #59c7c84e
 @patch
@@ -158,7 +159,7 @@ def to_native_bf16(self:Learner,
     "Train with autocast to bfloat16. Raises `ValueError` if the learner's device can't do it; then nothing has changed."
     return _set_precision(self, torch.bfloat16, NativeMixedPrecision(dtype=torch.bfloat16, max_skips=max_skips))
 
-# %% ../nbs/13_learner.ipynb #942b8171
+# %% ../nbs/13_learner.ipynb #493055c0
 @patch
 def to_fp32(self:Learner)->Learner: # The same learner
     "Train in plain float32, whatever was on"
@@ -167,6 +168,7 @@ def to_fp32(self:Learner)->Learner: # The same learner
     vars(self).pop('step_stats', None)
     return self
 
+# %% ../nbs/13_learner.ipynb #b1b7b3b7
 _to_contiguous = getattr(Learner.to_contiguous, 'plain', Learner.to_contiguous)
 
 @wraps(_to_contiguous)
@@ -177,7 +179,19 @@ def _to_contiguous_fp32(self, to_fp32=False):
 _to_contiguous_fp32.plain = _to_contiguous
 Learner.to_contiguous = _to_contiguous_fp32
 
-# the names of older versions of fastai, and of the callbacks that it has beside its native ones
+_to_channelslast = getattr(Learner.to_channelslast, 'plain', Learner.to_channelslast)
+
+@wraps(_to_channelslast)
+def _to_channelslast_native(self, use_amp=True, amp_mode='fp16', **kwargs):
+    if use_amp and not any(map(is_precision, self.cbs)):
+        if getattr(amp_mode, 'value', amp_mode)=='bf16': self.to_native_bf16(**kwargs)
+        else: self.to_native_fp16(**kwargs)
+    _to_channelslast(self, use_amp=False)
+    return self
+
+_to_channelslast_native.plain = _to_channelslast
+Learner.to_channelslast = _to_channelslast_native
+
 Learner.to_native_fp32 = Learner.to_non_native_fp32 = Learner.to_fp32
 Learner.to_non_native_fp16 = Learner.to_fp16
 

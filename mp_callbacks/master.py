@@ -148,7 +148,7 @@ def takes_half(
         return y.dtype==dtype and x.grad.dtype==dtype
     except RuntimeError: return False
 
-# %% ../nbs/03_master.ipynb #0efde42c
+# %% ../nbs/03_master.ipynb #4812bf6c
 def check_float32(
     model:nn.Module, # The model to train in mixed precision
 )->list: # Its float32 parameters
@@ -156,7 +156,8 @@ def check_float32(
     res = [p for p in model.parameters() if p.dtype==torch.float32]
     if res: return res
     dtypes = sorted({str(p.dtype) for p in model.parameters()})
-    raise ValueError(f"This {type(model).__name__} has no float32 parameters ({', '.join(dtypes) or 'it has none at all'}). Mixed precision starts from a float32 model: call model.float() first.")
+    if not any(p.is_floating_point() for p in model.parameters()): raise ValueError(f"This {type(model).__name__} has no floating parameters ({', '.join(dtypes) or 'it has none at all'}), so there is nothing to compute in half precision. Use to_fp32().")
+    raise ValueError(f"This {type(model).__name__} has no float32 parameters ({', '.join(dtypes)}). Mixed precision starts from a float32 model: call model.float() first.")
 
 def lendable(
     model:nn.Module, # A model with float32 parameters
@@ -179,7 +180,7 @@ def lendable(
     if slots: return kept,slots
     raise ValueError(f"Everything in this {type(model).__name__} that has float32 parameters stays float32, so nothing is left to compute in half precision. Keep less, or use to_fp32().")
 
-# %% ../nbs/03_master.ipynb #e8b46cad
+# %% ../nbs/03_master.ipynb #628ab51a
 class MasterWeights:
     """Low-precision copies of the parameters of `model`, to be lent to it while it computes
 
@@ -221,7 +222,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def push_weights(self):
-        "Round the real weights into the copies"
+        "Round the real weights into the copies, for a new batch"
+        for c in self.copies: c.grad = None # a backward pass that was interrupted may have left some
         foreach_copy_(self.copies, self.params)
 
     def lend(self):
@@ -229,7 +231,6 @@ class MasterWeights:
         if self.lent: return
         if not self._in_place(): self._plan(); self.push_weights()
         self.lent = True
-        for c in self.copies: c.grad = None # a backward pass that was interrupted may have left some
         self._mirror()
         for d,n,_,c in self.slots: d[n] = c
         for o in self.wrappers: o.install()

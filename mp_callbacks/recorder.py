@@ -13,7 +13,7 @@ import pandas as pd
 
 from .callback import LeanCallback
 
-# %% ../nbs/11_recorder.ipynb #47fa663f
+# %% ../nbs/11_recorder.ipynb #53350796
 class PrecisionRecorder(LeanCallback):
     "Remember the loss scale, the gradient norm and the fate of every step"
     order,_cols = 55,('step','scale','norm','finite','skipped')
@@ -41,7 +41,7 @@ class PrecisionRecorder(LeanCallback):
         if ax is None: _,ax = plt.subplots(figsize=(7,3))
         log = self.log
         ax.step(log.index, log.scale, where='post')
-        bad = log[log.skipped]
+        bad = log[log.skipped.astype(bool)] # an empty column is no mask
         ax.plot(bad.index, bad.scale, 'x', color='tab:red', label=f'{len(bad)} skipped')
         ax.set(xlabel='step', ylabel='loss scale')
         ax.set_yscale('log', base=2)

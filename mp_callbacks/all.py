@@ -7,6 +7,7 @@ from .grads import *
 from .master import *
 from .functional import *
 from .flat import *
+from .syncs import *
 from .callback import *
 from .recorder import *
 from .learner import *

@@ -114,7 +114,7 @@ class _Whereabouts:
         if func is aten.lift_fresh.default: return self.put(_tensors(res), True)
         self.put([o for o in _tensors(res) if not any(o is i for i in ins)], bool(ins) and self.all_on_host(ins))
 
-# %% ../nbs/08_syncs.ipynb #3902215d
+# %% ../nbs/08_syncs.ipynb #5597dbf4
 class _Ops(TorchDispatchMode, _Audits):
     "Tells `audit` of operations that wait"
     def __init__(self, audit): super().__init__(); self.audit = audit
@@ -131,25 +131,26 @@ class _Ops(TorchDispatchMode, _Audits):
         return res
 
 _from_numbers = 'tensor','as_tensor','asarray','new_tensor'
-_copying      = 'cpu','numpy','tolist','__array__','to',*_from_numbers
+_reads        = 'cpu','numpy','tolist','__array__','__repr__'
+_copying      = 'to',*_reads,*_from_numbers
 
 class _Calls(TorchFunctionMode, _Audits):
     "Tells `audit` of calls that would copy if the CPU were an accelerator"
     def __init__(self, audit): super().__init__(); self.audit = audit
 
-    def _journey(self, name, ins, args, kwargs):
+    def _journey(self, name, ins, args, kwargs, by_torch):
         "Where is what a call takes, and where what it gives? True: on the host"
-        where,dest = self.audit.whereabouts,kwargs.get('device')
-        if name=='new_tensor': return True,dest is None and where.on_host(args[0])
-        if not ins: return dest is None or name in _from_numbers,dest is None
-        source = where.on_host(args[0]) if name=='to' else where.all_on_host(ins)
-        if name in ('cpu','numpy','tolist','__array__'): return source,True
+        on_host,dest = self.audit.whereabouts.on_host,kwargs.get('device')
         if name=='to': dest = next((o for o in (*args[1:],*kwargs.values()) if isinstance(o, (Tensor,torch.device,str))), None)
-        return source,source if dest is None else isinstance(dest, Tensor) and where.on_host(dest)
+        if dest is not None: dest = on_host(dest) if isinstance(dest, Tensor) else by_torch and dest=='cpu' # which means the host in PyTorch's own code
+        if name=='new_tensor': return True,on_host(args[0]) if dest is None else dest
+        if not ins: return name in _from_numbers or dest is not False,dest is not False # made from numbers, or in place
+        source = on_host(args[0]) if name=='to' else self.audit.whereabouts.all_on_host(ins)
+        return source,True if name in _reads else source if dest is None else dest
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         where,kwargs,name,ins = self.audit.whereabouts,kwargs or {},getattr(func, '__name__', ''),_tensors(args, kwargs)
-        source,dest = self._journey(name, ins, args, kwargs)
+        source,dest = self._journey(name, ins, args, kwargs, sys._getframe(1).f_code.co_filename.startswith(_theirs))
         copies = name in _copying and source!=dest
         if copies and (name!='to' or _waits(args, kwargs)): self.audit.add(name)
         res = func(*args, **kwargs)

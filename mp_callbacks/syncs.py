@@ -7,10 +7,11 @@ Docs: https://example.github.io/mp_callbacks/syncs.html.md"""
 # %% auto #0
 __all__ = ['HostSync', 'needs_host', 'SyncAuditor']
 
-# %% ../nbs/08_syncs.ipynb #3110b1c4
+# %% ../nbs/08_syncs.ipynb #4b222d62
 import linecache,os,sys,torch,warnings
 from collections import Counter
-from contextlib import ExitStack,contextmanager
+from contextlib import ExitStack
+from threading import get_ident
 from typing import NamedTuple
 from torch import Tensor
 from torch.nn import Parameter
@@ -42,7 +43,7 @@ class HostSync(NamedTuple):
         "Callback and event, or the function if there is no callback"
         return f'{self.callback}.{self.event}' if self.callback else self.function
 
-# %% ../nbs/08_syncs.ipynb #3e93b56f
+# %% ../nbs/08_syncs.ipynb #8ed7dccb
 class _Audits: "What is part of the auditor"
 
 _theirs = os.path.dirname(torch.__file__)+os.sep,warnings.__file__
@@ -50,20 +51,28 @@ _relays = '__torch_function__','__torch_dispatch__' # through which a tensor sub
 
 def _passed_over(f):
     "Is there nothing to learn from the frame `f`, for it is PyTorch's or the auditor's?"
-    return f.f_code.co_filename.startswith(_theirs) or f.f_code.co_name in _relays or isinstance(f.f_locals.get('self'), _Audits)
+    return f.f_code is _frames.__code__ or f.f_code is _place.__code__ or f.f_code.co_filename.startswith(_theirs) or f.f_code.co_name in _relays or isinstance(f.f_locals.get('self'), _Audits)
 
-def _place():
-    "File, line, function, callback and event of the code that is running"
-    f = sys._getframe(1)
-    while f.f_back and _passed_over(f): f = f.f_back
-    place,cb,event = (f.f_code.co_filename, f.f_lineno, f.f_code.co_name),None,''
-    while f:
+def _frames(thread):
+    "The frames of the running code, innermost first. A backward pass may run in a thread of PyTorch's own, which begins nowhere: then on with those of `thread`."
+    f,last = sys._getframe(1),None
+    while f: yield f; f,last = f.f_back,f
+    if get_ident()==thread or last.f_code.co_name=='_bootstrap': return # as a thread made in Python begins
+    f = sys._current_frames().get(thread)
+    while f: yield f; f = f.f_back
+
+def _place(thread):
+    "File, line, function, callback and event of the code that is running for `thread`"
+    place,cb,event = ('',0,''),None,''
+    for f in _frames(thread):
         o,name = f.f_locals.get('self'),f.f_code.co_name
+        if not place[0]:
+            if _passed_over(f): continue
+            place = f.f_code.co_filename,f.f_lineno,name
         if cb is None and any(c.__name__=='Callback' for c in type(o).__mro__): cb = o
         if cb is not None and o is cb:
             if name=='__call__': break # which is how a callback is told of an event: further out is another one
             event = name
-        f = f.f_back
     return *place,'' if cb is None else type(cb).__name__,event
 
 # %% ../nbs/08_syncs.ipynb #421d3055
@@ -158,32 +167,37 @@ class _Calls(TorchFunctionMode, _Audits):
         where.put([o for o in _tensors(res) if not any(o is i for i in ins)], dest)
         return res
 
-# %% ../nbs/08_syncs.ipynb #20656ef0
+# %% ../nbs/08_syncs.ipynb #fc8b6ced
 _message = 'synchronizing CUDA operation'
 
-@contextmanager
-def _cuda_warnings(audit):
-    "Tell `audit` when CUDA makes the host wait"
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-        def showwarning(message, *args, **kwargs):
-            if _message in str(message): audit.add('cuda', 'cuda')
-            if _message not in str(message) or before: show(message, *args, **kwargs) # somebody further out listens too
-        warnings.showwarning = showwarning
-        warnings.filterwarnings('always', f'.*{_message}')
-        warnings.filterwarnings('ignore', 'Synchronization debug mode') # that it is a prototype
-        try:
+class _Warnings(_Audits):
+    "While open, tells `audit` when CUDA makes the host wait, and hands on all other warnings"
+    def __init__(self, audit): self.audit = audit
+
+    def __enter__(self):
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            self.before,self.show = torch.cuda.get_sync_debug_mode(),warnings.showwarning
+            stack.callback(torch.cuda.set_sync_debug_mode, self.before)
+            warnings.showwarning = self.showwarning
+            warnings.filterwarnings('always', f'.*{_message}')
+            warnings.filterwarnings('ignore', 'Synchronization debug mode') # that it is a prototype
             torch.cuda.set_sync_debug_mode('warn')
-            yield
-        finally: torch.cuda.set_sync_debug_mode(before)
+            self.stack = stack.pop_all()
+
+    def __exit__(self, *args): self.stack.close()
+
+    def showwarning(self, message, *args, **kwargs):
+        is_sync = _message in str(message)
+        if is_sync: self.audit.add('cuda', 'cuda')
+        if not is_sync or self.before: self.show(message, *args, **kwargs) # if the mode was on already, somebody else listens too
 
 # %% ../nbs/08_syncs.ipynb #3b7009f1
 def _has_accelerator(): return torch.cuda.is_available() or torch.backends.mps.is_available() or torch.xpu.is_available()
 
 def _plural(n, what): return f'{n} {what}' if n==1 else f'{n} {what}s'
 
-# %% ../nbs/08_syncs.ipynb #96e7fbcc
+# %% ../nbs/08_syncs.ipynb #50450814
 class SyncAuditor(_Audits):
     """A context manager that lists in `syncs` each host sync of this thread while it is open, with callback and line
 
@@ -192,13 +206,14 @@ class SyncAuditor(_Audits):
         pretend:bool=None, # Report where tensors on the CPU would make the host wait, if they were on an accelerator? None: if this machine has none.
     ):
         if not isinstance(pretend, (bool,type(None))): raise TypeError(f"pretend={pretend!r} must be True, False or None. Use None to pretend where there is no accelerator.")
-        self.syncs,self.names,self._depth,self._open = [],['start'],0,None
+        self.syncs,self.names,self._depth,self._open,self._thread = [],['start'],0,None,get_ident()
         self.whereabouts = _Whereabouts(not _has_accelerator() if pretend is None else pretend)
 
     def __enter__(self):
         if not self._depth:
+            self._thread = get_ident()
             with ExitStack() as stack:
-                if not self.whereabouts.pretend and torch.cuda.is_available(): stack.enter_context(_cuda_warnings(self))
+                if not self.whereabouts.pretend and torch.cuda.is_available(): stack.enter_context(_Warnings(self))
                 if self.whereabouts.pretend: stack.enter_context(_Calls(self))
                 stack.enter_context(_Ops(self))
                 self._open = stack.pop_all()
@@ -220,7 +235,7 @@ class SyncAuditor(_Audits):
         seen:str='op', # Who has noticed
     ):
         "Note a sync in the line that is running. If the auditor has noticed it before CUDA does, it is the same."
-        sync = HostSync(op, *_place(), len(self.names)-1, self.names[-1], seen)
+        sync = HostSync(op, *_place(self._thread), len(self.names)-1, self.names[-1], seen)
         if seen=='cuda':
             for i in reversed(range(len(self.syncs))):
                 o = self.syncs[i]

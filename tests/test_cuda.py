@@ -136,6 +136,34 @@ def test_one_host_sync_per_step(mode, kwargs):
     base,ours = syncs_per_batch('to_fp32'),syncs_per_batch(mode, **kwargs)
     assert all(o-b<=1 for o,b in zip(ours,base)), (ours,base)
 
+def test_auditor_hears_the_debug_mode():
+    x = torch.randn(8, device='cuda', requires_grad=True)
+    y = (x*2).sum()
+    y.register_hook(lambda g: None if g.item()>0 else g) # in a thread of its own
+    before = torch.cuda.get_sync_debug_mode()
+    with SyncAuditor() as audit:
+        for f in (lambda: x.sum().item(), lambda: x.cpu(), lambda: x.detach().nonzero(), lambda: x.detach()[x.detach()>0], y.backward, lambda: x.detach()+1, lambda: x.detach()[1:].exp()):
+            audit.step()
+            f()
+    assert [n>0 for n in audit.by_step('step')]==[True]*5+[False]*2, audit
+    assert [audit.syncs[0].op,audit.syncs[0].seen,audit.syncs[0].function]==['aten._local_scalar_dense','both','<lambda>']
+    assert {o.file for o in audit.syncs}=={__file__}
+    assert torch.cuda.get_sync_debug_mode()==before
+
+@pytest.mark.parametrize('mode', modes)
+def test_auditor_names_the_one_sync_of_ours(mode):
+    class Steps(Callback):
+        order = -200
+        @contextmanager
+        def during_batch(self):
+            audit.step('train' if self.training else 'valid')
+            yield
+            audit.step('between')
+    learn = getattr(get_learner(cbs=Steps()), mode)()
+    with SyncAuditor() as audit: learn.fit(1)
+    ours = [o for o in audit.syncs if o.name=='train' and o.callback in ('ModelToHalf','MixedPrecision','NativeMixedPrecision','PrecisionRecorder')]
+    assert {o.function for o in ours}=={'tensor_norms'} and len(ours)<=audit.names.count('train'), audit
+
 @pytest.mark.parametrize('mode', modes)
 def test_out_of_memory_in_the_forward(mode):
     class Greedy(Callback):

@@ -43,7 +43,7 @@ class HostSync(NamedTuple):
         "Callback and event, or the function if there is no callback"
         return f'{self.callback}.{self.event}' if self.callback else self.function
 
-# %% ../nbs/08_syncs.ipynb #8ed7dccb
+# %% ../nbs/08_syncs.ipynb #2014b6d2
 class _Audits: "What is part of the auditor"
 
 _theirs = os.path.dirname(torch.__file__)+os.sep,warnings.__file__
@@ -51,11 +51,11 @@ _relays = '__torch_function__','__torch_dispatch__' # through which a tensor sub
 
 def _passed_over(f):
     "Is there nothing to learn from the frame `f`, for it is PyTorch's or the auditor's?"
-    return f.f_code is _frames.__code__ or f.f_code is _place.__code__ or f.f_code.co_filename.startswith(_theirs) or f.f_code.co_name in _relays or isinstance(f.f_locals.get('self'), _Audits)
+    return f.f_code.co_filename.startswith(_theirs) or f.f_code.co_name in _relays or isinstance(f.f_locals.get('self'), _Audits)
 
 def _frames(thread):
     "The frames of the running code, innermost first. A backward pass may run in a thread of PyTorch's own, which begins nowhere: then on with those of `thread`."
-    f,last = sys._getframe(1),None
+    f,last = sys._getframe(2),None # that of who asks `_place`
     while f: yield f; f,last = f.f_back,f
     if get_ident()==thread or last.f_code.co_name=='_bootstrap': return # as a thread made in Python begins
     f = sys._current_frames().get(thread)

@@ -1,0 +1,80 @@
+"What a loss may do: look at the weights, call a part of the model or all of it, train one model against another"
+import pytest
+from fastai.vision.gan import GANLearner
+from learners import *
+
+each_mode = pytest.mark.parametrize('mode', modes)
+
+def trained(mode, loss_func, epochs=3, **kwargs):
+    "A learner and how it was made, after a few epochs with `loss_func(learn)`, in `mode` or in float32"
+    learn = get_learner(**kwargs)
+    learn.loss_func = loss_func(learn)
+    if mode: modes[mode](learn)
+    learn.fit(epochs)
+    return learn
+
+def decay(learn):
+    def _loss(pred, y): return F.mse_loss(pred, y) + .1*sum((p-1).pow(2).sum() for p in learn.model.parameters())
+    return _loss
+
+def part(learn):
+    def _loss(pred, y): return F.mse_loss(pred, y) + learn.model[2](torch.ones(4,16)).pow(2).mean()
+    return _loss
+
+def whole(learn):
+    def _loss(pred, y): return F.mse_loss(pred, y) + F.mse_loss(pred, learn.model(torch.ones(len(pred),8)))
+    return _loss
+
+@each_mode
+@pytest.mark.parametrize('loss_func', [decay,part,whole])
+def test_follows_float32(loss_func, mode):
+    start = flat(weights(get_learner()))
+    assert apart(trained(mode, loss_func), trained(None, loss_func), start) < (.1 if 'bf16' in mode else .02)
+
+@each_mode
+def test_sees_float32(mode):
+    "The loss finds the real parameters, and what it asks of them is computed in float32"
+    seen,learn = [],get_learner()
+    real = list(learn.model.parameters())
+    def _loss(pred, y):
+        seen.append([p is q for p,q in zip(learn.model.parameters(),real)])
+        return 1e3*(learn.model[0].weight-1).pow(2).sum() + 0*pred.mean()
+    learn.loss_func,learn.opt_func = _loss,SGD
+    with torch.no_grad(): learn.model[0].weight.fill_(1.001) # bfloat16 takes this for 1
+    modes[mode](learn, **({} if 'bf16' in mode or mode=='fp16_static' else dict(init_scale=1.) if 'native' in mode else dict(max_loss_scale=1.)))
+    learn.fit(1, lr=1e-5)
+    assert all(map(all, seen)) and len(seen)==8
+    torch.testing.assert_close(learn.model[0].weight.detach(), torch.full((16,8), 1+1e-3*(1-2e-2)**4), rtol=0, atol=1e-6)
+
+@each_mode
+def test_checkpointed(mode):
+    "Layers that compute again in the backward pass do so with what they had in the forward pass"
+    from torch.utils.checkpoint import checkpoint
+    class Twice(nn.Module):
+        def __init__(self): super().__init__(); self.body,self.head,self.dtypes = mlp()[:4],mlp()[4],[]
+        def _body(self, x): self.dtypes.append(self.body[0].weight.dtype); return self.body(x)
+        def forward(self, x): return self.head(checkpoint(self._body, x, use_reentrant=False))
+    learn = get_learner(Twice())
+    modes[mode](learn)
+    learn.fit_one_cycle(1)
+    dtypes = learn.model.dtypes
+    assert len(dtypes)==12 and dtypes[0]==dtypes[1] # four batches, twice, and four of validation
+    assert (dtypes[0]==torch.float32) == (mode=='alone' or 'native' in mode)
+
+@each_mode
+def test_gan(mode):
+    "fastai's GANLearner, whose loss calls one of its two models"
+    g = torch.Generator().manual_seed(0)
+    items = [(torch.randn(10, generator=g),torch.rand(3,4,4, generator=g)) for _ in range(32)]
+    def make():
+        torch.manual_seed(1)
+        dls = DataLoaders.from_dsets(items, items, bs=8, device='cpu', num_workers=0, shuffle=False)
+        learn = GANLearner.wgan(dls, nn.Sequential(nn.Linear(10,48),nn.Unflatten(1,(3,4,4))), nn.Sequential(nn.Flatten(),nn.Linear(48,1),nn.Flatten(0)), opt_func=RMSProp)
+        learn.remove_cb(ProgressCallback)
+        learn.logger,learn.gan_trainer.show_img = noop,False
+        return learn
+    ref,learn = make(),modes[mode](make())
+    start = flat(weights(ref))
+    for o in (ref,learn): o.fit(2, 1e-3)
+    assert skipped(learn)==0 if mode!='alone' else True
+    assert apart(learn, ref, start)<.1

@@ -355,7 +355,7 @@ def _check_bools(**kwargs):
     for k,v in kwargs.items():
         if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
 
-# %% ../nbs/10_callback.ipynb #5650fb90
+# %% ../nbs/10_callback.ipynb #8914c816
 class MixedPrecision(PrecisionCallback):
     """Loss scaling and checked steps on float32 weights. With `ModelToHalf`: training in mixed precision
 
@@ -402,7 +402,7 @@ class MixedPrecision(PrecisionCallback):
         "What the model computes in, if not in float32"
         return next((cb.dtype for cb in self.learn.cbs if isinstance(cb, ModelToHalf)), None)
 
-    def _half(self): return next((cb.masters for cb in self.learn.cbs if isinstance(cb, ModelToHalf)), None)
+    def _half(self): return next((cb.masters for cb in getattr(self.learn, 'cbs', ()) if isinstance(cb, ModelToHalf)), None)
 
     @property
     def master_pgs(self):

@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 __all__ = ['fit_device', 'LeanCallback', 'LoopCallback', 'is_precision', 'PrecisionCallback', 'ModelToHalf', 'check_device',
            'MixedPrecision', 'NativeMixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #8ff11f1f
+# %% ../nbs/10_callback.ipynb #f6b4b9da
 import math,re,torch
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,7 +25,7 @@ from torch import nn
 from .dtypes import as_dtype,cast_tree,half_dtypes,map_tree,supports
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
 from .grads import check_clip,prepare_grads,unique,version,zero_grads
-from .master import BufferSnapshot,ForwardWrapper,MasterWeights,half_forward,is_norm
+from .master import BufferSnapshot,ForwardWrapper,MasterWeights,effective_policy,half_forward,is_norm
 from .flat import FlatStep
 
 # %% ../nbs/10_callback.ipynb #f983760f
@@ -271,7 +271,7 @@ class PrecisionCallback(LoopCallback):
         scaling = self._scaling.load_state_dict(state) if 'counter' in state else self._scaling # a static scale has nothing to hand on
         self._scaling,self._steps,self._skips = scaling,int(state.get('steps', 0)),int(state.get('skips', 0))
 
-# %% ../nbs/10_callback.ipynb #642c84f1
+# %% ../nbs/10_callback.ipynb #ba410422
 class ModelToHalf(LoopCallback):
     "Let the model compute with copies of its weights in `dtype`, in the forward and the backward pass. Needs `MixedPrecision` to train."
     order = PrecisionCallback.order-1
@@ -282,10 +282,15 @@ class ModelToHalf(LoopCallback):
 
     def __init__(self,
         dtype:torch.dtype|str=torch.float16, # Half-precision dtype of the copies
-        keep=is_norm, # What stays float32: a module type, name pattern, function of name and module, or a collection of these, see `kept_modules`
+        keep=is_norm, # What stays float32: a module type, name pattern, function of name and module, or a collection of these, see `kept_modules`; or a dict of rules, see [a policy for each module](03_master.ipynb#a-policy-for-each-module)
     ):
         self.dtype,self.keep = as_dtype(dtype),keep
         if self.dtype not in half_dtypes: raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. Use learn.to_fp32() for float32.")
+
+    def policy(self):
+        "What each module of the learner's model computes in, and why: see `effective_policy`"
+        if self.masters is not None and self.masters.lent: raise RuntimeError("In the middle of a batch the model has copies for its parameters. Ask for the policy between batches.")
+        return effective_policy(self.learn.model, self.dtype, self.keep)
 
     def _partner(self): return any(isinstance(cb, MixedPrecision) for cb in self.learn.cbs)
 

@@ -92,7 +92,7 @@ def _set_precision(learn, dtype, new, half=None):
 def _warn_cpu(learn):
     if fit_device(learn).type=='cpu': warn("float16 on a CPU works, but slowly, and convolutions take many times as long as in float32. Use to_bf16() or to_native_bf16().")
 
-# %% ../nbs/13_learner.ipynb #59c7c84e
+# %% ../nbs/13_learner.ipynb #220078d9
 @patch
 def to_fp16(self:Learner,
     loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # The scale if it is not `dynamic`; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
@@ -105,7 +105,7 @@ def to_fp16(self:Learner,
     *,
     min_loss_scale:float=1., # Floor of a dynamic scale
     max_skips:int=250, # After how many skipped steps in a row to stop with an error
-    keep=is_norm, # What stays float32: a module type, name pattern, function of name and module, or a collection of these, see `kept_modules`
+    keep=is_norm, # What stays float32: a module type, name pattern, function of name and module, or a collection of these, see `kept_modules`; or a dict of rules, see [a policy for each module](03_master.ipynb#a-policy-for-each-module)
 )->Learner: # The same learner
     """Train in float16 with float32 master weights and loss scaling
 
@@ -115,14 +115,14 @@ def to_fp16(self:Learner,
     _warn_cpu(self)
     return res
 
-# %% ../nbs/13_learner.ipynb #53d3e87d
+# %% ../nbs/13_learner.ipynb #d96402f5
 @patch
 def to_bf16(self:Learner,
     flat_master:bool=False, # Step on one flat tensor per parameter group instead of on each parameter?
     clip:float=None, # Largest norm of all gradients together
     *,
     max_skips:int=250, # After how many skipped steps in a row to stop with an error
-    keep=is_norm, # What stays float32: a module type, name pattern, function of name and module, or a collection of these, see `kept_modules`
+    keep=is_norm, # What stays float32: a module type, name pattern, function of name and module, or a collection of these, see `kept_modules`; or a dict of rules, see [a policy for each module](03_master.ipynb#a-policy-for-each-module)
 )->Learner: # The same learner
     """Train in bfloat16 with float32 master weights
 

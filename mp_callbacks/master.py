@@ -6,21 +6,23 @@ Docs: https://example.github.io/mp_callbacks/master.html.md"""
 
 # %% auto #0
 __all__ = ['batch_norm_modules', 'norm_modules', 'is_norm', 'kept_modules', 'ForwardWrapper', 'half_forward', 'kept_forward',
-           'lent_norm_forward', 'takes_half', 'check_float32', 'lendable', 'MasterWeights', 'BufferSnapshot',
-           'convert_network', 'get_master', 'to_master_grads', 'to_model_params', 'test_overflow', 'grad_overflow',
-           'copy_clone']
+           'lent_norm_forward', 'takes_half', 'output_forward', 'check_float32', 'lendable', 'forward_wrappers',
+           'MasterWeights', 'ModulePolicy', 'PolicyTable', 'effective_policy', 'BufferSnapshot', 'convert_network',
+           'get_master', 'to_master_grads', 'to_model_params', 'test_overflow', 'grad_overflow', 'copy_clone']
 
-# %% ../nbs/03_master.ipynb #af9ee93c
+# %% ../nbs/03_master.ipynb #da343853
 import re,torch
 from fnmatch import fnmatchcase
 from functools import lru_cache,partial,update_wrapper
+from html import escape
 from itertools import repeat
+from typing import NamedTuple
 from fastcore.foundation import L
 from torch import nn
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 from torch.nn.utils import parametrize
 
-from .dtypes import as_dtype,cast_tree,half_dtypes
+from .dtypes import Policy,as_dtype,cast_tree,get_policy,half_dtypes
 from .grads import foreach_add_,foreach_copy_,unique,version
 
 # %% ../nbs/03_master.ipynb #068b963a
@@ -35,25 +37,34 @@ def is_norm(
     "Is `module` a normalisation layer?"
     return isinstance(module, norm_modules) or (next(module.children(), None) is None and bool(_norm_name.search(type(module).__name__)))
 
-# %% ../nbs/03_master.ipynb #aedcdf46
+# %% ../nbs/03_master.ipynb #c42b412f
 def kept_modules(
     model:nn.Module, # The model whose modules are meant
     keep=is_norm, # A module type, an `fnmatch` pattern, a function `(name, module) -> bool`, or a collection of these
 )->dict: # Name -> module, those inside kept ones included
     "The modules of `model` that `keep` names. Raises `ValueError` for a pattern without a match, `TypeError` for anything else."
     named = dict(model.named_modules())
-    def _match(k):
-        if isinstance(k, type): return [n for n,m in named.items() if isinstance(m, k)]
-        if isinstance(k, str):
-            res = [n for n in named if fnmatchcase(n, k)]
-            if not res: raise ValueError(f"keep={k!r} matches no module. The model has {', '.join(list(named)[1:9]) or 'no modules inside'}{', …' if len(named)>9 else ''}.")
-            return res
-        if callable(k): return [n for n,m in named.items() if k(n, m)]
-        if isinstance(k, (list,tuple,set,L)): return [n for o in k for n in _match(o)]
-        raise TypeError(f"keep={k!r} must be a module type, a name pattern, a function of name and module, or a collection of these. Use keep=() to keep nothing.")
-    roots = {id(named[n]) for n in _match(keep)}
-    inside = {id(m) for n,o in named.items() if id(o) in roots for m in o.modules()}
-    return {n:m for n,m in named.items() if id(m) in inside}
+    return {n:named[n] for n in _inside(named, _matches(named, keep))}
+
+def _matches(named, k):
+    "The names among those of the modules `named` that `k` means"
+    if isinstance(k, type): return [n for n,m in named.items() if isinstance(m, k)]
+    if isinstance(k, str):
+        res = [n for n in named if fnmatchcase(n, k)]
+        if not res: raise ValueError(f"keep={k!r} matches no module. The model has {', '.join(list(named)[1:9]) or 'no modules inside'}{', …' if len(named)>9 else ''}.")
+        return res
+    if callable(k): return [n for n,m in named.items() if k(n, m)]
+    if isinstance(k, (list,tuple,set,L)): return [n for o in k for n in _matches(named, o)]
+    way_out = "A dict of rules stands alone: a rule with c=f32 keeps a module." if isinstance(k, dict) else "Use keep=() to keep nothing."
+    raise TypeError(f"keep={k!r} must be a module type, a name pattern, a function of name and module, or a collection of these. {way_out}")
+
+def _inside(named, names):
+    "Name -> the one of `names` that it is, or that it is inside of"
+    roots = {}
+    for r in names: roots[id(named[r])] = r
+    for r in names:
+        for m in named[r].modules(): roots.setdefault(id(m), r)
+    return {n:roots[id(m)] for n,m in named.items() if id(m) in roots}
 
 # %% ../nbs/03_master.ipynb #2df79f5e
 class ForwardWrapper:
@@ -115,17 +126,18 @@ def kept_forward(
     with torch.autocast(device_type, enabled=False): res = forward(*args, **kwargs)
     return cast_tree(res, dtype, torch.float32) if norm and new is not given else res
 
-# %% ../nbs/03_master.ipynb #69c3a2d1
+# %% ../nbs/03_master.ipynb #1dc4506b
 def lent_norm_forward(
+    device_type:str, # 'cuda', 'cpu', 'mps', 'xpu'
     dtype:torch.dtype, # The dtype of the norm's weights
     forward, # The module's own `forward`
     /,
     *args,
     **kwargs
 ): # What `forward` returned
-    "Call `forward` with float32 tensors among the arguments cast to `dtype`"
+    "Call `forward` with float32 tensors among the arguments cast to `dtype`, and outside `autocast`"
     args,kwargs = cast_tree((args,kwargs), dtype, torch.float32)
-    return forward(*args, **kwargs)
+    with torch.autocast(device_type, enabled=False): return forward(*args, **kwargs)
 
 # %% ../nbs/03_master.ipynb #64347ef5
 _samples = {nn.BatchNorm1d:((4,),(2,4)), nn.BatchNorm2d:((4,),(2,4,2,2)), nn.BatchNorm3d:((4,),(2,4,2,2,2)), nn.InstanceNorm1d:((4,),(2,4,4)),
@@ -148,7 +160,63 @@ def takes_half(
         return y.dtype==dtype and x.grad.dtype==dtype
     except RuntimeError: return False
 
-# %% ../nbs/03_master.ipynb #4812bf6c
+# %% ../nbs/03_master.ipynb #416479e6
+def _rules(rules, dtype):
+    "`rules` with a `Policy` for each pattern. Raises `ValueError` for what can't be had beside copies in `dtype`."
+    res,half = {},str(dtype).removeprefix('torch.')
+    for k,v in rules.items():
+        if not isinstance(k, str): raise TypeError(f"keep={{{k!r}: …}} must have name patterns for its keys. Name the module, as in {{'encoder.*': 'p=f32,c=f32'}}.")
+        p = res[k] = v if isinstance(v, Policy) else get_policy(v)
+        def _refuse(msg): raise ValueError(f"keep={{{k!r}: '{p}'}} {msg}")
+        if p.param_dtype!=torch.float32: _refuse(f"has {p.param_dtype} parameters, but those that the optimizer changes are float32. Use 'p=f32,c={half}'.")
+        if p.compute_dtype not in (torch.float32,dtype): _refuse(f"computes in {p.compute_dtype}, but the copies and autocast are {half}. Use c=f32 or c={half}, or the other dtype for the whole model.")
+        if p.output_dtype  not in (torch.float32,dtype): _refuse(f"returns {p.output_dtype}, which no module beside it computes with. Use o=f32 or o={half}.")
+    return res
+
+class _Fate(NamedTuple):
+    "What becomes of a module: does it stay float32, why, and to what is its output cast?"
+    kept:bool=False
+    why:str=''
+    output:torch.dtype=None
+
+def _fates(model, dtype, keep):
+    "Name -> `_Fate` of each module of `model`"
+    named,res = dict(model.named_modules()),{}
+    keep,rules = (is_norm,_rules(keep, dtype)) if isinstance(keep, dict) else (keep,{})
+    for n,r in _inside(named, _matches(named, keep)).items():
+        res[n] = _Fate(True, 'normalisation' if is_norm(n, named[n]) else 'named by keep' if n==r else f"inside {r or 'the model'!r}")
+    always = _always(model, named, dtype)
+    for k,p in rules.items():
+        kept,names = p.compute_dtype==torch.float32,set(_matches(named, k))
+        reached = _inside(named, names)
+        if not kept and (ps := [n for n in reached if _lent_params(named[n])]) and all(n in always for n in ps):
+            raise ValueError(f"keep={{{k!r}: '{p}'}} can't be: {type(named[ps[0]]).__name__} stays float32 ({always[ps[0]]}). Leave this rule out.")
+        for n in reached: res[n] = _Fate(kept, f'rule {k!r}', p.output_dtype if n in names else None)
+    for n,why in always.items():
+        if not res.get(n, _Fate()).kept: res[n] = _Fate(True, why)
+    return {n:res.get(n, _Fate()) for n in named}
+
+def _lent_params(m): return [(n,p) for n,p in m._parameters.items() if isinstance(p, nn.Parameter) and p.dtype==torch.float32]
+
+def _always(model, named, dtype):
+    "Name -> why, of the modules of `model` that stay float32 whatever anyone says"
+    def _holds_rnn(n, m): return bool(m._parameters) and any(isinstance(o, nn.RNNBase) for o in m.children()) # such as fastai's WeightDropout, which makes the weights of the layer inside
+    reasons = {'parametrization':parametrize.ParametrizationList, 'batch norm':batch_norm_modules}
+    if dtype==torch.float16 and any(p.device.type=='cpu' and p.dtype==torch.float32 for p in model.parameters()): reasons['recurrent, no float16 on a CPU'] = (nn.RNNBase,_holds_rnn)
+    return {n:why for why,k in reasons.items() for n in _inside(named, _matches(named, k))}
+
+# %% ../nbs/03_master.ipynb #0ec6cc9d
+def output_forward(
+    dtype:torch.dtype, # What to return
+    forward, # The module's own `forward`
+    /,
+    *args,
+    **kwargs
+): # What `forward` returned, cast
+    "Call `forward`, and cast float32 and half-precision tensors that it returns to `dtype`"
+    return cast_tree(forward(*args, **kwargs), dtype, (torch.float32,*half_dtypes))
+
+# %% ../nbs/03_master.ipynb #df091f51
 def check_float32(
     model:nn.Module, # The model to train in mixed precision
 )->list: # Its float32 parameters
@@ -162,25 +230,46 @@ def check_float32(
 def lendable(
     model:nn.Module, # A model with float32 parameters
     dtype:torch.dtype, # Half-precision dtype of the copies
-    keep=is_norm, # What stays float32, see `kept_modules`
+    keep=is_norm, # What stays float32, see `kept_modules`; or a dict of rules
 )->tuple: # The modules that stay float32, by name; and for each place of a parameter to be lent `(its module's parameters, name, parameter)`
-    "What can be lent to `model`. Raises `ValueError` if its parameters can't be swapped, or if it has none to lend."
+    "What can be lent to `model`. Raises `ValueError` if `dtype` isn't half precision, or a rule can't be followed, or its parameters can't be swapped, or if it has none to lend."
+    if dtype not in half_dtypes: raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. Without a copy in half precision there is nothing to lend.")
     for m in model.modules():
         if isinstance(m, (DataParallel,DistributedDataParallel)):
             raise ValueError(f"{type(m).__name__} keeps its own lists of the parameters, so they can't be lent. Use to_native_fp16() or to_native_bf16() with it.")
         if isinstance(m, torch.jit.ScriptModule): raise ValueError("A scripted model holds its parameters where they can't be lent. Train the model before scripting it.")
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
         raise ValueError("The model has lazy parameters that have no shape yet. Call it once on a batch before training it in mixed precision.")
-    float32 = check_float32(model)
-    def _holds_rnn(n, m): return bool(m._parameters) and any(isinstance(o, nn.RNNBase) for o in m.children()) # such as fastai's WeightDropout, which makes the weights of the layer inside
-    cpu_rnn = (nn.RNNBase,_holds_rnn) if dtype==torch.float16 and any(p.device.type=='cpu' for p in float32) else ()
-    kept = kept_modules(model, (keep,*batch_norm_modules,parametrize.ParametrizationList,*cpu_rnn))
-    ids = {id(m) for m in kept.values()}
-    slots = [(m._parameters,n,p) for m in model.modules() if id(m) not in ids for n,p in m._parameters.items() if isinstance(p, nn.Parameter) and p.dtype==torch.float32]
+    check_float32(model)
+    fates = _fates(model, dtype, keep)
+    kept = {n:m for n,m in model.named_modules() if fates[n].kept}
+    slots = [(m._parameters,n,p) for name,m in model.named_modules() if not fates[name].kept for n,p in _lent_params(m)]
     if slots: return kept,slots
     raise ValueError(f"Everything in this {type(model).__name__} that has float32 parameters stays float32, so nothing is left to compute in half precision. Keep less, or use to_fp32().")
 
-# %% ../nbs/03_master.ipynb #628ab51a
+# %% ../nbs/03_master.ipynb #04b2145a
+def forward_wrappers(
+    model:nn.Module, # A model with float32 parameters
+    device_type:str, # 'cuda', 'cpu', 'mps', 'xpu'
+    dtype:torch.dtype, # Half-precision dtype of the copies
+    keep=is_norm, # What stays float32, see `kept_modules`; or a dict of rules
+    mixed:bool=True, # Leave alone a norm that takes half-precision input as it is? Under `vmap` none does.
+)->list: # To be installed in this order, and removed in reverse
+    "The `ForwardWrapper`s of the modules of `model` that have other inputs, another `autocast` or other outputs than the module around them"
+    res,fates,named = [],_fates(model, dtype, keep),dict(model.named_modules())
+    ids = {id(named[n]) for n,o in fates.items() if o.kept}
+    islands = {id(c) for n,o in fates.items() if o.kept for c in named[n].children() if id(c) not in ids}
+    for n,m in named.items():
+        kept,_,output = fates[n]
+        if type(m).forward is nn.Module.forward: continue
+        if kept and (output is not None or not mixed or not takes_half(type(m), device_type, dtype)):
+            res.append(ForwardWrapper(m, partial(kept_forward, device_type, dtype, output is None and is_norm(n,m))))
+        if not kept and isinstance(m, norm_modules): res.append(ForwardWrapper(m, partial(lent_norm_forward, device_type, dtype)))
+        if id(m) in islands:   res.append(ForwardWrapper(m, partial(half_forward, device_type, dtype)))
+        if output is not None: res.append(ForwardWrapper(m, partial(output_forward, output)))
+    return res
+
+# %% ../nbs/03_master.ipynb #5cb75c9f
 class MasterWeights:
     """Low-precision copies of the parameters of `model`, to be lent to it while it computes
 
@@ -190,10 +279,9 @@ class MasterWeights:
     def __init__(self,
         model:nn.Module, # The model, with float32 parameters
         dtype:torch.dtype|str=torch.float16, # Half-precision dtype of the copies
-        keep=is_norm, # What stays float32, see `kept_modules`
+        keep=is_norm, # What stays float32, see `kept_modules`; or a dict of rules
     ):
         self.model,self.dtype,self.keep,self.lent = model,as_dtype(dtype),keep,False
-        if self.dtype not in half_dtypes: raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. Without a copy in half precision there is nothing to lend.")
         self._plan()
 
     def _plan(self):
@@ -206,10 +294,7 @@ class MasterWeights:
         self.slots = [(d,n,p,copy_of[id(p)]) for d,n,p in slots]
         self._zeroed = []
         self.rnns = [m for m in self.modules if isinstance(m, nn.RNNBase)]
-        self.wrappers = [ForwardWrapper(m, partial(kept_forward, self.device_type, self.dtype, is_norm(n,m))) for n,m in self.kept.items()
-                         if type(m).forward is not nn.Module.forward and not takes_half(type(m), self.device_type, self.dtype)]
-        self.wrappers += [ForwardWrapper(m, partial(lent_norm_forward, self.dtype)) for n,m in self.model.named_modules() if n not in self.kept and isinstance(m, norm_modules)]
-        self.wrappers.append(ForwardWrapper(self.model, self._forward))
+        self.wrappers = [*forward_wrappers(self.model, self.device_type, self.dtype, self.keep), ForwardWrapper(self.model, self._forward)]
 
     def refresh(self):
         "Plan anew if the model has other modules or parameters than before, or has them elsewhere"
@@ -252,7 +337,7 @@ class MasterWeights:
 
     def _restore(self):
         if not self.lent: return
-        for o in self.wrappers: o.remove()
+        for o in reversed(self.wrappers): o.remove()
         for d,n,p,c in self.slots:
             if d.get(n) is c: d[n] = p # someone may have put another parameter there meanwhile
         self._flat_rnns()
@@ -324,6 +409,61 @@ def _run_hooks(p, g):
         res = h(g)
         if res is not None: g = res
     return g
+
+# %% ../nbs/03_master.ipynb #456e17c4
+class ModulePolicy(NamedTuple):
+    "What one module has, computes in and returns"
+    module:str # Its dotted name
+    kind:str # Its class
+    size:int # How many numbers its own parameters have
+    params:torch.dtype|None # Dtype of these; None: it has none
+    compute:torch.dtype|None # What it computes in; None: nothing floating
+    output:torch.dtype|None # What the floating tensors that it returns are cast to, or come out as; None: that depends on its input
+    why:str # Why it stays float32, or the rule that made it compute in half precision; '' for what is lent by default
+
+class PolicyTable(list):
+    "A list of `ModulePolicy` that shows itself as a table"
+    def __init__(self,
+        rows=(), # Of `ModulePolicy`
+    ): super().__init__(rows)
+
+    def _cells(self): return [[str('' if o is None else o).removeprefix('torch.') for o in r] for r in [ModulePolicy._fields,*self]]
+
+    def __repr__(self):
+        cells = self._cells()
+        widths = [max(map(len, o)) for o in zip(*cells)]
+        return '\n'.join('  '.join(o.rjust(w) if i==2 else o.ljust(w) for i,(o,w) in enumerate(zip(r,widths))).rstrip() for r in cells)
+
+    def _repr_html_(self):
+        head,*rows = [''.join(f'<{t}>{escape(o)}</{t}>' for o in r) for t,rs in (('th',self._cells()[:1]),('td',self._cells()[1:])) for r in rs]
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{o}</tr>' for o in rows)}</tbody></table>"
+
+_casting = (nn.Linear,nn.modules.conv._ConvNd,nn.RNNBase,nn.MultiheadAttention,nn.Embedding,nn.EmbeddingBag,*norm_modules) # with half-precision weights they return half precision
+
+def effective_policy(
+    model:nn.Module, # A model with float32 parameters, that nothing is lent to just now
+    dtype:torch.dtype|str=torch.float16, # Half-precision dtype of the copies
+    keep=is_norm, # What stays float32, see `kept_modules`; or a dict of rules
+)->PolicyTable: # A `ModulePolicy` for each module that has one of its own
+    "What the modules of `model` would compute in with `MasterWeights(model, dtype, keep)`, and why. Raises what that does."
+    dtype = as_dtype(dtype)
+    lendable(model, dtype, keep)
+    fates = _fates(model, dtype, keep)
+    def _has_row(n, m): return n=='' or any(p is not None for p in m._parameters.values()) or bool(fates[n].why and type(m).forward is not nn.Module.forward)
+    full = {id(m) for n,m in model.named_modules() if fates[n].kept and fates[n].output in (None,torch.float32)}
+    return PolicyTable(_row(n, m, fates[n], dtype, all(id(o) in full for o in m.modules())) for n,m in model.named_modules() if _has_row(n, m))
+
+def _row(name, m, fate, dtype, full):
+    kept,why,output = fate
+    ps = [p for p in m._parameters.values() if p is not None]
+    params = next((p.dtype for p in sorted(ps, key=lambda p: (p.dtype!=torch.float32, not p.dtype.is_floating_point))), None)
+    compute = torch.float32 if kept else dtype
+    if params not in (None,torch.float32):
+        why = 'only float32 is copied'
+        if kept or params not in half_dtypes: compute = params if params.is_floating_point or params.is_complex else None
+    elif output is None and full and not is_norm(name, m) and type(m).forward is not nn.Module.forward: output = torch.float32
+    elif output is None and not kept and isinstance(m, _casting) and type(m).forward.__module__.startswith('torch.nn.'): output = dtype
+    return ModulePolicy(name, type(m).__name__, sum(p.numel() for p in ps), params, compute, output if name else torch.float32, why)
 
 # %% ../nbs/03_master.ipynb #295dde98
 class BufferSnapshot:

@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/functional.html.md"""
 __all__ = ['tree_map', 'leaves', 'cast_copy', 'all_finite', 'select_tree', 'apply_if_finite', 'scale_tree', 'unscale_tree',
            'scaled', 'Grads', 'value_and_grad', 'grad', 'optimizer_update', 'Step', 'train_step']
 
-# %% ../nbs/04_functional.ipynb #1df06e4e
+# %% ../nbs/04_functional.ipynb #f9154985
 import copy,torch
 from cmath import isfinite
 from collections.abc import Callable,MutableMapping
@@ -21,7 +21,7 @@ from torch import Tensor,nn
 from torch.func import functional_call,grad_and_value
 
 from .dtypes import as_dtype,cast_tree,half_dtypes
-from .master import ForwardWrapper,half_forward,is_norm,kept_forward,lendable
+from .master import ForwardWrapper,forward_wrappers,half_forward,is_norm,lendable
 
 # %% ../nbs/04_functional.ipynb #72b9c98b
 def _parts(tree):
@@ -205,7 +205,7 @@ def _tree_grads(f, tree, dtype, scale, copies):
     value,grads,aux = _differentiate(lambda xs: f(_put(tree, xs)), xs, dtypes, scale, copies)
     return Grads(value, _put(tree, grads, keep=False), all_finite(grads), aux)
 
-# %% ../nbs/04_functional.ipynb #0cae3f02
+# %% ../nbs/04_functional.ipynb #104f88bb
 class _Call(nn.Module):
     "`f` of `model`, in a shape that `functional_call` can put other tensors into; and the buffers as they are afterwards"
     def __init__(self, f, model):
@@ -217,10 +217,9 @@ class _Call(nn.Module):
 def _half_plan(model, dtype, keep):
     "The ids of the parameters of `model` that are cast to `dtype`, and what stands around its modules' calls meanwhile"
     if dtype is None: return set(),[]
-    kept,slots = lendable(model, dtype, keep)
+    _,slots = lendable(model, dtype, keep)
     device = slots[0][2].device.type
-    around = [(m,partial(kept_forward, device, dtype, is_norm(n,m))) for n,m in kept.items() if type(m).forward is not nn.Module.forward]
-    return {id(p) for *_,p in slots},[ForwardWrapper(m, o) for m,o in [*around,(model,partial(half_forward, device, dtype))]]
+    return {id(p) for *_,p in slots},[*forward_wrappers(model, device, dtype, keep, mixed=False),ForwardWrapper(model, partial(half_forward, device, dtype))]
 
 @torch.no_grad()
 def _write_buffers(model, new, finite):
@@ -242,21 +241,21 @@ def _module_grads(f, model, dtype, scale, copies, keep):
         for o in wrappers: o.install()
         try: (value,aux),buffers = functional_call(call, {f'model.{n}':t for n,t in now.items()}, ())
         finally:
-            for o in wrappers: o.remove()
+            for o in reversed(wrappers): o.remove()
         return value,(aux,buffers)
     value,grads,(aux,buffers) = _differentiate(_f, list(mine.values()), [dtypes[n] for n in mine], scale, copies)
     finite = all_finite(grads)
     _write_buffers(model, buffers, finite)
     return Grads(value, dict.fromkeys(params) | dict(zip(mine,grads)), finite, aux)
 
-# %% ../nbs/04_functional.ipynb #59b7fb53
+# %% ../nbs/04_functional.ipynb #cfeeabf9
 def value_and_grad(
     f:Callable, # Of a model (a module or a structure of tensors) and anything else; returns a loss, or `(loss, aux)`
     dtype:torch.dtype|str=torch.float16, # What to compute in: a half-precision dtype, or None for those that are there
     scale=None, # What to multiply the loss by: a number, a tensor of one, or anything with a `loss_scale`
     copies:bool=False, # Differentiate with respect to half-precision copies, instead of through the cast?
     has_aux:bool=False, # Does `f` return `(loss, aux)`?
-    keep=is_norm, # What stays float32 in a module, see `kept_modules`
+    keep=is_norm, # What stays float32 in a module, see `kept_modules`; or a dict of rules
 )->Callable: # Called as `f` is, it returns `Grads`
     "Compute `f` in `dtype`, and its gradient with respect to its first argument: of the loss times `scale`, and divided by that same `scale`"
     dtype = None if dtype is None else as_dtype(dtype)
@@ -271,14 +270,14 @@ def value_and_grad(
         return torch.compiler.disable(_module_grads)(_with_aux, model, dtype, scale, copies, keep) # tracing it fails halfway
     return wraps(f)(_f)
 
-# %% ../nbs/04_functional.ipynb #48f9fae3
+# %% ../nbs/04_functional.ipynb #fbaffa90
 def grad(
     f:Callable, # Of a model (a module or a structure of tensors) and anything else; returns a loss, or `(loss, aux)`
     dtype:torch.dtype|str=torch.float16, # What to compute in: a half-precision dtype, or None for those that are there
     scale=None, # What to multiply the loss by: a number, a tensor of one, or anything with a `loss_scale`
     copies:bool=False, # Differentiate with respect to half-precision copies, instead of through the cast?
     has_aux:bool=False, # Does `f` return `(loss, aux)`?
-    keep=is_norm, # What stays float32 in a module, see `kept_modules`
+    keep=is_norm, # What stays float32 in a module, see `kept_modules`; or a dict of rules
 )->Callable: # Called as `f` is, it returns the gradients, or `(gradients, aux)`
     "`value_and_grad` of `f`, without the value"
     vg = value_and_grad(f, dtype, scale, copies, has_aux, keep)

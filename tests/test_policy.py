@@ -292,3 +292,21 @@ def test_exported(tmp_path):
     learn.export('x.pkl')
     other = load_learner(tmp_path/'x.pkl')
     assert not any('forward' in vars(m) for m in other.model.modules()) and {p.dtype for p in other.model.parameters()}=={f32}
+
+@pytest.mark.parametrize('half', [f16,bf16])
+def test_functional(half):
+    "The functions on `torch.func` follow the same rules: the same gradients as with copies that are lent"
+    rules = {'body': 'c=f32', 'body.b': f'c={half},o=f32', '*norm': f'c={half}', 'head': f'c={half},o=f32'}
+    net,(x,y) = model('mlp'),numbers()
+    def loss(net, x): return (net(x)-y).pow(2).mean()
+    seen,hooks = watch(net)
+    res = value_and_grad(loss, half, keep=rules, copies=True)(net, x)
+    for h in hooks: h.remove()
+    for n,calls in seen.items(): # parameters are not the module's own here
+        if (o := {r.module:r.output for r in effective_policy(net, half, rules)}.get(n)): assert calls[0][2]=={o}, n
+    with MasterWeights(net, half, rules): value = loss(net, x); value.backward()
+    assert torch.equal(res.value, value.detach())
+    assert all(torch.equal(res.grads[n], p.grad) for n,p in net.named_parameters())
+    alone = nn.LayerNorm(8)
+    value_and_grad(lambda m, x: m(x).pow(2).sum(), half, keep={'':f'c={half}'})(alone, x)
+    assert 'forward' not in vars(alone)

@@ -10,7 +10,7 @@ __all__ = ['batch_norm_modules', 'norm_modules', 'is_norm', 'kept_modules', 'For
            'MasterWeights', 'ModulePolicy', 'PolicyTable', 'effective_policy', 'BufferSnapshot', 'convert_network',
            'get_master', 'to_master_grads', 'to_model_params', 'test_overflow', 'grad_overflow', 'copy_clone']
 
-# %% ../nbs/03_master.ipynb #da343853
+# %% ../nbs/03_master.ipynb #37b82c96
 import re,torch
 from fnmatch import fnmatchcase
 from functools import lru_cache,partial,update_wrapper
@@ -21,6 +21,8 @@ from fastcore.foundation import L
 from torch import nn
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from .dtypes import Policy,as_dtype,cast_tree,get_policy,half_dtypes
 from .grads import foreach_add_,foreach_copy_,unique,version
@@ -160,7 +162,7 @@ def takes_half(
         return y.dtype==dtype and x.grad.dtype==dtype
     except RuntimeError: return False
 
-# %% ../nbs/03_master.ipynb #416479e6
+# %% ../nbs/03_master.ipynb #f886f514
 def _rules(rules, dtype):
     "`rules` with a `Policy` for each pattern. Raises `ValueError` for what can't be had beside copies in `dtype`."
     res,half = {},str(dtype).removeprefix('torch.')
@@ -196,12 +198,17 @@ def _fates(model, dtype, keep):
         if not res.get(n, _Fate()).kept: res[n] = _Fate(True, why)
     return {n:res.get(n, _Fate()) for n in named}
 
-def _lent_params(m): return [(n,p) for n,p in m._parameters.items() if isinstance(p, nn.Parameter) and p.dtype==torch.float32]
+def _makes_weight(m): return any(isinstance(o, (SpectralNorm,WeightNorm)) for o in m._forward_pre_hooks.values())
+
+def _lent_params(m):
+    "The names and parameters of `m` that have copies: those from which a hook computes the weight are used in float32"
+    return [] if _makes_weight(m) else [(n,p) for n,p in m._parameters.items() if isinstance(p, nn.Parameter) and p.dtype==torch.float32]
 
 def _always(model, named, dtype):
     "Name -> why, of the modules of `model` that stay float32 whatever anyone says"
     def _holds_rnn(n, m): return bool(m._parameters) and any(isinstance(o, nn.RNNBase) for o in m.children()) # such as fastai's WeightDropout, which makes the weights of the layer inside
-    reasons = {'parametrization':parametrize.ParametrizationList, 'batch norm':batch_norm_modules}
+    def _renormalizes(n, m): return getattr(m, 'max_norm', None) is not None # an embedding that changes its own weights in the forward pass
+    reasons = {'parametrization':parametrize.ParametrizationList, 'batch norm':batch_norm_modules, 'max_norm changes the weights':_renormalizes}
     if dtype==torch.float16 and any(p.device.type=='cpu' and p.dtype==torch.float32 for p in model.parameters()): reasons['recurrent, no float16 on a CPU'] = (nn.RNNBase,_holds_rnn)
     return {n:why for why,k in reasons.items() for n in _inside(named, _matches(named, k))}
 
@@ -410,7 +417,7 @@ def _run_hooks(p, g):
         if res is not None: g = res
     return g
 
-# %% ../nbs/03_master.ipynb #456e17c4
+# %% ../nbs/03_master.ipynb #35389b76
 class ModulePolicy(NamedTuple):
     "What one module has, computes in and returns"
     module:str # Its dotted name
@@ -458,6 +465,7 @@ def _row(name, m, fate, dtype, full):
     ps = [p for p in m._parameters.values() if p is not None]
     params = next((p.dtype for p in sorted(ps, key=lambda p: (p.dtype!=torch.float32, not p.dtype.is_floating_point))), None)
     compute = torch.float32 if kept else dtype
+    if _makes_weight(m) and not kept: why = 'the weight is made in float32'
     if params not in (None,torch.float32):
         why = 'only float32 is copied'
         if kept or params not in half_dtypes: compute = params if params.is_floating_point or params.is_complex else None

@@ -4,6 +4,7 @@ from fnmatch import fnmatch
 from collections import OrderedDict
 
 import pandas as pd,pytest
+from torch.nn.utils import prune
 from learners import *
 from mp_callbacks import jmp
 from test_inputs import state,trains,unchanged
@@ -310,3 +311,35 @@ def test_functional(half):
     alone = nn.LayerNorm(8)
     value_and_grad(lambda m, x: m(x).pow(2).sum(), half, keep={'':f'c={half}'})(alone, x)
     assert 'forward' not in vars(alone)
+
+# --- Weights that are not a module's own parameters
+
+made = dict(
+    spectral_norm  = lambda: nn.Sequential(torch.nn.utils.spectral_norm(nn.Linear(8,16)), nn.GELU(), nn.Linear(16,1)),
+    weight_norm    = lambda: nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(8,16)), nn.GELU(), nn.Linear(16,1)),
+    spectral_conv  = lambda: nn.Sequential(nn.Unflatten(1, (1,8)), ConvLayer(1, 4, ndim=1, norm_type=NormType.Spectral), nn.Flatten(), nn.Linear(32,1)),
+    weight_conv    = lambda: nn.Sequential(nn.Unflatten(1, (1,8)), ConvLayer(1, 4, ndim=1, norm_type=NormType.Weight), nn.Flatten(), nn.Linear(32,1)),
+    self_attention = lambda: nn.Sequential(nn.Linear(8,16), nn.Unflatten(1, (8,2)), SelfAttention(8), nn.Flatten(), nn.Linear(16,1)),
+    parametrized   = lambda: nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(8,16)), nn.GELU(), nn.Linear(16,1)),
+    pruned         = lambda: nn.Sequential(prune.l1_unstructured(nn.Linear(8,16), 'weight', .5), nn.GELU(), nn.Linear(16,1)),
+    max_norm       = lambda: nn.Sequential(Indices(), nn.Embedding(8, 4, max_norm=.1), nn.Flatten(), nn.Linear(32,1)))
+
+class Indices(nn.Module):
+    "Numbers to what they are indices of"
+    def forward(self, x): return (x*2).long()%8
+
+@pytest.mark.filterwarnings('ignore:.*(weight_norm|spectral_norm).*:FutureWarning')
+@pytest.mark.parametrize('kind', made)
+@pytest.mark.parametrize('mode', ['fp16','bf16','native_bf16'])
+def test_made_weights(mode, kind):
+    "A layer whose weight is computed from others, or changed, in the forward pass follows float32"
+    def run(mode):
+        torch.manual_seed(0)
+        learn = get_learner(made[kind](), opt_func=SGD, lr=.05)
+        start = flat(weights(learn))
+        if mode: modes[mode](learn)
+        learn.fit(3)
+        return start,learn
+    (start,ref),(_,learn) = run(None),run(mode)
+    assert apart(learn, ref, start)<.05
+    if kind=='max_norm': assert learn.model[1].weight.detach().norm(dim=1).min()<.2 # those that were used have been changed, for good

@@ -76,7 +76,6 @@ def compare(task, variants, dev, batch=None, probe=Clock, turns=5, seconds=60, t
     data,loops,probes,n,own = task.data(dev, batch),{},{},{},{}
     cuda,end = torch.device(dev).type=='cuda',perf_counter()+seconds
     allocated = torch.cuda.memory_allocated if cuda else lambda: 0
-    gc.collect(); gc.freeze()
     if cuda: # so that nobody pays for the workspaces of the matrix products
         torch.cuda.empty_cache()
         for o in (torch.float32,fp16,bf16): x = torch.ones(64, 64, device=dev, dtype=o, requires_grad=True); (x@x).sum().backward()
@@ -104,6 +103,7 @@ def compare(task, variants, dev, batch=None, probe=Clock, turns=5, seconds=60, t
                 loop = loops.pop(v, None)
                 yield v,i,'oom' if isinstance(e, torch.OutOfMemoryError) else 'error',0,' '.join(f'{type(e).__name__}: {e}'.split())[:300]
                 del loop,e
+        if not i: gc.collect(); gc.freeze() # what belongs to the other loops is nothing for the collector to go through in this one's turn
         if i>=2 and perf_counter()>end: break
     gc.unfreeze()
 

@@ -8,13 +8,13 @@ Docs: https://example.github.io/mp_callbacks/dtypes.html.md"""
 __all__ = ['half_dtypes', 'as_dtype', 'map_tree', 'cast_tree', 'Policy', 'get_policy', 'cast_function', 'force_full_precision',
            'supports']
 
-# %% ../nbs/00_dtypes.ipynb #2cab1066
+# %% ../nbs/00_dtypes.ipynb #f656de6d
 import copy,torch
 from collections.abc import Callable,MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass,fields,is_dataclass
 from functools import lru_cache,wraps
-from operator import is_,setitem
+from operator import setitem
 from fastcore.foundation import L
 from torch import Tensor,nn
 
@@ -39,7 +39,7 @@ def _float_dtype(x, name='dtype'):
     if not res.is_floating_point: raise ValueError(f"{name}={res} must be a floating dtype. Use f16, bf16, f32 or f64.")
     return res
 
-# %% ../nbs/00_dtypes.ipynb #0e8f8af4
+# %% ../nbs/00_dtypes.ipynb #4e79e5c3
 def map_tree(
     f:Callable, # Called with each tensor, whatever its class; returns what takes its place
     tree, # Tensors in any nesting of dicts, lists, tuples, `L`s and dataclasses, among anything else
@@ -47,8 +47,8 @@ def map_tree(
     "Apply `f` to each tensor of `tree`, keeping the structure and its classes"
     if isinstance(tree,Tensor): return f(tree)
     if isinstance(tree,tuple):
-        new = tuple(map_tree(f,o) for o in tree)
-        if all(map(is_,new,tree)): return tree
+        new = tuple([map_tree(f,o) for o in tree])
+        if all([n is o for n,o in zip(new,tree)]): return tree
         res = type(tree)(new) if hasattr(tree,'n_fields') else tuple.__new__(type(tree),new) # PyTorch's own named tuples refuse the latter
         getattr(res,'__dict__',{}).update(getattr(tree,'__dict__',{}))
         return res
@@ -58,10 +58,11 @@ def map_tree(
     elif is_dataclass(tree) and not isinstance(tree,(type,nn.Module)):
         old,put = {o.name:getattr(tree,o.name) for o in fields(tree) if hasattr(tree,o.name)},object.__setattr__ # frozen ones too
     else: return tree
-    new = {k:n for k,o in old.items() if (n := map_tree(f,o)) is not o}
-    if not new: return tree
+    new = {k:map_tree(f,o) for k,o in old.items()}
+    if all([new[k] is o for k,o in old.items()]): return tree
     res = copy.copy(tree)
-    for k,n in new.items(): put(res,k,n)
+    for k,o in old.items():
+        if new[k] is not o: put(res,k,new[k])
     return res
 
 # %% ../nbs/00_dtypes.ipynb #c1ca9025

@@ -112,7 +112,12 @@ def half_forward(
     finally: torch.clear_autocast_cache() # leaving an inner `autocast` does not clear it
     return cast_tree(res, torch.float32, half_dtypes)
 
-# %% ../nbs/03_master.ipynb #7a1674fb
+# %% ../nbs/03_master.ipynb #e5fca75c
+def _cast_call(args, kwargs, dtype, source):
+    "`args` and `kwargs`, cast, and whether any of them was" # one by one: `torch.compile` can follow that, but not a comparison of tuples
+    new = [cast_tree(o, dtype, source) for o in args],{k:cast_tree(o, dtype, source) for k,o in kwargs.items()}
+    return *new,any([n is not o for n,o in zip(new[0], args)]+[new[1][k] is not o for k,o in kwargs.items()])
+
 def kept_forward(
     device_type:str, # 'cuda', 'cpu', 'mps', 'xpu'
     dtype:torch.dtype, # The half dtype in which a norm answers
@@ -123,12 +128,11 @@ def kept_forward(
     **kwargs
 ): # What `forward` returned
     "Call `forward` with float32 for half-precision arguments, and outside `autocast`"
-    given = args,kwargs
-    args,kwargs = new = cast_tree(given, torch.float32, half_dtypes)
+    args,kwargs,cast = _cast_call(args, kwargs, torch.float32, half_dtypes)
     with torch.autocast(device_type, enabled=False): res = forward(*args, **kwargs)
-    return cast_tree(res, dtype, torch.float32) if norm and new is not given else res
+    return cast_tree(res, dtype, torch.float32) if norm and cast else res
 
-# %% ../nbs/03_master.ipynb #1dc4506b
+# %% ../nbs/03_master.ipynb #d11b51a0
 def lent_norm_forward(
     device_type:str, # 'cuda', 'cpu', 'mps', 'xpu'
     dtype:torch.dtype, # The dtype of the norm's weights
@@ -138,7 +142,7 @@ def lent_norm_forward(
     **kwargs
 ): # What `forward` returned
     "Call `forward` with float32 tensors among the arguments cast to `dtype`, and outside `autocast`"
-    args,kwargs = cast_tree((args,kwargs), dtype, torch.float32)
+    args,kwargs,_ = _cast_call(args, kwargs, dtype, torch.float32)
     with torch.autocast(device_type, enabled=False): return forward(*args, **kwargs)
 
 # %% ../nbs/03_master.ipynb #64347ef5

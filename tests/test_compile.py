@@ -1,0 +1,49 @@
+"A compiled model: one graph for training and one for validation, as in float32, whatever the scale, the step and the lending do"
+import pytest,torch._dynamo
+from torch._dynamo.utils import counters
+from learners import *
+
+class Scaled(nn.Module):
+    "Its own parameter, outside any layer that autocast knows"
+    def __init__(self): super().__init__(); self.gain = nn.Parameter(torch.ones(16))
+    def forward(self, x): return x*self.gain
+
+def norms():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8,16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16,16), nn.BatchNorm1d(16), nn.GELU(), Scaled(), nn.Linear(16,16), nn.RMSNorm(16), nn.Linear(16,1))
+
+compiled = dict(
+    wrapped  = lambda: torch.compile(norms(), backend='aot_eager'),
+    in_place = lambda: (m := norms(), m.compile(backend='aot_eager'))[0],
+    part     = lambda: nn.Sequential(*norms()[:4], torch.compile(norms()[4:], backend='aot_eager')))
+
+moving = dict(fp16=dict(scale_wait=3, max_loss_scale=2.**24), native_fp16=dict(init_scale=2.**24, growth_interval=3)) # overflows, and grows
+flat_bf16 = lambda learn: learn.to_bf16(flat_master=True)
+
+def graphs(make, mode):
+    "The learner, and how many graphs there were after the first and after the last of some fits"
+    torch._dynamo.reset()
+    counters.clear()
+    learn = get_learner(make())
+    if mode: {**modes, 'bf16_flat':flat_bf16}[mode](learn, **moving.get(mode, {}))
+    learn.fit(1)
+    learn.validate()
+    first = counters['stats']['unique_graphs']
+    learn.fit_one_cycle(3)
+    assert not counters['graph_break']
+    return learn,first,counters['stats']['unique_graphs']
+
+few = ('fp16','bf16','native_fp16','bf16_flat')
+
+@pytest.mark.parametrize('kind', compiled)
+@pytest.mark.parametrize('mode', (None,*few))
+def test_graphs(mode, kind):
+    learn,first,last = graphs(compiled[kind], mode)
+    assert (first,last)==(2,2)
+    if mode in moving: assert skipped(learn)>2 and learn.precision_recorder.log.scale.nunique()>4
+
+@pytest.mark.parametrize('mode', few[:3])
+def test_learns_the_same(mode):
+    "Compiled or not, the same weights"
+    def run(make): learn = get_learner(make()); modes[mode](learn).fit(3); return learn
+    assert apart(run(compiled['wrapped']), run(norms), flat(weights(get_learner(norms()))))<1e-2

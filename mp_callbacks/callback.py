@@ -68,7 +68,7 @@ class LoopCallback(LeanCallback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #3746705f
+# %% ../nbs/10_callback.ipynb #732beb22
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -86,7 +86,7 @@ class PrecisionCallback(LoopCallback):
     order,name = 10,'mixed_precision' # fastai's own callbacks are ordered around it, and `load_learner` looks for the name
     _window = dict(_open=False, _pending=None, _unscaled=False, _stashed=False, _before=None, _outside=(), _batch_outside=(), _checked=()) # what there is between two steps
     _stateattrs = LoopCallback._stateattrs+('_snapshot','_strangers',*_window)
-    _snapshot,_strangers,_steps,_skips,_warned_of_inputs,clip,warn_skips = None,None,0,0,False,None,32
+    _snapshot,_strangers,_steps,_skips,clip,look_skips,warn_skips = None,None,0,0,None,8,32
     vars().update(_window)
 
     def __init__(self,
@@ -121,7 +121,6 @@ class PrecisionCallback(LoopCallback):
     def during_fit(self):
         learn = self.learn
         self.check(learn)
-        self._warned_of_inputs = False
         self._snapshot = self._strangers = None # model and optimizer may be others than in the last fit
         opt,ours = learn.opt,None
         if 'zero_grad' not in vars(opt) and getattr(type(opt), 'zero_grad', None) is Optimizer.zero_grad: opt.zero_grad = ours = partial(self._zero_grad, opt)
@@ -218,26 +217,23 @@ class PrecisionCallback(LoopCallback):
 
     def _skip(self, stats):
         self._undo()
-        self._look_at_inputs()
         if hasattr(self.model, 'reset') and not self.loss.isfinite().all(): self.model.reset() # a hidden state, as in fastai's AWD_LSTM, would keep it for ever
         self._close()
         self._skips += 1
-        try: self._speak(stats)
+        try: self._look_at_inputs(); self._speak(stats)
         except BaseException: self.opt.zero_grad(); raise
         raise CancelStepException
 
     def _look_at_inputs(self):
-        "Warn, once in a fit, if the model was given what float16 turns into infinity"
-        if self._warned_of_inputs or self.half_dtype!=torch.float16: return
+        "Warn if the model was given what float16 turns into infinity"
+        if self._skips!=self.look_skips or self.half_dtype!=torch.float16: return
         sizes = []
         def _size(t):
             if t.is_floating_point() and t.numel() and t.layout==torch.strided: sizes.append(t.detach().abs().max().item())
             return t
         map_tree(_size, self.xb)
         large = [o for o in sizes if math.isfinite(o) and o>torch.finfo(torch.float16).max]
-        if not large: return
-        self._warned_of_inputs = True
-        warn(f"A step was skipped, and its batch has values up to {max(large):g}, while float16 ends at 65504. Normalize the inputs, keep the first layer in float32 with keep=, or use to_bf16().")
+        if large: warn(f"{self._skips} steps in a row have been skipped, and the batch has values up to {max(large):g}, while float16 ends at 65504. Normalize the inputs, keep the first layer in float32 with keep=, or use to_bf16().")
 
     def stepped(self): self._close()
     def after_step(self): self._close() # it may have been cancelled

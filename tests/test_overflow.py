@@ -441,3 +441,18 @@ def two_ranks(path):
         os._exit(1) # gloo ends the other one
 
 if __name__=='__main__': sys.exit(two_ranks(sys.argv[1]))
+
+# --- Inputs that float16 can't hold
+
+@pytest.mark.parametrize('mode,size,says', [('fp16',1e6,True), ('native_fp16',1e6,True), ('fp16',1.,False), ('bf16',1e6,False)])
+def test_large_inputs(mode, size, says):
+    "After eight skipped steps in a row there is a word about values in the batch that float16 can't hold, if there are any, and one only"
+    x,y = numbers(n=160)
+    items = list(zip(x*size, y if says else y*float('nan') if size==1. else y))
+    learn = modes[mode](get_learner(dls=DataLoaders.from_dsets(items, items, bs=16, device='cpu', num_workers=0, shuffle=False)))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        learn.fit(2)
+    said = [str(o.message) for o in said if 'float16 ends at 65504' in str(o.message)]
+    assert len(said)==says
+    if says: assert re.match(r'8 steps in a row have been skipped, and the batch has values up to \d.*Normalize the inputs', said[0])

@@ -1,0 +1,35 @@
+"""Whatever ends a fit, wherever, in each precision: the learner is as one that has only loaded the checkpoint it can still write
+
+Each exception of the table at each place of the table, and after each one all that a learner is for: `faults.py` says what is looked at."""
+import pytest
+from faults import *
+
+pytestmark = pytest.mark.filterwarnings('ignore')
+
+@pytest.fixture(scope='module')
+def patients(tmp_path_factory):
+    "One for each mode: it goes from fault to fault, and so has to survive them in any order; after a failure there is a new one"
+    known = {}
+    def get(mode):
+        if mode not in known: known[mode] = Patient(mode, tmp_path_factory.mktemp(mode))
+        return known[mode]
+    get.known = known
+    return get
+
+steps = before_the_step+'forward loss backward step'.split() # a batch that is left there has not stepped; the data fail before it has begun
+
+@pytest.mark.parametrize('place', places, ids=lambda o: '-'.join(map(str, o)))
+@pytest.mark.parametrize('mode', modes)
+def test_faults(mode, place, patients):
+    patient = patients(mode)
+    patients.known.pop(mode)
+    for i,name in enumerate(faults):
+        what = mode,place,name
+        fault,out = patient.suffer(name, place)
+        assert fault.raised is not None, what
+        if name in errors: assert out is fault.raised or name=='no_arguments' and isinstance(out, Exception), (what, out) # fastai looks for the first argument
+        else: assert out is None or out is fault.raised, (what, out)
+        patient.float32(what)
+        if name in errors and place[0]=='train' and place[1] in steps: assert same(everything(patient.learn), patient.steps.states[-1]), what
+        patient.usable(what, export=i==places.index(place)%len(faults))
+    patients.known[mode] = patient

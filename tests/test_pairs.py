@@ -1,0 +1,46 @@
+"""One precision at a time: every ordered pair of calls that change it, fastai's own among them, once and twice"""
+import itertools,pytest
+from fastai.callback import fp16
+from fastai.callback.channelslast import ChannelsLast
+from learners import *
+
+pytestmark = pytest.mark.filterwarnings('ignore')
+
+def fastais(name):
+    "fastai's own method, which ours has taken the place of: adds its own callbacks"
+    def _add(learn): learn.add_cbs(dict(amp=[fp16.MixedPrecision()], amp_bf16=[fp16.MixedPrecision('bf16')], non_native=[fp16.ModelToHalf(),fp16.NonNativeMixedPrecision()])[name])
+    return _add
+
+to = {**{o: methodcaller(o) for o in (*calls, 'to_fp32', 'to_native_fp32', 'to_non_native_fp16', 'to_non_native_fp32', 'to_channelslast', 'to_contiguous')},
+      'to_fp16 flat': lambda learn: learn.to_fp16(flat_master=True), 'to_bf16 flat': lambda learn: learn.to_bf16(flat_master=True),
+      'to_channelslast no amp': lambda learn: learn.to_channelslast(use_amp=False), 'to_contiguous fp32': lambda learn: learn.to_contiguous(to_fp32=True)}
+foreign = {o: fastais(o) for o in ('amp','amp_bf16','non_native')}
+
+def kinds(learn): return sorted(type(cb).__module__.split('.')[0]+'.'+type(cb).__name__ for cb in learn.cbs if isinstance(cb, (PrecisionCallback,ModelToHalf,ChannelsLast)) or type(cb).__module__==fp16.__name__)
+
+# fastai's to_channelslast answers None and adds nothing where ChannelsLast is already on, and knows its native precision only
+known = {('to_fp32','to_channelslast'), ('to_native_fp32','to_channelslast'), ('to_non_native_fp32','to_channelslast'), ('non_native','to_channelslast')}
+pairs = [pytest.param(a, b, marks=[pytest.mark.xfail(strict=True)] if (a,b) in known else []) for a,b in itertools.product({**to, **foreign}, to)]
+
+@pytest.mark.parametrize('a,b', pairs, ids=lambda o: str(o).replace(' ', '_'))
+def test_pair(a, b):
+    learn,plain = get_learner(norm=True),get_learner(norm=True)
+    first,second = {**to, **foreign}[a],to[b]
+    first(learn); second(learn)
+    once = kinds(learn)
+    assert sum(o.endswith('Precision') for o in once)<=1, once
+    alone = get_learner(norm=True)
+    second(alone)
+    if b.startswith('to_') and 'channels' not in b and 'contiguous' not in b:
+        assert [o for o in once if 'Channels' not in o]==kinds(alone), (once, kinds(alone)) # nothing is left of the first
+    if a not in foreign: first(learn); second(learn); assert kinds(learn)==once, (once, kinds(learn))
+    on = [o for o in once if o.endswith('Precision')]
+    if not on or on[0].startswith('mp_callbacks'):
+        learn.fit(1)
+        assert all(p.isfinite().all() and p.dtype==torch.float32 for p in learn.model.parameters())
+    learn.to_fp32().remove_cb(ChannelsLast)
+    assert kinds(learn)==[] and [type(cb) for cb in learn.cbs]==[type(cb) for cb in plain.cbs]
+    assert not [n for n,m in learn.model.named_modules() if 'forward' in vars(m)]
+    if learn.opt is not None: plain.fit(1)
+    assert vars(learn).keys()==vars(plain).keys(), vars(learn).keys()^vars(plain).keys()
+    learn.fit(1)

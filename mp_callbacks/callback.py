@@ -356,7 +356,7 @@ def _check_bools(**kwargs):
     for k,v in kwargs.items():
         if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
 
-# %% ../nbs/10_callback.ipynb #8914c816
+# %% ../nbs/10_callback.ipynb #c950eb02
 class MixedPrecision(PrecisionCallback):
     """Loss scaling and checked steps on float32 weights. With `ModelToHalf`: training in mixed precision
 
@@ -391,7 +391,8 @@ class MixedPrecision(PrecisionCallback):
             finally:
                 if flat:
                     flat.remove()
-                    flat.release()
+                    try: flat.release()
+                    finally: flat.release() # an interrupt in the first is the case for a second
                 if (half := self._half()) is not None: half.zeroed([]) # it would keep the gradients alive
 
     def _zero_grad(self, opt):

@@ -25,17 +25,30 @@ from .master import check_float32,is_norm,lendable
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback,check_device,fit_device,is_precision
 from .recorder import PrecisionRecorder
 
-# %% ../nbs/13_learner.ipynb #bb2286bc
+# %% ../nbs/13_learner.ipynb #e6ec8b90
 _with_events = getattr(Learner._with_events, 'plain', Learner._with_events) # the same after a reload
+
+def _nesting(): torch.autocast_increment_nesting(); return torch.autocast_decrement_nesting()
+
+def _settle(cms, grad, nesting):
+    "Leave what an interrupt has left open in the middle of a `with`: a generator would go on when it is collected, in the middle of who knows what"
+    for cm in reversed(cms): cm.gen.close()
+    torch.set_grad_enabled(grad)
+    while _nesting()>nesting: torch.autocast_decrement_nesting()
 
 @wraps(_with_events)
 def _unwinding(self, f, event_type, ex, *args, **kwargs):
     name = f'during_{event_type}'
     cbs = [cb for cb in self.cbs if hasattr(type(cb), name)]
     if not cbs: return _with_events(self, f, event_type, ex, *args, **kwargs)
-    with ExitStack() as stack:
-        for cb in sorted(cbs, key=lambda o: o.order): stack.enter_context(getattr(cb, name)())
-        return _with_events(self, f, event_type, ex, *args, **kwargs)
+    cms,grad,nesting = [getattr(cb, name)() for cb in sorted(cbs, key=lambda o: o.order)],torch.is_grad_enabled(),_nesting()
+    try:
+        with ExitStack() as stack:
+            for cm in cms: stack.enter_context(cm)
+            return _with_events(self, f, event_type, ex, *args, **kwargs)
+    finally:
+        try: _settle(cms, grad, nesting)
+        finally: _settle(cms, grad, nesting) # an interrupt in the first is the case for a second
 
 _unwinding.plain = _with_events
 Learner._with_events = _unwinding
@@ -53,11 +66,15 @@ def _looked_over(self):
 _looked_over.plain = _step
 Learner._step = _looked_over
 
-# %% ../nbs/13_learner.ipynb #38173a55
+# %% ../nbs/13_learner.ipynb #511d9c74
+def _check_between_batches(cbs):
+    if any(getattr(cb, '_in_batch', False) for cb in cbs): raise RuntimeError("The precision can't change in the middle of a batch. Call to_fp32() and the others between batches, or from after_epoch.")
+
 _remove_cb = getattr(Learner.remove_cb, 'plain', Learner.remove_cb)
 
 @wraps(_remove_cb)
 def _remove_one(self, cb):
+    _check_between_batches([cb])
     _remove_cb(self, cb)
     for o in self.cbs:
         if isinstance(o, PrecisionCallback): vars(self).setdefault(o.name, o)
@@ -66,12 +83,12 @@ def _remove_one(self, cb):
 _remove_one.plain = _remove_cb
 Learner.remove_cb = _remove_one
 
-# %% ../nbs/13_learner.ipynb #5bfafdef
+# %% ../nbs/13_learner.ipynb #a21873de
 def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
 
 def _remove_precision(learn):
     off = [cb for cb in learn.cbs if is_precision(cb)]
-    if any(getattr(cb, '_in_batch', False) for cb in off): raise RuntimeError("The precision can't change in the middle of a batch. Call to_fp32() and the others between batches, or from after_epoch.")
+    _check_between_batches(off)
     learn.remove_cbs(off)
     vars(learn).pop('_precision_state', None)
     if any(not isinstance(cb, (PrecisionCallback,ModelToHalf)) for cb in off): vars(learn).pop('scaler', None) # fastai's leaves it behind
@@ -195,7 +212,31 @@ Learner.to_channelslast = _to_channelslast_native
 Learner.to_native_fp32 = Learner.to_non_native_fp32 = Learner.to_fp32
 Learner.to_non_native_fp16 = Learner.to_fp16
 
-# %% ../nbs/13_learner.ipynb #06cf7d5c
+# %% ../nbs/13_learner.ipynb #32e2f184
+@contextmanager
+def _own_weights(learn, changed=False):
+    "`learn` with its own parameters in its model, even in the middle of a batch; afterwards as it was, but with new copies if the weights have `changed`"
+    lent = [o for cb in learn.cbs if isinstance(cb, ModelToHalf) and (o := cb.masters) is not None and o.lent]
+    for o in lent: o.restore()
+    try: yield
+    finally:
+        for o in lent:
+            if changed:
+                grads = [c.grad for c in o.copies]
+                o.push_weights()
+                for c,g in zip(o.copies, grads): c.grad = g
+            o.lend()
+
+_create_opt = getattr(Learner.create_opt, 'plain', Learner.create_opt)
+
+@wraps(_create_opt)
+def _create_own(self):
+    with _own_weights(self): return _create_opt(self)
+
+_create_own.plain = _create_opt
+Learner.create_opt = _create_own
+
+# %% ../nbs/13_learner.ipynb #201e20db
 _key = 'mp_callbacks'
 
 @contextmanager
@@ -214,7 +255,7 @@ _save,_load = (getattr(f, 'plain', f) for f in (Learner.save,Learner.load))
 def _save_whole(self, file, **kwargs):
     cb,opt = _precision(self),self.opt
     state = getattr(self, '_precision_state', None) if cb is None else cb.precision_state()
-    with ExitStack() as stack:
+    with _own_weights(self), ExitStack() as stack:
         if opt is not None and state is not None:
             plain = opt.state_dict
             stack.enter_context(_standing_in(opt, 'state_dict', lambda: {**plain(), _key:state}))
@@ -237,7 +278,7 @@ def _load_scale(self, file, *args, **kwargs):
         state = sd.pop(_key, {})
         plain(sd)
         found.update(state)
-    with _standing_in(self.opt, 'load_state_dict', _load_state_dict): res = _load(self, file, *args, **kwargs)
+    with _own_weights(self, changed=True), _standing_in(self.opt, 'load_state_dict', _load_state_dict): res = _load(self, file, *args, **kwargs)
     if found:
         if (cb := _precision(self)) is None: self._precision_state = found
         else: cb.load_precision_state(found)

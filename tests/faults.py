@@ -1,6 +1,7 @@
 """Faults by table: every exception of `errors` and `cancels`, at every place of `places`, in each of `modes`; and what a learner has to be afterwards
 
 A place is an event of training or of validation, before or after the callbacks that change precision; or the model, the loss, the data, the backward pass, or the optimizer."""
+import mp_callbacks.callback
 from learners import *
 from learners import modes as _modes
 
@@ -99,13 +100,15 @@ class Patient:
         "Fit with the fault called `name` at `place`. Returns it, and what came out"
         learn,fault,self.steps = self.learn,Fault(faults[name], place),Steps()
         for o in (learn.model[2], learn.loss_func, *learn.dls): o.fault = fault
-        fault.learn,out,cls,own = learn,None,type(learn.opt),{o:getattr(type(learn.opt), o) for o in ('step','zero_grad')}
-        if place[1] in own: setattr(cls, place[1], self._first(own[place[1]], fault))
+        fault.learn,out = learn,None
+        targets = dict(step=(type(learn.opt),'step'), zero_grad=(mp_callbacks.callback,'zero_grads')) # a fit clears gradients with ours
+        own = {k:getattr(*o) for k,o in targets.items()}
+        if place[1] in own: setattr(*targets[place[1]], self._first(own[place[1]], fault))
         try: learn.fit(1, cbs=[fault,self.steps])
         except BaseException as e: out = e
         finally:
             for o in (learn.model[2], learn.loss_func, *learn.dls): o.fault = None
-            for k,f in own.items(): setattr(cls, k, f)
+            for k,f in own.items(): setattr(*targets[k], f)
         return fault,out
 
     def _first(self, f, fault):

@@ -18,9 +18,7 @@ foreign = {o: fastais(o) for o in ('amp','amp_bf16','non_native')}
 
 def kinds(learn): return sorted(type(cb).__module__.split('.')[0]+'.'+type(cb).__name__ for cb in learn.cbs if isinstance(cb, (PrecisionCallback,ModelToHalf,ChannelsLast)) or type(cb).__module__==fp16.__name__)
 
-# fastai's to_channelslast answers None and adds nothing where ChannelsLast is already on, and knows its native precision only
-known = {('to_fp32','to_channelslast'), ('to_native_fp32','to_channelslast'), ('to_non_native_fp32','to_channelslast'), ('non_native','to_channelslast')}
-pairs = [pytest.param(a, b, marks=[pytest.mark.xfail(strict=True)] if (a,b) in known else []) for a,b in itertools.product({**to, **foreign}, to)]
+pairs = itertools.product({**to, **foreign}, to)
 
 @pytest.mark.parametrize('a,b', pairs, ids=lambda o: str(o).replace(' ', '_'))
 def test_pair(a, b):

@@ -97,7 +97,7 @@ class Fastai:
             if auto: learn.add_cb(FastaiNative(kind, init_scale=init_scale))
             elif kind=='fp16': learn.add_cbs([theirs.ModelToHalf(), FastaiNonNative(flat_master=flat, max_loss_scale=init_scale)])
         elif auto: learn.to_native_fp16(init_scale) if kind=='fp16' else learn.to_native_bf16()
-        elif kind=='fp16': learn.to_fp16(flat_master=flat, max_loss_scale=init_scale)
+        elif kind=='fp16': learn.to_fp16(flat_master=flat, max_loss_scale=init_scale, headroom=None)
         elif kind=='bf16': learn.to_bf16(flat_master=flat)
         learn.create_opt()
         self.opt = learn.opt

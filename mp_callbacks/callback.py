@@ -8,10 +8,10 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 __all__ = ['fit_device', 'LeanCallback', 'LoopCallback', 'is_precision', 'PrecisionCallback', 'ModelToHalf', 'check_device',
            'MixedPrecision', 'NativeMixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #f6b4b9da
+# %% ../nbs/10_callback.ipynb #5a87e747
 import math,re,torch
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict,replace
 from functools import partial
 from numbers import Integral,Real
 from warnings import warn
@@ -68,7 +68,7 @@ class LoopCallback(LeanCallback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #732beb22
+# %% ../nbs/10_callback.ipynb #1a979b58
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -196,12 +196,13 @@ class PrecisionCallback(LoopCallback):
         stats = prepare_grads(self._params(), 1., self.clip, self._steps) if self._unscaled else self._prepare(self._params()) # nothing was added since
         self._steps += 1
         self.learn.step_stats = stats
-        if self._pending is not None and not self._unscaled: self._scaling = self._scaling.adjust(stats.finite)
+        if self._pending is not None and not self._unscaled: self._scaling = self._adjusted(stats)
         if not stats.finite: self._skip(stats)
         self._unscaled = self._open
         if self._meddlers(): self._checked = [(p,p.grad,version(p.grad)) for p in self._params()]
 
-    def _prepare(self, params): return prepare_grads(params, self._pending or 1., self.clip, self._steps)
+    def _prepare(self, params): return prepare_grads(params, self._pending or 1., self.clip, self._steps, self._scaling.wants_amax)
+    def _adjusted(self, stats): return self._scaling.adjust(stats.finite, stats.amax) if self._scaling.wants_amax else self._scaling.adjust(stats.finite)
     def _meddlers(self): return [cb for cb in self.learn.cbs if cb is not self and cb.order>=self.order and type(cb) is not GradientClip and (hasattr(type(cb), 'before_step') or 'before_step' in vars(cb))]
 
     def last_look(self):
@@ -356,27 +357,31 @@ def _check_bools(**kwargs):
     for k,v in kwargs.items():
         if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
 
-# %% ../nbs/10_callback.ipynb #c950eb02
+# %% ../nbs/10_callback.ipynb #8837faa1
 class MixedPrecision(PrecisionCallback):
     """Loss scaling and checked steps on float32 weights. With `ModelToHalf`: training in mixed precision
 
     Raises, when it is made, a `ValueError` for arguments out of range; when a fit starts, for a learner it can't train; and when `max_skips` steps in a row were not finite, a `FloatingPointError`."""
+    first_scale = 2.**10 # of a step whose gradients are yet to be measured
+
     def __init__(self,
         loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # The scale if it is not `dynamic`; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
         flat_master:bool=False, # Step on one flat tensor per parameter group instead of on each parameter?
-        dynamic:bool=True, # Move the scale? It starts at `max_loss_scale`. Steps with gradients that aren't finite are skipped either way.
-        max_loss_scale:float=2.**24, # Where a dynamic scale starts, and its cap
+        dynamic:bool=True, # Move the scale? Steps with gradients that aren't finite are skipped either way.
+        max_loss_scale:float=2.**24, # Cap of a dynamic scale, and where it starts without a `headroom`
         div_factor:float=2., # What it is divided by after a skipped step and multiplied by to grow
         scale_wait:int=500, # After how many finite steps in a row it grows
         clip:float=None, # Largest norm of all gradients together, unscaled
         *,
         min_loss_scale:float=1., # Floor of a dynamic scale
+        headroom:float=2., # Powers of two to leave above the largest gradient, which is measured at the start and after a skipped step; None: nothing is measured, as in fastai
         max_skips:int=250, # After how many skipped steps in a row to stop with an error
     ):
         check_clip(clip)
         _check_bools(flat_master=flat_master, dynamic=dynamic)
         scaling,names = as_loss_scale(loss_scale),dict(loss_scale='max_loss_scale', period='scale_wait', factor='div_factor')
-        moving = _renamed(names, DynamicLossScale, max_loss_scale, period=scale_wait, factor=div_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        moving = _renamed(names, DynamicLossScale, max_loss_scale, period=scale_wait, factor=div_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, headroom=headroom)
+        if headroom is not None: moving = replace(moving, loss_scale=min(max(self.first_scale, moving.min_loss_scale), moving.max_loss_scale))
         if dynamic and isinstance(loss_scale, Real): scaling = moving
         super().__init__(scaling, max_skips)
         self.flat_master,self.clip = flat_master,clip
@@ -418,7 +423,7 @@ class MixedPrecision(PrecisionCallback):
         copies = {} if half is None else {id(p):c for p,c in zip(half.params,half.copies)}
         return [[copies.get(id(p), p) for p in pg] for pg in self.master_pgs]
 
-# %% ../nbs/10_callback.ipynb #269be24f
+# %% ../nbs/10_callback.ipynb #5d137ee9
 class NativeMixedPrecision(PrecisionCallback):
     """Mixed precision by `torch.autocast` and, for float16, `torch.amp.GradScaler`, whose defaults these are
 
@@ -494,8 +499,8 @@ class NativeMixedPrecision(PrecisionCallback):
     def _prepare(self, params):
         if self._pending is None: return super()._prepare(params)
         self.scaler[1].unscale_(self.opt)
-        stats = prepare_grads(params, step=self._steps)._replace(scale=self._pending)
-        after = self._scaling.adjust(stats.finite).loss_scale
+        stats = prepare_grads(params, step=self._steps, amax=self._scaling.wants_amax)._replace(scale=self._pending)
+        after = self._adjusted(stats).loss_scale
         self.scaler[1].update(after)
         self.scaler = after,self.scaler[1]
         return stats

@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/functional.html.md"""
 __all__ = ['tree_map', 'leaves', 'cast_copy', 'all_finite', 'select_tree', 'apply_if_finite', 'scale_tree', 'unscale_tree',
            'scaled', 'Grads', 'value_and_grad', 'grad', 'optimizer_update', 'Step', 'train_step']
 
-# %% ../nbs/04_functional.ipynb #f9154985
+# %% ../nbs/04_functional.ipynb #57e38657
 import copy,torch
 from cmath import isfinite
 from collections.abc import Callable,MutableMapping
@@ -21,6 +21,7 @@ from torch import Tensor,nn
 from torch.func import functional_call,grad_and_value
 
 from .dtypes import as_dtype,cast_tree,half_dtypes
+from .grads import tensor_norms
 from .master import ForwardWrapper,forward_wrappers,half_forward,is_norm,lendable
 
 # %% ../nbs/04_functional.ipynb #72b9c98b
@@ -326,7 +327,7 @@ def optimizer_update(
     for n,p in params.items(): p.copy_(new[n])
     return model,state
 
-# %% ../nbs/04_functional.ipynb #4730b698
+# %% ../nbs/04_functional.ipynb #e1a85539
 class Step(NamedTuple):
     "What one training step leaves behind"
     model:object # Module or structure: the next one
@@ -335,6 +336,11 @@ class Step(NamedTuple):
     value:Tensor # The loss
     finite:bool # Did the step happen?
     aux:object=() # What else the function returned
+
+def _adjusted(scale, finite, grads):
+    "The next `scale`, told the largest of the `grads` if it wants to know"
+    if not (finite and getattr(scale, 'wants_amax', False)): return scale.adjust(finite)
+    return scale.adjust(finite, tensor_norms([torch.view_as_real(o) if o.is_complex() else o for o in leaves(grads) if isinstance(o, Tensor)], amax=True)[-1])
 
 def train_step(
     f:Callable, # Of a model and a batch; returns a loss, or `(loss, aux)`
@@ -348,5 +354,5 @@ def train_step(
         res = value_and_grad(f, dtype, scale, **kwargs)(model, *args)
         finite = res.finite.item()
         model,state = optimizer_update(model, optimizer, state, res.grads, finite, scheduler)
-        return Step(model, state, scale.adjust(finite), res.value, finite, res.aux)
+        return Step(model, state, _adjusted(scale, finite, res.grads), res.value, finite, res.aux)
     return _step

@@ -7,9 +7,9 @@ Docs: https://example.github.io/mp_callbacks/grads.html.md"""
 # %% auto #0
 __all__ = ['grad_values', 'tensor_norms', 'StepStats', 'check_clip', 'prepare_grads']
 
-# %% ../nbs/02_grads.ipynb #76448051
+# %% ../nbs/02_grads.ipynb #552959ba
 import torch
-from math import isfinite
+from math import inf,isfinite
 from numbers import Real
 from typing import NamedTuple
 
@@ -67,23 +67,27 @@ def _norms_of_few(xs, dtype):
     lengths = torch.tensor([x.numel() for x in xs])
     return torch.segment_reduce(flatten_dense(xs).to(dtype).square(), 'sum', lengths=lengths, initial=0).sqrt()
 
-# %% ../nbs/02_grads.ipynb #d3570b00
+# %% ../nbs/02_grads.ipynb #4afdd591
 @torch.no_grad()
 def tensor_norms(
     xs, # Dense real floating tensors
-)->torch.Tensor: # One norm for each: float64, on the CPU, in the order of `xs`
+    amax:bool=False, # Find the largest absolute value, too?
+)->torch.Tensor: # One norm for each: float64, on the CPU, in the order of `xs`; with `amax`, one number more, the largest absolute value in all of them
     "Euclidean norm of each of `xs`, with one device-to-host copy per device"
-    norms,parts = torch.zeros(len(xs), dtype=torch.float64),{}
-    for (device,dtype),idxs in by_kind(xs).items():
+    kinds,n = by_kind(xs),len(xs)
+    norms,parts = torch.zeros(n+amax*len(kinds), dtype=torch.float64),{}
+    for j,((device,dtype),idxs) in enumerate(kinds.items()):
         dtype = torch.promote_types(dtype, torch.float32)
         few = [i for i in idxs if xs[i].numel()<256] if device.type=='cpu' else []
         many = [i for i in idxs if xs[i].numel()>=256] if few else idxs
         if many: parts.setdefault(device, []).append((many, torch.stack(foreach_norm([xs[i] for i in many], 2, dtype=dtype))))
         if few:  parts.setdefault(device, []).append((few, _norms_of_few([xs[i] for i in few], dtype)))
+        full = [xs[i] for i in idxs if xs[i].numel()] if amax else [] # an empty tensor has no largest value
+        if full: parts[device].append(([n+j], torch.stack(foreach_norm(full, inf, dtype=dtype)).max()[None]))
     for o in parts.values(): norms[[i for idxs,_ in o for i in idxs]] = torch.cat([res for _,res in o]).cpu().double()
-    return norms
+    return torch.cat([norms[:n], norms.new_tensor([max([0.,*norms[n:].tolist()])])]) if amax else norms
 
-# %% ../nbs/02_grads.ipynb #8b6d61b8
+# %% ../nbs/02_grads.ipynb #ff7ebac3
 class StepStats(NamedTuple):
     "What one optimizer step saw"
     step:int # Number of the step, from 0
@@ -92,6 +96,7 @@ class StepStats(NamedTuple):
     finite:bool # Are the gradients fit to step on?
     norms:torch.Tensor # Unscaled norm of each gradient: float64, on the CPU
     culprit:torch.nn.Parameter|None=None # If they are not finite: the parameter to look at first
+    amax:float|None=None # If it was asked for and they are finite: the largest absolute value in them, unscaled, before clipping
 
 # %% ../nbs/02_grads.ipynb #c2ff7ec4
 def check_clip(clip):
@@ -100,12 +105,13 @@ def check_clip(clip):
     if isinstance(clip, bool) or not isinstance(clip, Real) or not isfinite(clip) or clip<=0:
         raise ValueError(f"clip={clip!r} must be positive. Use clip=None for no clipping.")
 
-# %% ../nbs/02_grads.ipynb #c83eb863
+# %% ../nbs/02_grads.ipynb #63450f97
 def prepare_grads(
     params, # Parameters whose `.grad` the optimizer is about to use; those without a gradient, and repetitions, are passed over
     scale:float=1., # Loss scale that the gradients carry
     clip:float=None, # Largest norm to allow, after unscaling
     step:int=0, # Number of the step, for the report
+    amax:bool=False, # Find the largest absolute value, too, for the report?
 )->StepStats: # The scale, the norm before clipping, and whether to step
     """Unscale the gradients of `params` in place, measure them, and clip them to norm `clip`
 
@@ -114,7 +120,8 @@ def prepare_grads(
     check_clip(clip)
     params = [p for p in unique(params) if p.grad is not None]
     grads = [grad_values(p) for p in params]
-    norms = tensor_norms(grads)/scale
+    norms,largest = tensor_norms(grads, amax)/scale,None
+    if amax: norms,largest = norms[:-1],norms[-1].item()
     norm = norms.norm().item()
     if not isfinite(norm): return StepStats(step, scale, norm, False, norms, params[(~norms.isfinite()).nonzero()[-1].item()])
     mult = 1/scale
@@ -125,4 +132,4 @@ def prepare_grads(
                 # on a CPU a number is made a tensor for every gradient anew, which takes five times as long as the product; but a half-precision gradient would round that tensor
                 by = torch.tensor(mult, dtype=dtype) if device.type=='cpu' and dtype not in half_dtypes else mult
                 foreach_mul_([grads[i] for i in idxs], by)
-    return StepStats(step, scale, norm, True, norms)
+    return StepStats(step, scale, norm, True, norms, amax=largest)

@@ -109,25 +109,26 @@ def _set_precision(learn, dtype, new, half=None):
 def _warn_cpu(learn):
     if fit_device(learn).type=='cpu': warn("float16 on a CPU works, but slowly, and convolutions take many times as long as in float32. Use to_bf16() or to_native_bf16().")
 
-# %% ../nbs/13_learner.ipynb #220078d9
+# %% ../nbs/13_learner.ipynb #cccb8eac
 @patch
 def to_fp16(self:Learner,
     loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # The scale if it is not `dynamic`; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
     flat_master:bool=False, # Step on one flat tensor per parameter group instead of on each parameter?
-    dynamic:bool=True, # Move the scale? It starts at `max_loss_scale`. Steps with gradients that aren't finite are skipped either way.
-    max_loss_scale:float=2.**24, # Where a dynamic scale starts, and its cap
+    dynamic:bool=True, # Move the scale? Steps with gradients that aren't finite are skipped either way.
+    max_loss_scale:float=2.**24, # Cap of a dynamic scale, and where it starts without a `headroom`
     div_factor:float=2., # What it is divided by after a skipped step and multiplied by to grow
     scale_wait:int=500, # After how many finite steps in a row it grows
     clip:float=None, # Largest norm of all gradients together, unscaled
     *,
     min_loss_scale:float=1., # Floor of a dynamic scale
+    headroom:float=2., # Powers of two to leave above the largest gradient, which is measured at the start and after a skipped step; None: nothing is measured, as in fastai
     max_skips:int=250, # After how many skipped steps in a row to stop with an error
     keep=is_norm, # What stays float32: a module type, name pattern, function of name and module, or a collection of these, see `kept_modules`; or a dict of rules, see [a policy for each module](03_master.ipynb#a-policy-for-each-module)
 )->Learner: # The same learner
     """Train in float16 with float32 master weights and loss scaling
 
-    Defaults are fastai's. Raises `ValueError` if an argument is out of range, or the learner's device or model can't do it; then nothing has changed."""
-    new = MixedPrecision(loss_scale, flat_master, dynamic, max_loss_scale, div_factor, scale_wait, clip, min_loss_scale=min_loss_scale, max_skips=max_skips)
+    Defaults are fastai's, but for the start: `headroom=None` is fastai's there, too. Raises `ValueError` if an argument is out of range, or the learner's device or model can't do it; then nothing has changed."""
+    new = MixedPrecision(loss_scale, flat_master, dynamic, max_loss_scale, div_factor, scale_wait, clip, min_loss_scale=min_loss_scale, headroom=headroom, max_skips=max_skips)
     res = _set_precision(self, torch.float16, new, ModelToHalf(torch.float16, keep))
     _warn_cpu(self)
     return res

@@ -15,8 +15,8 @@ from math import frexp,inf
 from numbers import Integral,Real
 from .dtypes import map_tree
 
-# %% ../nbs/01_loss_scale.ipynb #9573ab5e
-_f32 = torch.finfo(torch.float32)
+# %% ../nbs/01_loss_scale.ipynb #dc85ec7a
+_f16,_f32 = torch.finfo(torch.float16),torch.finfo(torch.float32)
 
 def _is_scale(x): return _f32.tiny<=x<=_f32.max
 
@@ -26,13 +26,14 @@ def _check(self, name, ok, need, kind=Real, to=float):
     if isinstance(x,bool) and kind is not bool or not isinstance(x,kind) or not ok(x): raise ValueError(f'{name}={x!r} must be {need}')
     object.__setattr__(self, name, to(x))
 
-# %% ../nbs/01_loss_scale.ipynb #c5c4f011
+# %% ../nbs/01_loss_scale.ipynb #8266c64a
 @dataclass(frozen=True)
 class StaticLossScale:
     "The same `loss_scale` on every step"
     loss_scale:float = 1. # What the loss is multiplied by
 
     state_fields = () # what `adjust` changes
+    wants_amax = False # has `adjust` a use for the largest gradient?
 
     def __post_init__(self): _check(self, 'loss_scale', _is_scale, 'a number from 2**-126 to 3.4e38. Use 1. for no scaling.')
 
@@ -44,13 +45,13 @@ class StaticLossScale:
         "Multiply the floating tensors of `tree`, such as gradients, by the reciprocal of the loss scale"
         return _multiply(tree, 1/self.loss_scale)
 
-    def adjust(self, finite):
-        "The scale of the next step, whether or not the gradients of this one were `finite`: `self`"
+    def adjust(self, finite, amax=None):
+        "The scale of the next step, whether or not the gradients of this one were `finite`, and however large: `self`"
         return self
 
 def _multiply(tree, x): return map_tree(lambda t: t*x if t.dtype.is_floating_point else t, tree)
 
-# %% ../nbs/01_loss_scale.ipynb #1e7f832b
+# %% ../nbs/01_loss_scale.ipynb #1f8242d4
 @dataclass(frozen=True)
 class DynamicLossScale:
     "A `loss_scale` that grows by `factor` after `period` finite steps in a row and shrinks by `backoff` after an overflow"
@@ -70,8 +71,8 @@ class DynamicLossScale:
     at_max:str = 'clip' # If it would grow above `max_loss_scale`: 'clip' it there, or 'keep' it as it is
     forgiven:int = 0 # Overflows that did not make it shrink, and are not forgotten
     age:int = 0 # Steps since it last changed, counted if there is a `tolerance`
-
-    state_fields = ('loss_scale','counter','forgiven','age') # what `adjust` changes; the other fields are settings
+    headroom:float = None # Powers of two to leave above the largest gradient, at the start and after an overflow; None: gradients are not measured
+    ceiling:float = inf # If there is a `headroom`: where the scale would be without, while the largest gradient is not known; 0: it is known
 
     def __post_init__(self):
         _check(self, 'loss_scale',     _is_scale, 'a number from 2**-126 to 3.4e38. Use 1. for no scaling.')
@@ -83,6 +84,8 @@ class DynamicLossScale:
         _check(self, 'period',       lambda x: x>=1, 'an int, at least 1. Use 1 to grow after every finite step.', Integral, int)
         _check(self, 'hysteresis',   lambda x: x>=1, 'an int, at least 1. Use 1 to shrink after every overflow.',  Integral, int)
         _check(self, 'growth_delay', lambda x: x>=0, 'an int, at least 0. Use 0 for no delay.',                    Integral, int)
+        if self.headroom is not None: _check(self, 'headroom', lambda x: 0<=x<=30, 'a number of powers of two, from 0 to 30. Use None to find the scale without measuring gradients.')
+        _check(self, 'ceiling', lambda x: x>=0, 'a number, at least 0. Use inf for a scale that has yet to be found.')
         for o in ('counter','forgiven','age'): _check(self, o, lambda x: x>=0, 'an int, at least 0. Use 0 to start counting.', Integral, int)
         _check(self, 'consecutive', lambda x: True, 'True or False. Use True to count only finite steps in a row.', bool, bool)
         _check(self, 'at_min', lambda x: x in ('clip','raise'), "'clip' or 'raise'. Use 'clip' to stay at the minimum.", str, str)
@@ -93,38 +96,62 @@ class DynamicLossScale:
         if s<lo: raise ValueError(f'loss_scale={s} is below min_loss_scale={lo}. Raise loss_scale or lower min_loss_scale.')
         if s>hi: raise ValueError(f'loss_scale={s} is above max_loss_scale={hi}. Lower loss_scale or raise max_loss_scale.')
 
+    @property
+    def state_fields(self):
+        "What `adjust` changes; the other fields are settings"
+        return ('loss_scale','counter','forgiven','age') + (('ceiling',) if self.headroom is not None else ())
+
+    @property
+    def wants_amax(self):
+        "Does `adjust` have to be told the largest gradient, if all are finite?"
+        return self.headroom is not None and self.ceiling>0
+
     scale,unscale = StaticLossScale.scale,StaticLossScale.unscale
 
     def adjust(self,
         finite:bool, # Were all gradients of this step finite? Also a tensor or array of one bool
+        amax:float=None, # The largest absolute value in them, unscaled; needed only if `wants_amax`
     )->'DynamicLossScale': # To be used from the next step on; the gradients of this one are unscaled with `self`
         "The scale of the next step, given whether the gradients of this one were `finite`"
         ok = finite.item() if hasattr(finite,'item') else finite # for a tensor, the one host sync
         if ok not in (True,False): raise ValueError(f'finite={finite!r} must be True or False. Use isfinite on a norm.')
-        s,count,forgiven,age = self.loss_scale,self.counter,self.forgiven,self.age+(self.tolerance>0)
+        s = min(self.ceiling, self.max_loss_scale) if self.wants_amax else self.loss_scale
+        count,forgiven,age,ceiling = self.counter,self.forgiven,self.age+(self.tolerance>0),self.ceiling
         if ok:
             count += 1
             if 'finite' in self.refill: forgiven = 0
             if count>=self.period+self.growth_delay:
-                s,count,age = self._grown(),self.growth_delay,0
+                s,count,age = self._grown(s),self.growth_delay,0
                 if 'growth' in self.refill: forgiven = 0
         else:
             if self.consecutive: count = 0
             if forgiven+1<self.hysteresis or self.tolerance and (forgiven+1)/age<self.tolerance: forgiven += 1
             else:
-                s,age = self._shrunk(),0
+                s,age = self._shrunk(s),0
                 if 'backoff' in self.refill: forgiven = 0
+        if self.headroom is not None: s,ceiling = self._measured(ok, amax, s)
         res = object.__new__(type(self)) # `replace` would check the settings again, at every step
-        vars(res).update(vars(self), loss_scale=s, counter=count, forgiven=forgiven, age=age)
+        vars(res).update(vars(self), loss_scale=s, counter=count, forgiven=forgiven, age=age, ceiling=ceiling)
         return res
 
-    def _grown(self):
-        s = self.loss_scale*self.factor
-        if s<=self.max_loss_scale: return s
-        return self.max_loss_scale if self.at_max=='clip' else self.loss_scale
+    def _measured(self, ok, amax, most):
+        "Scale and ceiling of the next step, if without a `headroom` the scale would be `most`"
+        s = self.loss_scale
+        if not self.wants_amax: return most,most if most<s else 0.
+        if not ok: return max(s/2**16, self.min_loss_scale),most # the largest were above 2**16: now they will be above 1
+        if amax is None: raise ValueError("amax=None must be the largest absolute value in the gradients while the scale `wants_amax`. Take it from prepare_grads, or use headroom=None for a scale that doesn't need it.")
+        seen = float(amax)*s
+        if not 0<=seen<inf: raise ValueError(f'amax={amax!r} must be a number, at least 0. Pass finite=False for gradients that are not finite.')
+        k = min(frexp(_f16.max/max(seen, _f16.tiny)/2**self.headroom)[1], frexp(most/s)[1])-1 # powers of two that there is room for
+        sure = seen>=_f16.tiny or s>=most # what is smaller has lost bits on its way, or all of itself
+        return max(min(s*2.**k, most), self.min_loss_scale),0. if sure else most
 
-    def _shrunk(self):
-        s = self.loss_scale/self.factor if self.backoff is None else self.loss_scale*self.backoff
+    def _grown(self, s):
+        if s*self.factor<=self.max_loss_scale: return s*self.factor
+        return self.max_loss_scale if self.at_max=='clip' else s
+
+    def _shrunk(self, s):
+        s = s/self.factor if self.backoff is None else s*self.backoff
         if s>=self.min_loss_scale: return s
         if self.at_min=='clip': return self.min_loss_scale
         raise FloatingPointError(f"Gradients are not finite with loss_scale={self.loss_scale:g}, and it may not shrink below min_loss_scale={self.min_loss_scale:g}. "
@@ -145,9 +172,9 @@ def load_state_dict(self:StaticLossScale|DynamicLossScale,
     if 'loss_scale' in d: d['loss_scale'] = min(max(d['loss_scale'], self.min_loss_scale), self.max_loss_scale)
     return replace(self, **d)
 
-# %% ../nbs/01_loss_scale.ipynb #d70bf830
+# %% ../nbs/01_loss_scale.ipynb #2bfb929c
 def _show(k, v):
-    m,e = frexp(v) if k.endswith('loss_scale') else (0,0)
+    m,e = frexp(v) if k.endswith(('loss_scale','ceiling')) else (0,0)
     return f'2**{e-1}' if m==.5 and e!=1 else repr(v)
 
 @patch

@@ -523,7 +523,7 @@ def test_lr_find(mode, tmp_path):
 def test_lr_find_overflow(mode, bad, tmp_path):
     "Batches that overflow in the beginning, whether for their data or for the scale, don't end the search; and the scale is again what it was"
     learn = make(None, tmp_path, norm=True, cbs=Spoil(*bad))
-    modes[mode](learn, **{'fp16':dict(max_loss_scale=2.**24), 'native_fp16':dict(init_scale=2.**24), 'fp16_static':dict(loss_scale=2.**10)}.get(mode, {}))
+    modes[mode](learn, **{'fp16':dict(max_loss_scale=2.**24, headroom=None), 'native_fp16':dict(init_scale=2.**24), 'fp16_static':dict(loss_scale=2.**10)}.get(mode, {}))
     learn.create_opt()
     before,scale = settled(learn),learn.mixed_precision.loss_scale
     got = learn.lr_find(suggest_funcs=suggest_funcs, show_plot=False)

@@ -182,7 +182,7 @@ nan,inf = float('nan'),float('inf')
 
 bad = dict( # call -> argument -> values
     to_fp16 = dict(loss_scale=[0,-1.,nan,'auto'], max_loss_scale=[0,-2.,inf,nan,'2**24',None,.5], min_loss_scale=[0,2.**25,'low'], div_factor=[1,.5,inf,None], scale_wait=[0,-1,1.5,True],
-                   clip=[0,-1.,nan,inf,'1',True], max_skips=[0,1.5,None,True], keep=[3,None,'head*',[3]]),
+                   clip=[0,-1.,nan,inf,'1',True], headroom=[-1.,31,nan,'2',True], max_skips=[0,1.5,None,True], keep=[3,None,'head*',[3]]),
     to_bf16 = dict(clip=[0,nan], max_skips=[-1,'9'], keep=[1.,('*.nothing',)]),
     to_native_fp16 = dict(init_scale=[0,inf,'x',2.**25], growth_factor=[1.,'x'], backoff_factor=[1.,0,2], growth_interval=[0,2.5], min_loss_scale=[-1,2.**17], max_loss_scale=[0,2.],
                           max_skips=[0]),

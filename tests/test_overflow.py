@@ -13,6 +13,7 @@ precisions = dict(modes, fp16_flat=lambda learn, **kwargs: learn.to_fp16(**{'max
 each_mode = pytest.mark.parametrize('mode', precisions)
 dynamic = 'fp16','fp16_flat','native_fp16','alone'
 each_dynamic = pytest.mark.parametrize('mode', dynamic)
+def classical(mode): return dict(headroom=None) if mode in ('fp16','fp16_flat','alone') else {} # for what is about flags alone, and not about gradients
 
 batch = [o[:8] for o in numbers()]
 
@@ -136,7 +137,7 @@ def test_by_default(mode):
 @each_mode
 def test_a_start_from_2_to_24(mode):
     "To come down from the highest scale to where nothing overflows is no reason to worry, even all the way to 1"
-    high = dict(fp16=dict(max_loss_scale=2.**24), fp16_flat=dict(max_loss_scale=2.**24), alone=dict(max_loss_scale=2.**24), native_fp16=dict(init_scale=2.**24)).get(mode, {})
+    high = dict(init_scale=2.**24) if mode=='native_fp16' else dict(max_loss_scale=2.**24, headroom=None) if mode in dynamic else {}
     learn = make(mode, 40, **high)
     before = weights(learn)
     assert heard(learn.fit, 1)==([],None)
@@ -226,7 +227,7 @@ def test_warnings_as_errors(mode):
 def test_one_step(mode, cause):
     "A step that overflows, between others, is as if it had not been"
     def run(where):
-        learn,states = make(mode, 6, loud() if cause=='forward' else None),[]
+        learn,states = make(mode, 6, loud() if cause=='forward' else None, **classical(mode)),[]
         class States(Callback):
             order = 90
             def before_batch(self):
@@ -281,7 +282,7 @@ def test_random_sequences(mode, i):
     bounds = dict(min_loss_scale=o['lo'], max_loss_scale=o['hi'])
     kwargs = {}
     if native: kwargs = dict(bounds, init_scale=o['init'], growth_factor=o['factor'], backoff_factor=o['backoff'], growth_interval=o['period'])
-    elif mode in dynamic: kwargs = dict(bounds, div_factor=o['factor'], scale_wait=o['period'])
+    elif mode in dynamic: kwargs = dict(bounds, div_factor=o['factor'], scale_wait=o['period'], headroom=None)
     learn,seen = make(mode, 40, **kwargs),[]
     static = 512. if mode=='fp16_static' else 1.
     look = At(lambda learn: seen.append(learn.mixed_precision.loss_scale), event='before_batch')

@@ -385,13 +385,14 @@ def random_scale(rng):
     lo,hi = sorted(rng.choice([f32.tiny, 2.**-3, 1., 3., 2.**10, 65504., 2.**24, f32.max]) for _ in range(2))
     return DynamicLossScale(
         rng.choice([lo, hi, (lo*hi)**.5]), rng.randint(0,3), rng.randint(1,5), rng.choice([1.5,2,4,2000]), rng.choice([None,.5,.9,1e-3]), lo, hi, rng.random()<.7, rng.randint(0,2), rng.randint(1,4),
-        '+'.join(rng.sample(['growth','finite','backoff'], rng.randint(1,3))), rng.choice([0,0,.1,.5,1]), rng.choice(['clip','clip','raise']), rng.choice(['clip','keep']))
+        '+'.join(rng.sample(['growth','finite','backoff'], rng.randint(1,3))), rng.choice([0,0,.1,.5,1]), rng.choice(['clip','clip','raise']), rng.choice(['clip','keep']),
+        headroom=rng.choice([None,None,0,2,3.5]), ceiling=rng.choice([math.inf,0,2.**12]))
 
 def walk(s, trace):
     "The values of `s`, up to the floor where it may raise"
     yield s
-    for finite in trace:
-        try: s = s.adjust(finite)
+    for i,finite in enumerate(trace):
+        try: s = s.adjust(finite, [0,1e-30,1e-9,1.,3e4][(len(trace)-i)%5])
         except FloatingPointError: return
         yield s
 

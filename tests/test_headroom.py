@@ -1,0 +1,258 @@
+"""The start without waste: a scale that measures the largest gradient skips no more steps than it must, and later no more than one that doesn't
+
+What is compared with is the rule without a `headroom`, from 2**24, as in fastai. The models have linear layers only: float16 convolutions are slow on a CPU."""
+import math
+from dataclasses import asdict,replace
+from itertools import accumulate
+
+import mp_callbacks.grads,pytest
+from learners import *
+from torch.nn import functional as F
+
+pytestmark = pytest.mark.filterwarnings('ignore:float16 on a CPU')
+
+inf = math.inf
+
+# --- Models
+
+class Residual(nn.Module):
+    def __init__(self, *layers): super().__init__(); self.layers = nn.Sequential(*layers)
+    def forward(self, x): return x+self.layers(x)
+
+class Attention(nn.Module):
+    def __init__(self, d, causal): super().__init__(); self.qkv,self.out,self.causal = nn.Linear(d, 3*d),nn.Linear(d, d),causal
+    def forward(self, x):
+        q,k,v = self.qkv(x).chunk(3, -1)
+        scores = q@k.mT/q.shape[-1]**.5
+        if self.causal: scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -inf)
+        return self.out(scores.softmax(-1)@v)
+
+def blocks(d, causal):
+    return nn.Sequential(*[Residual(nn.LayerNorm(d), o) for _ in range(2) for o in (Attention(d, causal), nn.Sequential(nn.Linear(d, 4*d), nn.GELU(), nn.Linear(4*d, d)))], nn.LayerNorm(d))
+
+class Transformer(nn.Module):
+    def __init__(self, d=16): super().__init__(); self.embed,self.pos,self.blocks,self.head = nn.Linear(1, d),nn.Parameter(torch.randn(8, d)/8),blocks(d, False),nn.Linear(d, 1)
+    def forward(self, x): return self.head(self.blocks(self.embed(x[...,None])+self.pos).mean(1))
+
+class GPT(nn.Module):
+    "With tied embeddings, as GPT-2 has them, initialised as there"
+    def __init__(self, d=16):
+        super().__init__()
+        self.embed,self.pos,self.blocks = nn.Embedding(17, d),nn.Embedding(12, d),blocks(d, True)
+        for o in (self.embed, self.pos): nn.init.normal_(o.weight, std=.02)
+    def forward(self, x): return F.linear(self.blocks(self.embed(x)+self.pos.weight), self.embed.weight)
+
+def deep(*layers): return nn.Sequential(nn.Linear(8, 32), *layers, nn.Linear(32, 1))
+models = dict(
+    mlp         = lambda: deep(nn.ReLU(), nn.Linear(32, 32), nn.ReLU()),
+    resmlp      = lambda: deep(*[Residual(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)) for _ in range(6)]),
+    transformer = Transformer,
+    gpt         = GPT)
+each_model = pytest.mark.parametrize('name', models)
+
+def words(n):
+    "Rows of 13 numbers below 17, each the one before plus a constant of the row"
+    g = torch.Generator().manual_seed(0)
+    x = (torch.randint(17, (n,1), generator=g)+torch.randint(1, 5, (n,1), generator=g)*torch.arange(13))%17
+    return x[:,:-1],x[:,1:]
+
+class Times:
+    "`k` times as much of a loss"
+    def __init__(self, loss, k): self.loss,self.k = loss,k
+    def __call__(self, p, y): return self.loss(p, y)*self.k
+
+def make(name, n, k=1., seed=1, to=Learner.to_fp16, cbs=None, **kwargs):
+    "A learner of model `name` on `n` batches, whose loss is `k` times what it would be"
+    data = list(zip(*[o.split(16) for o in (words if name=='gpt' else numbers)(16*n)]))
+    loss = CrossEntropyLossFlat() if name=='gpt' else MSELossFlat()
+    torch.manual_seed(seed)
+    return to(get_learner(models[name](), DataLoaders(data, data[:8]), loss_func=Times(loss, k), lr=3e-3, cbs=cbs), **kwargs)
+
+def log(learn): return learn.precision_recorder.log
+def before_training(learn): return [*log(learn).finite, True].index(True) # steps that were skipped before the first that was not
+
+# --- The start
+
+@pytest.mark.parametrize('k', [1e-6,1e-3,1.,1e3,1e6])
+@each_model
+def test_start(name, k):
+    "At most one step is skipped before training starts, whatever the size of the loss, and few soon after; the other rule skips as many or more"
+    bounds = dict(min_loss_scale=2.**-20) if k>1 else {} # there is no scale above 1 with which a loss of millions does not overflow
+    learn,other = make(name, 40, k, **bounds),make(name, 40, k, headroom=None, **bounds)
+    for o in (learn,other): o.fit(1)
+    assert before_training(learn)<=(k>1) and before_training(learn)<=before_training(other) and (k<1 or before_training(other)>=3)
+    assert skipped(learn)<=before_training(learn)+1 and skipped(learn)<=skipped(other)
+    assert not learn.mixed_precision._scaling.wants_amax
+
+@each_model
+def test_where_it_goes(name):
+    "To where two powers of two, and less than three, are between the largest gradient of the first step and 65504"
+    seen = []
+    class Look(Callback):
+        order = 11
+        def before_step(self): seen.append(max(p.grad.abs().max().item() for p in self.model.parameters() if p.grad is not None))
+    own = DynamicLossScale(2.**9, headroom=0)
+    for kwargs in (dict(), dict(flat_master=True), dict(headroom=5.), dict(loss_scale=own), dict(to=Learner.to_native_fp16, init_scale=own)):
+        seen.clear()
+        learn = make(name, 2, cbs=Look(), **kwargs)
+        room = learn.mixed_precision._scaling.headroom
+        learn.fit(1)
+        assert room<=math.log2(65504/(log(learn).scale[1]*seen[0]))<room+1
+
+def test_accumulated():
+    "What is measured is what the optimizer gets, after the last of the batches that are accumulated"
+    def scales(bs, cbs):
+        x,y = numbers(96)
+        learn = get_learner(dls=DataLoaders(list(zip(x.split(bs), y.split(bs))), []), cbs=cbs).to_fp16()
+        learn.fit(1)
+        return log(learn).scale.tolist()
+    assert scales(8, GradientAccumulation(32))==scales(32, None)==[2**10]+[2**15]*2
+
+def make_and_fit(*args, **kwargs):
+    learn = make(*args, **kwargs)
+    learn.fit(1)
+    return learn
+
+def test_measured_when_it_must_be(monkeypatch):
+    "At the start and after an overflow, until a step is finite, and never without a `headroom`"
+    at,norm = [],mp_callbacks.grads.foreach_norm
+    def counted(xs, ord=2, **kwargs):
+        if ord==inf: at.append(len(log(learn)))
+        return norm(xs, ord, **kwargs)
+    monkeypatch.setattr(mp_callbacks.grads, 'foreach_norm', counted)
+    class Overflow(Callback):
+        order = 5
+        def before_step(self):
+            if self.iter in (7,8,15): next(self.model.parameters()).grad.fill_(inf)
+    for kwargs,want in ((dict(), [0,8,9,16]), (dict(headroom=None), [])):
+        at.clear()
+        learn = make('mlp', 20, cbs=Overflow(), max_loss_scale=2.**10, **kwargs)
+        learn.fit(1)
+        assert at==want and skipped(learn)==3
+
+# --- And then
+
+@pytest.mark.parametrize('wait', [20,500])
+@each_model
+def test_later(name, wait):
+    "Over some hundred steps it skips no more than the other rule does after its start, and learns as much"
+    a,b = (make_and_fit(name, 300, scale_wait=wait, headroom=o) for o in (None,2.))
+    assert skipped(b)<=skipped(a)-before_training(a)
+    assert b.validate()[0]<1.05*a.validate()[0]+.02
+    assert b.mixed_precision.loss_scale>=a.mixed_precision.loss_scale/2**4
+
+@each_model
+def test_without(name):
+    "`headroom=None` is the rule without, exactly"
+    learn = make(name, 40, headroom=None, scale_wait=9)
+    want = DynamicLossScale(2.**24, period=9)
+    assert learn.mixed_precision._scaling==want
+    learn.fit(1)
+    assert list(accumulate(log(learn).finite, DynamicLossScale.adjust, initial=want))[-1]==learn.mixed_precision._scaling
+    assert [o.loss_scale for o in accumulate(log(learn).finite, DynamicLossScale.adjust, initial=want)][:-1]==log(learn).scale.tolist()
+
+def test_who_decides():
+    "A value or a preset says it all; a static scale and bfloat16 measure nothing, nor does native float16 unless it is told to"
+    for o in (*loss_scale_presets, DynamicLossScale(), DynamicLossScale(8., headroom=3.), StaticLossScale(8.)):
+        assert get_learner().to_fp16(o).mixed_precision._scaling==as_loss_scale(o)
+    assert get_learner().to_fp16(64., dynamic=False).mixed_precision._scaling==StaticLossScale(64.)
+    for o in ('to_bf16','to_native_bf16','to_native_fp16'): assert not getattr(get_learner(), o)().mixed_precision._scaling.wants_amax
+    for lo,hi,want in ((1,2**24,2**10), (1,2**4,2**4), (2**12,2**24,2**12), (1,1000,1000)):
+        assert get_learner().to_fp16(min_loss_scale=lo, max_loss_scale=hi).mixed_precision.loss_scale==want
+    learn = make_and_fit('mlp', 3)
+    scale = learn.mixed_precision.loss_scale
+    assert learn.to_fp16().mixed_precision.loss_scale==scale!=2**10 # called again it goes on
+    assert learn.to_fp16(headroom=3.).mixed_precision.loss_scale==2**10
+
+# --- Stopped and gone on with
+
+class Bad(Callback):
+    "Overflow at steps `at` of the run, of which `done` were in earlier fits"
+    order = 5
+    def __init__(self, at, done=0): self.at,self.done = at,done
+    def before_step(self):
+        if self.iter+self.done in self.at: self.model[0].weight.grad.fill_(inf)
+
+def states(learn): return [o.tolist() for o in weights(learn)]+[learn.mixed_precision._scaling,learn.opt.state_dict()['state'][0]['grad_avg'].tolist()]
+
+def test_resume(tmp_path):
+    "Stopped after any step, in the middle of a search for the scale too, it goes on in another learner as if it had not been"
+    n,at = 12,(0,1,4,5,6,9)
+    batches = list(zip(*[o.split(16) for o in numbers(16*n)]))
+    def learner(bs): return get_learner(dls=DataLoaders(bs, bs[:1]), path=tmp_path, opt_func=Adam).to_fp16()
+    whole,searching = learner(batches),0
+    whole.fit(1, cbs=Bad(at))
+    for k in range(1, n):
+        learn = learner(batches[:k])
+        learn.fit(1, cbs=Bad(at))
+        learn.save('part')
+        new = learner(batches[k:])
+        new.load('part')
+        assert new.mixed_precision._scaling==learn.mixed_precision._scaling
+        searching += new.mixed_precision._scaling.wants_amax
+        new.fit(1, cbs=Bad(at, k))
+        assert states(new)==states(whole)
+    assert searching==6
+
+def test_older_checkpoint(tmp_path):
+    "One from before there was a `headroom` loads: the scale is that of the file, and is measured at the next step"
+    learn = make_and_fit('mlp', 3, headroom=None, max_loss_scale=2.**6)
+    learn.path = tmp_path
+    file = learn.save('old')
+    with torch.serialization.safe_globals([L]): d = torch.load(file, weights_only=True)
+    for o in ('headroom','ceiling'): del d['opt']['mp_callbacks'][o]
+    torch.save(d, file)
+    for kwargs,wants in ((dict(), True), (dict(headroom=None), False)):
+        new = make('mlp', 3, **kwargs)
+        new.path = tmp_path
+        new.load('old')
+        s = new.mixed_precision._scaling
+        assert (s.loss_scale, s.counter, s.wants_amax)==(2**6, 3, wants)
+        new.fit(1)
+        assert skipped(new)==0 and (new.mixed_precision.loss_scale>2**10)==wants
+
+# --- Whatever comes
+
+try: from hypothesis import HealthCheck,given,settings,strategies as st
+except ImportError: st = None
+
+if st is not None:
+    def examples(n): return settings(max_examples=n, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    powers = st.integers(-20, 30).map(lambda k: 2.**k)
+
+    @st.composite
+    def scales(draw):
+        lo,s,hi = sorted(draw(st.tuples(powers, powers, powers)))
+        return DynamicLossScale(s, min_loss_scale=lo, max_loss_scale=hi, headroom=draw(st.integers(0, 6) | st.floats(0, 6)), period=draw(st.integers(1, 5)), factor=draw(st.sampled_from([2.,4.])),
+            consecutive=draw(st.booleans()), hysteresis=draw(st.integers(1, 3)), ceiling=draw(st.sampled_from([inf,0.])))
+    steps = st.lists(st.tuples(st.sampled_from([True,True,True,False]), st.just(0.) | st.floats(1e-12, 1e6)), max_size=40)
+
+    def twin(s): return replace(s, headroom=None, ceiling=inf, loss_scale=s.max_loss_scale if s.wants_amax else s.loss_scale)
+
+    @given(scales(), steps)
+    @examples(300)
+    def test_any_course(s, steps):
+        "Within its bounds, in powers of two, and never above what the rule without a `headroom` makes of the same steps, from the cap"
+        rule,start = twin(s),s.loss_scale
+        for ok,amax in steps:
+            new,rule = s.adjust(ok, amax if s.wants_amax else None),rule.adjust(ok)
+            assert s.min_loss_scale<=new.loss_scale<=s.max_loss_scale and math.log2(new.loss_scale/start)%1==0
+            assert new.loss_scale<=rule.loss_scale and (not new.wants_amax or new.ceiling<=rule.loss_scale)
+            assert (new.counter,new.forgiven)==(rule.counter,rule.forgiven)
+            if new.loss_scale>s.loss_scale: assert ok
+            if not ok and new.forgiven<=s.forgiven: assert new.wants_amax or new.loss_scale==s.loss_scale==s.min_loss_scale
+            assert type(new)(**asdict(new))==new==s.load_state_dict(new.state_dict())==eval(repr(new))
+            s = new
+
+    @given(scales(), st.floats(2.**-18, 2.**40))
+    @examples(200)
+    def test_any_limit(s, limit):
+        "Where gradients overflow above `limit`, at most one step is skipped at the start if that is within 2**16 of the first scale, and the headroom is what was asked for, or the scale at its bounds"
+        s,bad = replace(s, ceiling=inf, counter=0, period=100),0
+        for _ in range(4):
+            ok = s.loss_scale<=limit
+            bad,s = bad+(not ok),s.adjust(ok, 65504/limit)
+        if min(s.loss_scale,s.min_loss_scale)>limit: return # there is no such scale
+        if limit>=s.max_loss_scale/2**16: assert bad<=1
+        if bad<4 and not s.wants_amax: assert s.loss_scale<=max(limit/2**s.headroom, s.min_loss_scale)
+        if bad<=1: assert s.loss_scale in (s.min_loss_scale, s.max_loss_scale, s.ceiling) or s.loss_scale>limit/2**(s.headroom+1) or s.loss_scale*2>s.max_loss_scale/s.factor

@@ -49,26 +49,25 @@ class LeanCallback(Callback):
         if name.startswith('_'): object.__setattr__(self, name, value)
         else: super().__setattr__(name, value)
 
-# %% ../nbs/10_callback.ipynb #86763ed2
+# %% ../nbs/10_callback.ipynb #2fe77aac
 class LoopCallback(LeanCallback):
-    "A callback with something to undo: `during_batch` and `during_fit` are left in any case"
+    "A callback with something to undo: each class's own `during_batch` and `during_fit`, those of a base class around it, are left in any case"
     _stateattrs,_in_batch = ('_in_batch',),False
-
-    @contextmanager
-    def during_fit(self): yield
 
     @contextmanager
     def during_batch(self):
         outer,self._in_batch = self._in_batch,True
-        try: yield
-        finally: self._in_batch = outer
+        try:
+            try: yield
+            finally: self._in_batch = outer
+        finally: self._in_batch = outer # an interrupt may come in the first `finally`, so there is always a second
 
     def looped(self):
         "Is this batch inside `during_batch`? If it is not, prediction may go on in plain float32, but training may not."
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #1a979b58
+# %% ../nbs/10_callback.ipynb #45e92e7d
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -124,11 +123,14 @@ class PrecisionCallback(LoopCallback):
         self._snapshot = self._strangers = None # model and optimizer may be others than in the last fit
         opt,ours = learn.opt,None
         if 'zero_grad' not in vars(opt) and getattr(type(opt), 'zero_grad', None) is Optimizer.zero_grad: opt.zero_grad = ours = partial(self._zero_grad, opt)
-        try: yield
-        finally:
+        def _undo():
             if self._open and self._pending is not None: learn.opt.zero_grad() # gradients were accumulated for a step that never came
             self._close()
             if ours is not None and vars(opt).get('zero_grad') is ours: del opt.zero_grad
+        try:
+            try: yield
+            finally: _undo()
+        finally: _undo()
 
     def _zero_grad(self, opt):
         "Do what fastai's `zero_grad` does, for all at once"
@@ -142,7 +144,7 @@ class PrecisionCallback(LoopCallback):
         if self._strangers is None and learn.training and learn.opt is not None:
             mine = {id(p) for p in self._params()}
             self._strangers = [p for p in learn.model.parameters() if id(p) not in mine]
-        with super().during_batch(), torch.autocast(next(learn.model.parameters()).device.type, enabled=False): # so that the loss is in float32 whatever was left open
+        with torch.autocast(next(learn.model.parameters()).device.type, enabled=False): # so that the loss is in float32 whatever was left open
             try: yield
             except BaseException as e:
                 _float_state(learn.model)
@@ -268,7 +270,7 @@ class PrecisionCallback(LoopCallback):
         scaling = self._scaling.load_state_dict(state) if 'counter' in state else self._scaling # a static scale has nothing to hand on
         self._scaling,self._steps,self._skips = scaling,int(state.get('steps', 0)),int(state.get('skips', 0))
 
-# %% ../nbs/10_callback.ipynb #ba410422
+# %% ../nbs/10_callback.ipynb #edd7afd5
 class ModelToHalf(LoopCallback):
     "Let the model compute with copies of its weights in `dtype`, in the forward and the backward pass. Needs `MixedPrecision` to train."
     order = PrecisionCallback.order-1
@@ -329,10 +331,15 @@ class ModelToHalf(LoopCallback):
     @contextmanager
     def during_batch(self):
         outer,self._borrowed = (self._borrowed,self._used),self.masters is not None and self.masters.lent # a prediction inside a batch leaves the copies where they are
-        with super().during_batch():
+        borrowed = self._borrowed
+        def _undo():
+            if self.masters is not None and not borrowed: self.masters.restore()
+            self._borrowed,self._used = outer
+        try:
             try: yield
             except BaseException: self._fresh = None; raise
-            finally: self._give_back(); self._borrowed,self._used = outer
+            finally: _undo()
+        finally: _undo()
 
 # %% ../nbs/10_callback.ipynb #2b4e78ff
 def check_device(
@@ -357,7 +364,7 @@ def _check_bools(**kwargs):
     for k,v in kwargs.items():
         if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
 
-# %% ../nbs/10_callback.ipynb #8837faa1
+# %% ../nbs/10_callback.ipynb #ac9b64a5
 class MixedPrecision(PrecisionCallback):
     """Loss scaling and checked steps on float32 weights. With `ModelToHalf`: training in mixed precision
 
@@ -388,17 +395,16 @@ class MixedPrecision(PrecisionCallback):
 
     @contextmanager
     def during_fit(self):
-        with super().during_fit():
-            flat = FlatStep(self.opt) if self.flat_master else None
+        flat = FlatStep(self.opt) if self.flat_master else None
+        def _undo():
+            if flat: flat.remove(); flat.release()
+            if (half := self._half()) is not None: half.zeroed([]) # it would keep the gradients alive
+        try:
             try:
                 if flat: flat.install()
                 yield
-            finally:
-                if flat:
-                    flat.remove()
-                    try: flat.release()
-                    finally: flat.release() # an interrupt in the first is the case for a second
-                if (half := self._half()) is not None: half.zeroed([]) # it would keep the gradients alive
+            finally: _undo()
+        finally: _undo()
 
     def _zero_grad(self, opt):
         params = super()._zero_grad(opt)
@@ -423,7 +429,7 @@ class MixedPrecision(PrecisionCallback):
         copies = {} if half is None else {id(p):c for p,c in zip(half.params,half.copies)}
         return [[copies.get(id(p), p) for p in pg] for pg in self.master_pgs]
 
-# %% ../nbs/10_callback.ipynb #5d137ee9
+# %% ../nbs/10_callback.ipynb #81bfec23
 class NativeMixedPrecision(PrecisionCallback):
     """Mixed precision by `torch.autocast` and, for float16, `torch.amp.GradScaler`, whose defaults these are
 
@@ -487,9 +493,14 @@ class NativeMixedPrecision(PrecisionCallback):
     @contextmanager
     def during_batch(self):
         outer,self._borrowed = self._borrowed,self._wrapper is not None and self._wrapper.installed # as for the copies above
-        with super().during_batch():
+        borrowed = self._borrowed
+        def _undo():
+            if self._wrapper is not None and not borrowed: self._wrapper.remove()
+            self._borrowed = outer
+        try:
             try: yield
-            finally: self._take_off(); self._borrowed = outer
+            finally: _undo()
+        finally: _undo()
 
     def _scale(self, loss):
         if self.scaler is None or self.scaler[0]!=self._pending:

@@ -25,7 +25,7 @@ from .master import check_float32,is_norm,lendable
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback,check_device,fit_device,is_precision
 from .recorder import PrecisionRecorder
 
-# %% ../nbs/13_learner.ipynb #e6ec8b90
+# %% ../nbs/13_learner.ipynb #eb320c05
 _with_events = getattr(Learner._with_events, 'plain', Learner._with_events) # the same after a reload
 
 def _nesting(): torch.autocast_increment_nesting(); return torch.autocast_decrement_nesting()
@@ -39,16 +39,16 @@ def _settle(cms, grad, nesting):
 @wraps(_with_events)
 def _unwinding(self, f, event_type, ex, *args, **kwargs):
     name = f'during_{event_type}'
-    cbs = [cb for cb in self.cbs if hasattr(type(cb), name)]
-    if not cbs: return _with_events(self, f, event_type, ex, *args, **kwargs)
-    cms,grad,nesting = [getattr(cb, name)() for cb in sorted(cbs, key=lambda o: o.order)],torch.is_grad_enabled(),_nesting()
+    cms = [vars(c)[name](cb) for cb in sorted(self.cbs, key=lambda o: o.order) for c in reversed(type(cb).__mro__) if name in vars(c)]
+    if not cms: return _with_events(self, f, event_type, ex, *args, **kwargs)
+    grad,nesting = torch.is_grad_enabled(),_nesting()
     try:
-        with ExitStack() as stack:
-            for cm in cms: stack.enter_context(cm)
-            return _with_events(self, f, event_type, ex, *args, **kwargs)
-    finally:
-        try: _settle(cms, grad, nesting)
-        finally: _settle(cms, grad, nesting) # an interrupt in the first is the case for a second
+        try:
+            with ExitStack() as stack:
+                for cm in cms: stack.enter_context(cm)
+                return _with_events(self, f, event_type, ex, *args, **kwargs)
+        finally: _settle(cms, grad, nesting)
+    finally: _settle(cms, grad, nesting) # an interrupt in the first is the case for a second
 
 _unwinding.plain = _with_events
 Learner._with_events = _unwinding

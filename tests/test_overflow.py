@@ -106,6 +106,7 @@ def test_for_ever(mode, cause):
     if cause=='forward': learn.model[2].on = True
     learn.dls = DataLoaders([batch]*60, [batch])
     told,e = heard(learn.fit, 1, cbs=causes[cause]())
+    if cause=='big_data': assert told.pop(0).startswith('8 steps in a row have been skipped, and the batch has values up to 1e+38')
     assert len(told)==1 and told[0].startswith(f'32 steps in a row have been skipped, since step {steps}, ')
     assert f'40 steps in a row have been skipped, since step {steps}, ' in str(e)
     named = [n for n,_ in learn.model.named_parameters()]
@@ -120,7 +121,7 @@ def test_for_ever(mode, cause):
     learn.dls = DataLoaders([batch]*3, [batch])
     assert heard(learn.fit, 1)==([],None)
     assert not same(everything(learn), before)
-    assert isinstance(learn.validate()[0], float)
+    assert math.isfinite(learn.validate()[0])
 
 @each_mode
 def test_by_default(mode):

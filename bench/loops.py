@@ -110,7 +110,8 @@ class Fastai:
         learn,phases = self.learn,dict(before_batch='push', after_backward='pull', before_step='check', after_step='after')
         res = [(learn,'_do_grad_opt','grad_opt'), (learn,'_backward','backward'), (learn,'_step','opt'), (learn.opt,'zero_grad','zero_grad')]
         cbs = [cb for cb in learn.cbs if isinstance(cb, (theirs.MixedPrecision,theirs.NonNativeMixedPrecision,MixedPrecision,ModelToHalf,NativeMixedPrecision))]
-        return res+[(cb,k,o) for cb in cbs for k,o in phases.items() if hasattr(cb, k)]
+        res += [(cb,'after_step','record') for cb in learn.cbs if isinstance(cb, PrecisionRecorder)]
+        return res+[(cb,k,o) for cb in cbs for k,o in phases.items() if hasattr(type(cb), k)]
 
 def build(v, model):
     "The loop that `v` names, around `model`: call it with batches"

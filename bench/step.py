@@ -63,7 +63,7 @@ def table(df, gbs):
     res['cost_ms'] = [o-bare_ms.get(i[2], bare_ms['fp32']) for i,o in res.step_ms.items()]
     res['floor_ms'] = [floor_bytes(i[2])*n/gbs/1e6 for i in res.index]
     res = res[['cost_ms','floor_ms','step_ms','quartiles']]
-    return res.join(medians(parts)[['push_ms','pull_ms','check_ms','opt_ms','after_ms','zero_grad_ms']]) if len(parts) else res
+    return res.join(medians(parts)[['push_ms','pull_ms','check_ms','opt_ms','after_ms','record_ms','zero_grad_ms']]) if len(parts) else res
 
 def main():
     p = arguments(__doc__)

@@ -17,7 +17,7 @@ compiled = dict(
     in_place = lambda: (m := norms(), m.compile(backend='aot_eager'))[0],
     part     = lambda: nn.Sequential(*norms()[:4], torch.compile(norms()[4:], backend='aot_eager')))
 
-moving = dict(fp16=dict(scale_wait=3, headroom=None), native_fp16=dict(init_scale=2.**24, growth_interval=3)) # overflows, and grows
+moving = dict(fp16=dict(scale_wait=3, max_loss_scale=2.**24, headroom=None), native_fp16=dict(init_scale=2.**24, growth_interval=3)) # overflows, and grows
 flat_bf16 = lambda learn: learn.to_bf16(flat_master=True)
 
 def graphs(make, mode):

@@ -108,8 +108,9 @@ class Fastai:
 
     def parts(self):
         learn,phases = self.learn,dict(before_batch='push', after_backward='pull', before_step='check', after_step='after')
-        res = [(learn,'_do_grad_opt','grad_opt'), (learn,'_backward','backward'), (learn,'_step','opt'), (learn.opt,'zero_grad','zero_grad')]
         cbs = [cb for cb in learn.cbs if isinstance(cb, (theirs.MixedPrecision,theirs.NonNativeMixedPrecision,MixedPrecision,ModelToHalf,NativeMixedPrecision))]
+        res = [(learn,'_do_grad_opt','grad_opt'), (learn,'_backward','backward'), (learn,'_step','opt'), (learn.opt,'zero_grad','zero_grad')]
+        if self.v.loop=='ours' and self.v.opt!='fused': res[-1] = [(cb,'_zero_grad','zero_grad') for cb in cbs if hasattr(cb, '_zero_grad')][0] # stands in for the optimizer's while a fit runs
         res += [(cb,'after_step','record') for cb in learn.cbs if isinstance(cb, PrecisionRecorder)]
         return res+[(cb,k,o) for cb in cbs for k,o in phases.items() if hasattr(type(cb), k)]
 

@@ -34,7 +34,7 @@ class Weights(nn.Module):
 
     def forward(self, x):
         ps,dev = list(self._parameters.values()),x.device.type
-        if torch.is_autocast_enabled(dev): ps = [p.to(torch.get_autocast_dtype(dev)) for p in ps]
+        if torch.is_autocast_enabled(dev) and ps[0].dtype!=(half := torch.get_autocast_dtype(dev)): ps = [p.to(half) for p in ps]
         return Constant.apply(x, self._consts, *ps)
 
 class Bare(Hand):

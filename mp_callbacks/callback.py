@@ -270,7 +270,7 @@ class PrecisionCallback(LoopCallback):
         scaling = self._scaling.load_state_dict(state) if 'counter' in state else self._scaling # a static scale has nothing to hand on
         self._scaling,self._steps,self._skips = scaling,int(state.get('steps', 0)),int(state.get('skips', 0))
 
-# %% ../nbs/10_callback.ipynb #edd7afd5
+# %% ../nbs/10_callback.ipynb #4f2cd75a
 class ModelToHalf(LoopCallback):
     "Let the model compute with copies of its weights in `dtype`, in the forward and the backward pass. Needs `MixedPrecision` to train."
     order = PrecisionCallback.order-1
@@ -318,7 +318,7 @@ class ModelToHalf(LoopCallback):
     def after_pred(self): self._give_back()
 
     def before_backward(self):
-        if self._used: self.masters.lend() # checkpointed layers compute again
+        if self._used: self.masters.relend() # checkpointed layers compute again
 
     def after_backward(self):
         if self._used: self.masters.pull_grads()

@@ -67,7 +67,7 @@ def _norms_of_few(xs, dtype):
     lengths = torch.tensor([x.numel() for x in xs])
     return torch.segment_reduce(flatten_dense(xs).to(dtype).square(), 'sum', lengths=lengths, initial=0).sqrt()
 
-# %% ../nbs/02_grads.ipynb #4afdd591
+# %% ../nbs/02_grads.ipynb #d708b888
 @torch.no_grad()
 def tensor_norms(
     xs, # Dense real floating tensors
@@ -78,8 +78,8 @@ def tensor_norms(
     norms,parts = torch.zeros(n+amax*len(kinds), dtype=torch.float64),{}
     for j,((device,dtype),idxs) in enumerate(kinds.items()):
         dtype = torch.promote_types(dtype, torch.float32)
-        few = [i for i in idxs if xs[i].numel()<256] if device.type=='cpu' else []
-        many = [i for i in idxs if xs[i].numel()>=256] if few else idxs
+        few = [i for i in idxs if xs[i].numel()<=1024] if device.type=='cpu' else []
+        many = [i for i in idxs if xs[i].numel()>1024] if few else idxs
         if many: parts.setdefault(device, []).append((many, torch.stack(foreach_norm([xs[i] for i in many], 2, dtype=dtype))))
         if few:  parts.setdefault(device, []).append((few, _norms_of_few([xs[i] for i in few], dtype)))
         full = [xs[i] for i in idxs if xs[i].numel()] if amax else [] # an empty tensor has no largest value

@@ -280,7 +280,7 @@ def forward_wrappers(
         if output is not None: res.append(ForwardWrapper(m, partial(output_forward, output)))
     return res
 
-# %% ../nbs/03_master.ipynb #5cb75c9f
+# %% ../nbs/03_master.ipynb #5a080798
 class MasterWeights:
     """Low-precision copies of the parameters of `model`, to be lent to it while it computes
 
@@ -326,8 +326,12 @@ class MasterWeights:
         "Let the model have the copies in place of its own parameters, each as trainable as the parameter is. Twice is once."
         if self.lent: return
         if not self._in_place(): self._plan(); self.push_weights()
-        self.lent = True
         self._mirror()
+        self.relend()
+
+    def relend(self):
+        "`lend` once more what has been lent and given back in the same batch: nothing is looked at"
+        self.lent = True
         for d,n,_,c in self.slots: d[n] = c
         for o in self.wrappers: o.install()
         self._flat_rnns()
@@ -385,7 +389,8 @@ class MasterWeights:
         for p,g in new:
             if p.grad is None: p.grad = g
         for p,_ in pairs:
-            for h in list((p._post_accumulate_grad_hooks or {}).values()): h(p)
+            if p._post_accumulate_grad_hooks:
+                for h in list(p._post_accumulate_grad_hooks.values()): h(p)
 
     def state_dict(self):
         "What a model needs to compute in half precision, and what it needs to go on learning: its state with the copies for the weights, and the `masters` by name"

@@ -137,7 +137,19 @@ class FlatBucket:
             self.cols[k],self.seen[k] = col,v
         if any(isinstance(v, Tensor) for v in new.values()): self.where = self._where()
 
-# %% ../nbs/07_flat.ipynb #167269fc
+# %% ../nbs/07_flat.ipynb #cdc5afd1
+_portion = 2**16 # numbers
+
+def _portions(ps):
+    "`ps` one after the other, in lists of `_portion` numbers or little more on a CPU, and in one list elsewhere"
+    res,size = [[]],0
+    for p in ps:
+        if size>=_portion and p.device.type=='cpu': res,size = res+[[]],0
+        res[-1].append(p)
+        size += p.numel()
+    return res
+
+# %% ../nbs/07_flat.ipynb #87b9f19c
 class FlatStep:
     "Let the steppers of `opt` work on flat tensors instead of on each parameter"
     def __init__(self,
@@ -200,9 +212,10 @@ class FlatStep:
         self.about = [] # until all is done, so that after an interrupt it is done anew
         self._release([b for b in self.buckets if b not in kept])
         self.buckets,self.alone,self.rest = kept,alone,rest
-        for (i,*_),ps in groups.items():
-            self.buckets.append(FlatBucket(i, ps, [opt.state[p] for p in ps]))
-            self.buckets[-1].attach()
+        for (i,*_),group in groups.items():
+            for ps in _portions(group):
+                self.buckets.append(FlatBucket(i, ps, [opt.state[p] for p in ps]))
+                self.buckets[-1].attach()
         self.about = self._about()
 
     @torch.no_grad()

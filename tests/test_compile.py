@@ -38,6 +38,7 @@ few = ('fp16','bf16','native_fp16','bf16_flat')
 @pytest.mark.parametrize('kind', compiled)
 @pytest.mark.parametrize('mode', (None,*few))
 def test_graphs(mode, kind):
+    if kind=='in_place' and mode and torch.__version__.startswith('2.5'): pytest.skip('PyTorch 2.5 breaks the graph at clear_autocast_cache')
     learn,first,last = graphs(compiled[kind], mode)
     assert (first,last)==(2,2)
     if mode in moving: assert skipped(learn)>2 and learn.precision_recorder.log.scale.nunique()>4

@@ -25,14 +25,15 @@ from .master import check_float32,is_norm,lendable
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback,check_device,fit_device,is_precision
 from .recorder import PrecisionRecorder
 
-# %% ../nbs/13_learner.ipynb #eb320c05
+# %% ../nbs/13_learner.ipynb #1e5e8abc
 _with_events = getattr(Learner._with_events, 'plain', Learner._with_events) # the same after a reload
 
 def _nesting(): torch.autocast_increment_nesting(); return torch.autocast_decrement_nesting()
 
 def _settle(cms, grad, nesting):
     "Leave what an interrupt has left open in the middle of a `with`: a generator would go on when it is collected, in the middle of who knows what"
-    for cm in reversed(cms): cm.gen.close()
+    for cm in reversed(cms):
+        if hasattr(cm, 'gen'): cm.gen.close() # what `contextmanager` makes of a generator
     torch.set_grad_enabled(grad)
     while _nesting()>nesting: torch.autocast_decrement_nesting()
 

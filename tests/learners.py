@@ -1,5 +1,9 @@
 "Small learners for the tests: one line of data, one model, and every precision that we have"
-import copy,torch
+import torch
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
 from fastai.basics import *
 from fastai.callback.all import *
 from mp_callbacks.all import *
@@ -44,6 +48,18 @@ def get_learner(model=None, dls=None, norm=False, **kwargs):
     for cb in learn.cbs.filter(lambda o: isinstance(o, ProgressCallback)): learn.remove_cb(cb)
     learn.logger,learn.create_mbar = noop,False
     return learn
+
+Named = namedtuple('Named', 'a b')
+
+@dataclass
+class Data:
+    a:Any
+    b:Any=None
+
+@dataclass(frozen=True)
+class Frozen:
+    a:Any
+    b:Any=None
 
 def weights(learn): return [p.detach().clone() for p in learn.model.parameters()]
 def flat(ts): return torch.cat([t.detach().double().reshape(-1) for t in ts])

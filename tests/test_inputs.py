@@ -1,7 +1,7 @@
 "Odd models, data and arguments through real learners: the right result or a clear error, and the learner as it was"
 import json,re,subprocess,sys
 from copy import deepcopy
-from collections import OrderedDict,namedtuple
+from collections import OrderedDict
 from dataclasses import dataclass,fields
 from functools import lru_cache
 from types import SimpleNamespace
@@ -216,18 +216,6 @@ def test_bad_dtype(kind, dtype):
     with pytest.raises(ValueError, match=re.escape(str(dtype))): kind(dtype)
 
 # --- Predictions of every structure
-
-@dataclass
-class Data:
-    a:Any
-    b:Any=None
-
-@dataclass(frozen=True)
-class Frozen:
-    a:Any
-    b:Any=None
-
-Named = namedtuple('Named', 'a b')
 
 @dataclass
 class ModelOutput(OrderedDict):

@@ -1,16 +1,16 @@
 """What holds for any tree, scale, gradient and model: hypothesis looks for one that it doesn't hold for
 
 The same examples each time. What is expected is computed another way: in float64, or by walking through both structures."""
-from collections import OrderedDict,namedtuple
+from collections import OrderedDict
 from copy import deepcopy
-from dataclasses import asdict,dataclass,fields,is_dataclass
-from typing import Any
+from dataclasses import asdict,fields,is_dataclass
 
 import pytest,torch
 pytest.importorskip('hypothesis')
 from fastai.torch_core import TensorBase
 from fastcore.foundation import L
 from hypothesis import HealthCheck,assume,given,settings,strategies as st
+from learners import Data,Frozen,Named
 from mp_callbacks.dtypes import Policy,cast_tree,get_policy,half_dtypes,map_tree
 from mp_callbacks.grads import prepare_grads
 from mp_callbacks.loss_scale import DynamicLossScale,StaticLossScale
@@ -24,17 +24,6 @@ other    = (torch.int64,torch.uint8,torch.bool,torch.complex64)
 
 # --- Trees
 
-Pair = namedtuple('Pair', 'a b')
-
-@dataclass
-class Data:
-    a:Any
-    b:Any=None
-
-@dataclass(frozen=True)
-class Frozen:
-    a:Any
-
 class Items(list): "Somebody's own list"
 
 def tensor(dtype, shape, kind): return torch.ones(shape).to(dtype).as_subclass(kind)
@@ -45,7 +34,7 @@ leaves  = tensors | st.none() | st.booleans() | st.integers() | st.floats() | st
 def nested(c):
     some = st.lists(c, max_size=3)
     return st.one_of(some, some.map(tuple), some.map(L), some.map(Items), st.dictionaries(st.text(max_size=2), c, max_size=3), st.dictionaries(st.integers(), c, max_size=3).map(OrderedDict),
-                     st.builds(Pair, c, c), st.builds(Data, c, c), st.builds(Frozen, c))
+                     st.builds(Named, c, c), st.builds(Data, c, c), st.builds(Frozen, c))
 
 trees = st.recursive(leaves, nested, max_leaves=12)
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from .dtypes import half_dtypes
 
-# %% ../nbs/02_grads.ipynb #fd7ede83
-foreach_norm,foreach_mul_,foreach_add_,foreach_copy_,foreach_zero_ = (getattr(torch, f'_foreach_{o}') for o in ('norm','mul_','add_','copy_','zero_'))
+# %% ../nbs/02_grads.ipynb #7462ea4c
+foreach_norm,foreach_mul,foreach_mul_,foreach_add_,foreach_copy_,foreach_zero_ = (getattr(torch, f'_foreach_{o}') for o in ('norm','mul','mul_','add_','copy_','zero_'))
 flatten_dense = torch._C._nn.flatten_dense_tensors # what `DistributedDataParallel` fills its buckets with: one C++ loop, where `torch.cat` needs a view of each tensor
 
 # %% ../nbs/02_grads.ipynb #d0ad52c9

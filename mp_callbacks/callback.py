@@ -69,7 +69,7 @@ class LoopCallback(LeanCallback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #0f9a5560
+# %% ../nbs/10_callback.ipynb #8df664fd
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -160,6 +160,7 @@ class PrecisionCallback(LoopCallback):
 
     def _leave(self, learn, roll_back):
         "Before the step, undo what the batch has done, if it is to be undone; after it, only clear the gradients, which it has used up"
+        self._disarm()
         if self._open:
             if not roll_back: return
             self._undo()
@@ -168,8 +169,11 @@ class PrecisionCallback(LoopCallback):
         self._close()
 
     def _close(self):
-        if self._armed is not None: self._judged[0].disarm(self._armed)
+        self._disarm()
         vars(self).update(self._window)
+
+    def _disarm(self):
+        if self._armed is not None: self._judged[0].disarm(self._armed)
 
     def after_cancel_batch(self):
         if self.training: self._leave(self.learn, roll_back=False)
@@ -186,7 +190,6 @@ class PrecisionCallback(LoopCallback):
             self._pending,self._unscaled = self.loss_scale,False
             for p in self._params():
                 if p.grad is not None: p.grad.mul_(self._pending)
-        self._judged = None
         if self._pending is None: self._pending = self.loss_scale if self._late is None else self._late[3]
         self._batch_outside,self._stashed = [(p,p.grad) for p in self._strangers],True
         for p,_ in self._batch_outside: p.grad = None
@@ -206,7 +209,7 @@ class PrecisionCallback(LoopCallback):
 
     def before_step(self):
         self._learn_late(speak=True)
-        params = self._params()
+        self._judged,params = None,self._params()
         if self._can_wait(params) and self._judge(params): return
         stats = prepare_grads(params, 1., self.clip, self._steps) if self._unscaled else self._prepare(params) # nothing was added since
         self._steps += 1

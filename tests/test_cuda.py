@@ -7,6 +7,7 @@ import pytest
 import torch
 from fastai.basics import DataLoader,DataLoaders,Learner,MSELossFlat,load_learner,noop,set_seed
 from fastai.callback.core import Callback
+from fastai.optimizer import OptimWrapper
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -123,9 +124,9 @@ class CountSyncs(Callback):
         with counting_syncs() as syncs: yield
         if self.training: self.counts.append(len(syncs))
 
-def syncs_per_batch(mode, **kwargs):
+def syncs_per_batch(mode, opt={}, **kwargs):
     b = torch.randn(32,3,16,16, device='cuda'),torch.randn(32,1, device='cuda')
-    learn = get_learner(cbs=(cb := CountSyncs()))
+    learn = get_learner(cbs=(cb := CountSyncs()), **opt)
     getattr(learn, mode)(**kwargs)
     learn.dls = DataLoaders(DataLoader([b]*8, bs=None, num_workers=0, device='cuda'), DataLoader([b], bs=None, num_workers=0, device='cuda'))
     learn.fit(2)
@@ -135,6 +136,29 @@ def syncs_per_batch(mode, **kwargs):
 def test_one_host_sync_per_step(mode, kwargs):
     base,ours = syncs_per_batch('to_fp32'),syncs_per_batch(mode, **kwargs)
     assert all(o-b<=1 for o,b in zip(ours,base)), (ours,base)
+
+@pytest.mark.parametrize('mode,kwargs', [(m,{}) for m in modes if m!='to_fp16']+[('to_fp16',dict(headroom=None, max_loss_scale=2.**10)),('to_bf16',dict(clip=1.))])
+def test_no_host_sync_with_a_fused_optimizer(mode, kwargs):
+    fused = dict(opt_func=lambda ps,**kw: OptimWrapper(ps, torch.optim.Adam, fused=True, **kw))
+    base,ours = syncs_per_batch('to_fp32', fused),syncs_per_batch(mode, fused, **kwargs)
+    assert ours==base, (ours,base)
+
+@pytest.mark.parametrize('mode', modes)
+def test_late_is_the_same(mode):
+    "To the bit, with steps that are skipped"
+    class Spoil(Callback):
+        order = -50
+        def after_loss(self):
+            if self.training and self.train_iter in (3,4,9): self.learn.loss_grad = self.learn.loss_grad*float('inf')
+    res = []
+    for may in (False,True):
+        learn = getattr(get_learner(cbs=Spoil(), opt_func=lambda ps,**kw: OptimWrapper(ps, torch.optim.Adam, fused=True, **kw)), mode)()
+        learn.mixed_precision.may_wait = may
+        with torch.backends.cudnn.flags(deterministic=True): learn.fit(2)
+        res.append(learn)
+    a,b = res
+    assert a.precision_recorder.log.equals(b.precision_recorder.log)
+    assert all(map(torch.equal, a.model.state_dict().values(), b.model.state_dict().values()))
 
 def test_auditor_hears_the_debug_mode():
     x = torch.randn(8, device='cuda', requires_grad=True)

@@ -20,7 +20,7 @@ from fastcore.basics import noop
 
 from .callback import LeanCallback,fit_device
 
-# %% ../nbs/12_smooth_loss.ipynb #b5699fbd
+# %% ../nbs/12_smooth_loss.ipynb #b3a3e102
 class LateNumbers:
     "Scalars that a device computes, and that come to the host in order, some time later. What has come is in `ready`: pairs of the scalar and what `put` got with it."
     every = .2 # seconds from one copy to the next, at least
@@ -32,6 +32,7 @@ class LateNumbers:
         note=None, # Whatever is to come back with it
     ):
         "Let `x` be the next"
+        x = x.as_subclass(torch.Tensor) # fastai's own tensors take their time
         self.waiting.append((x.to(self.waiting[0][0].device) if self.waiting else x, note))
 
     def poll(self):
@@ -61,7 +62,7 @@ class LateNumbers:
         ready = deque([*self.ready, *zip(host.unbind(), (o for _,o in self.waiting))])
         self.ready,self.waiting,self._copy = ready,self.waiting[len(host):],None # all at once: an interrupt doesn't come in between
 
-# %% ../nbs/12_smooth_loss.ipynb #f2ea1d70
+# %% ../nbs/12_smooth_loss.ipynb #e4cafae1
 class _Late(Metric):
     "Stands for the metric `plain` of fastai's"
     def __init__(self,
@@ -91,7 +92,7 @@ class _Late(Metric):
     def value(self): return self.catch_up().value
 
     def __getattr__(self, name):
-        if name[:1]=='_': raise AttributeError(name)
+        if name not in vars(vars(self)['plain']): raise AttributeError(name) # and nobody has to wait
         return getattr(self.catch_up(), name)
 
     def __reduce_ex__(self, protocol): return self.catch_up().__reduce_ex__(protocol)

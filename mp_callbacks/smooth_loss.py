@@ -62,7 +62,9 @@ class LateNumbers:
         ready = deque([*self.ready, *zip(host.unbind(), (o for _,o in self.waiting))])
         self.ready,self.waiting,self._copy = ready,self.waiting[len(host):],None # all at once: an interrupt doesn't come in between
 
-# %% ../nbs/12_smooth_loss.ipynb #e4cafae1
+# %% ../nbs/12_smooth_loss.ipynb #d135c4de
+def _reduced(plain): return object.__new__,*plain.__reduce_ex__(2)[1:] # what `__reduce_ex__` returns, for an object that stands for `plain`
+
 class _Late(Metric):
     "Stands for the metric `plain` of fastai's"
     def __init__(self,
@@ -95,7 +97,7 @@ class _Late(Metric):
         if name not in vars(vars(self)['plain']): raise AttributeError(name) # and nobody has to wait
         return getattr(self.catch_up(), name)
 
-    def __reduce_ex__(self, protocol): return self.catch_up().__reduce_ex__(protocol)
+    def __reduce_ex__(self, protocol): return _reduced(self.catch_up())
 
 # %% ../nbs/12_smooth_loss.ipynb #4baafbed
 class DeviceSmoothLoss(_Late):
@@ -129,13 +131,13 @@ class DeviceAvgLoss(_Late):
         self.plain.total += loss*bs
         self.plain.count += bs
 
-# %% ../nbs/12_smooth_loss.ipynb #21b80faa
+# %% ../nbs/12_smooth_loss.ipynb #6f1b3670
 class _Lent:
     "For the length of a fit. What is copied or pickled in the middle of it is what fastai made."
     def __reduce_ex__(self, protocol):
         plain = object.__new__(type(self).__bases__[-1])
         vars(plain).update(vars(self))
-        return plain.__reduce_ex__(protocol)
+        return _reduced(plain)
 
 class _DeviceRecorder(_Lent, Recorder):
     name = 'recorder'

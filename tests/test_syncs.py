@@ -77,7 +77,7 @@ def test_the_whole_fit(mode):
     learn.remove_cb(LossOnDevice)
     learn.add_cb(LossOnDevice(True))
     with learn.no_logging(): audit = audited(learn, 3)
-    shown = ('_DeviceProgress','smooth_loss','cpu')
+    shown = ('_DeviceProgress','after_batch','cpu')
     assert of(audit, 'train', False)==[[shown],[],[],[shown]]+[[],[],[],[shown]]*2
     assert of(audit, 'valid', False)==[[]]*12
     between = sum(of(audit, 'between', False), [])

@@ -69,7 +69,7 @@ class LoopCallback(LeanCallback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #8df664fd
+# %% ../nbs/10_callback.ipynb #e10aa7fe
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -304,6 +304,7 @@ class PrecisionCallback(LoopCallback):
     def after_batch(self):
         "Keep a loss that isn't finite out of the running average"
         smooth = getattr(getattr(self.learn, 'recorder', None), 'smooth_loss', None)
+        if hasattr(smooth, 'finite_only'): smooth.finite_only = True; return # it does so itself, when the losses have come from the device
         if not self.training or not len(self.yb) or not hasattr(smooth, 'val'): return
         if smooth.count and not math.isfinite(smooth.val): smooth.reset() # there was nothing to take its place with
         if smooth.count: self.learn.loss = torch.where(self.loss.isfinite(), self.loss, smooth.value.item())

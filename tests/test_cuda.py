@@ -115,6 +115,63 @@ def test_prepare_grads_waits_once(clip):
     with counting_syncs() as syncs: prepare_grads(ps, 2., clip)
     assert len(syncs)==1
 
+def late_and_read(mode, n=3, **kwargs):
+    "What was recorded with the loss on the device, and without"
+    res = []
+    for late in (True,False):
+        learn = getattr(get_learner(lambda: nn.Sequential(nn.Flatten(), nn.Linear(768,8), nn.ReLU(), nn.Linear(8,1)), **kwargs), mode)(loss_on_device=late)
+        learn.fit(n)
+        o = learn.recorder
+        res.append(([x.item() for x in o.losses],[list(x) for x in o.values],o.iters,learn.smooth_loss.item()))
+        assert type(o).__name__=='Recorder' and {x.device.type for x in o.losses}=={'cpu'}
+    return res
+
+@pytest.mark.parametrize('every', [0.,.2])
+@pytest.mark.parametrize('mode', modes)
+def test_late_loss_is_the_same(mode, every, monkeypatch):
+    "To the last bit, with copies that come while the device works"
+    monkeypatch.setattr(LateNumbers, 'every', every)
+    late,read = late_and_read(mode)
+    assert late==read
+
+def test_late_numbers_come():
+    late,x = LateNumbers(),torch.arange(10., device='cuda')
+    late.every = 0.
+    with counting_syncs() as syncs:
+        for i in range(10): late.put(x[i], i); late.poll()
+        for _ in range(2000):
+            late.poll()
+            if not late.waiting: break
+            x.sum()
+    assert not syncs
+    late.wait()
+    assert [(o.item(),i) for o,i in late.ready]==[(i,i) for i in range(10)]
+
+def test_late_numbers_are_pinned_and_not_early():
+    "What isn't there yet isn't taken"
+    late,x = LateNumbers(),torch.ones((), device='cuda')
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9) # cycles: half a second
+    late.put(x*2)
+    late.poll()
+    assert late._copy[0].is_pinned()
+    late.poll()
+    assert not late.ready and len(late.waiting)==1
+    torch.cuda.synchronize()
+    late.poll()
+    assert late.ready[0][0].item()==2
+
+@pytest.mark.parametrize('mode', modes)
+def test_recorder_does_not_wait(mode):
+    "In a whole fit with a progress bar, its record and the bar wait for their first number and at the end of an epoch"
+    b = torch.randn(32,3,16,16, device='cuda'),torch.randn(32,1, device='cuda')
+    learn = getattr(get_learner(), mode)()
+    learn.dls = DataLoaders(DataLoader([b]*16, bs=None, num_workers=0, device='cuda'), DataLoader([b]*4, bs=None, num_workers=0, device='cuda'))
+    learn.fit(1)
+    with SyncAuditor() as audit: learn.fit(2)
+    theirs = [o for o in audit.syncs if o.callback.endswith(('Recorder','Progress','ProgressCallback')) and o.callback!='PrecisionRecorder']
+    assert len(theirs)<=1+2*3, audit
+
 class CountSyncs(Callback):
     "Syncs in each training batch: with the data on the device, those of fastai and ours"
     order = -200

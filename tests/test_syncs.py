@@ -7,7 +7,7 @@ from torch import nn
 
 from learners import *
 
-ours = {'MixedPrecision','NativeMixedPrecision','ModelToHalf','PrecisionRecorder'}
+ours = {'MixedPrecision','NativeMixedPrecision','ModelToHalf','PrecisionRecorder','LossOnDevice'}
 precisions = {**modes, 'bf16_flat': lambda learn: learn.to_bf16(flat_master=True), 'fp16_flat_clip': lambda learn: learn.to_fp16(flat_master=True, clip=1., max_loss_scale=2.**10),
               'native_fp16_fused': lambda learn: learn.to_native_fp16(init_scale=2.**10), 'native_bf16_fused': lambda learn: learn.to_native_bf16(), 'bf16_fused': lambda learn: learn.to_bf16(),
               'fp16_fused': lambda learn: learn.to_fp16(max_loss_scale=2.**10, clip=.1)}
@@ -69,6 +69,26 @@ def test_what_fastai_adds(mode):
     with learn.no_logging(): audit = audited(learn)
     assert of(audit, 'train', False)==of(audit, 'valid', False)==[[('Recorder','after_batch','cpu')]]*4
     assert not sum(of(audit, 'between', False), [])
+
+def with_bar(learn):
+    learn.create_mbar = True
+    learn.add_cb(ProgressCallback())
+    return learn
+
+@pytest.mark.parametrize('mode', [None,*precisions])
+def test_the_whole_fit(mode):
+    "With the loss on the device nobody else waits: the bar for its first number, and for the last of an epoch, the record for that of the validation"
+    learn = with_bar(get_learner() if mode is None else make(mode))
+    learn.remove_cb(LossOnDevice)
+    learn.add_cb(LossOnDevice(True))
+    with learn.no_logging(): audit = audited(learn, 3)
+    shown = ('_DeviceProgress','after_batch','cpu')
+    assert of(audit, 'train', False)==[[shown],[],[],[shown]]+[[],[],[],[shown]]*2
+    assert of(audit, 'valid', False)==[[]]*12
+    between = sum(of(audit, 'between', False), [])
+    assert between==[('_DeviceRecorder','after_validate','cpu')]*3
+    mine = [(callback,'before_step','cpu') for callback in ('NativeMixedPrecision' if 'native' in mode else 'MixedPrecision',)] if mode else []
+    assert of(audit, 'train', True)==[mine]*12 and not sum(of(audit, 'valid', True)+of(audit, 'between', True), [])
 
 @pytest.mark.parametrize('mode', ['bf16','native_bf16'])
 @pytest.mark.parametrize('cb', [GradientClip(1.), GradientAccumulation(32)], ids=lambda o: o.name)

@@ -1,7 +1,8 @@
 """Norms in mixed precision: what they save for the backward pass, how exact and how fast they are, and how large the loss may be made
 
 Each norm of a model computes in one of several ways, whatever `half_norm` would decide:
-float32: from a float32 copy of its input; as it is: under autocast, with float32 weights; rounded: outside autocast, its weights rounded for the call; lent: with half-precision copies of its weights; default: what `half_norm` decides.
+float32: from a float32 copy of its input; as it is: under autocast, with float32 weights; rounded: outside autocast, its weights rounded for the call; lent: with half-precision copies of its weights;
+exact: as rounded with a kernel that computes in float32 inside, emulated, so that neither its bytes nor its time count. That is what rounded should be on a GPU.
 Errors are relative to float64, with the weights of the model after some steps of training in float32. Then each kind of norm alone, on inputs that are hard for it.
 `--tiny`: toy sizes, to see that it works."""
 import copy
@@ -16,7 +17,7 @@ from models import *
 from mp_callbacks import master
 from mp_callbacks.master import MasterWeights,batch_norm_modules,half_norm,is_norm
 
-ways = 'float32','as it is','rounded','lent','default'
+ways = 'float32','as it is','rounded','lent','exact'
 
 class ConvGN(nn.Module):
     "Convolution, group norm and GELU, again and again"
@@ -51,8 +52,15 @@ def masters(model, way, dtype):
     norms,half = {n:m for n,m in model.named_modules() if is_norm(n, m) and not isinstance(m, batch_norm_modules)},str(dtype).removeprefix('torch.')
     if way=='float32': return MasterWeights(model, dtype, {n:f'c=f32,o={half}' for n,m in model.named_modules() if is_norm(n, m)})
     if way=='lent':    return MasterWeights(model, dtype, {n:f'c={half}' for n in norms})
-    def _forced(m, *args): return half_norm(m, *args) if way=='default' or isinstance(m, batch_norm_modules) else way
-    with patch.object(master, 'half_norm', _forced): return MasterWeights(model, dtype)
+    def _forced(m, *args): return half_norm(m, *args) if isinstance(m, batch_norm_modules) else 'rounded' if way=='exact' else way
+    with patch.object(master, 'half_norm', _forced), patch.object(master, 'rounded_norm_forward', exact_forward if way=='exact' else master.rounded_norm_forward): return MasterWeights(model, dtype)
+
+def exact_forward(device_type, dtype, module, forward, x):
+    "Weights and their gradients are rounded, and all else is float32"
+    real = dict(module._parameters)
+    module._parameters.update({n:p.to(dtype).float() for n,p in real.items() if p is not None})
+    try: return master.kept_forward(device_type, dtype, True, forward, x)
+    finally: module._parameters.update(real)
 
 class Saved:
     "Bytes that autograd saves meanwhile, each storage once, without parameters"
@@ -103,10 +111,10 @@ class Norms:
 
     def rows(self, v):
         w,params = masters(self.model, v.loop, v.dtype),list(self.model.parameters())
-        yield 'saved_mb',self.saved(w, params)/2**20
+        if v.loop!='exact': yield 'saved_mb',self.saved(w, params)/2**20
         k = 0
         if v.dtype==fp16:
-            k = bisect_left(range(40), True, key=lambda k: not self.finite(w, 2.**k))-1
+            k = 7+bisect_left(range(8, 24), True, key=lambda k: not self.finite(w, 2.**k))
             yield 'log2_max_scale',k
         scale = 2.**max(k-3, 0)
         grads,(pred,loss) = self.grads_of(w, scale)
@@ -140,7 +148,7 @@ def in_model(task, dev, precisions, steps, turns):
                 for metric,value in norms.rows(v): yield v,1,metric,value,''
                 vs.append(v)
             except RuntimeError as e: yield v,1,'error',0,' '.join(f'{type(e).__name__}: {e}'.split())[:120] # there is no kernel for it here
-        yield from norms.times(vs, turns)
+        if dev=='cuda' or precision=='bf16': yield from norms.times([v for v in vs if v.loop!='exact'], turns) # float16 on a CPU is another matter
 
 # --- One norm alone
 
@@ -175,6 +183,7 @@ def alone(kind, how, dev, precisions, few):
         except RuntimeError as e: yield v,1,'error',0,' '.join(f'{type(e).__name__}: {e}'.split())[:120]; continue
         for (metric,a),(_,b) in zip(got,want): yield v,1,metric,off(a,b)/torch.finfo(d).eps,''
         yield v,1,'saved_bytes',saved,''
+        yield v,1,'default',half_norm(make(), dev, d)==v.loop,''
 
 def main():
     p = arguments(__doc__)
@@ -196,7 +205,7 @@ def report(results):
         if part=='model' and 'step_ms' in t:
             base = t.xs('float32', level='loop').step_ms
             t.insert(t.columns.get_loc('step_ms')+1, 'of float32', [ms/base[p] for (_,p),ms in t.step_ms.items()])
-        text += [f'## {case}, {"batch size "*(part=="model")}{size}\n', '' if part=='model' else 'Errors in units of the spacing of numbers near 1; bytes for each number of the input.\n', markdown(t.sort_index(level='precision', sort_remaining=False))]
+        text += [f'## {case}, {"batch size "*(part=="model")}{size}\n', '' if part=='model' else 'Errors in units of the spacing of numbers near 1; bytes for each number of the input; which way is the default.\n', markdown(t.sort_index(level='precision', sort_remaining=False))]
     results.write('Norms in mixed precision', text)
 
 if __name__=='__main__': main()

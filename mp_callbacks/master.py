@@ -146,11 +146,7 @@ def lent_norm_forward(
     args,kwargs,_ = _cast_call(args, kwargs, dtype, torch.float32)
     with torch.autocast(device_type, enabled=False): return forward(*args, **kwargs)
 
-# %% ../nbs/03_master.ipynb #0784045f
-_rounded_kinds = (nn.LayerNorm,nn.GroupNorm,nn.RMSNorm)
-_samples = {nn.BatchNorm1d:((8,),(16384,8)), nn.BatchNorm2d:((8,),(4096,8,2,2)), nn.BatchNorm3d:((8,),(2048,8,2,2,2)), nn.InstanceNorm1d:((8,),(16,8,1024)), nn.InstanceNorm2d:((8,),(16,8,32,32)),
-            nn.LayerNorm:((8,),(16384,8)), nn.GroupNorm:((2,8),(1024,8,16)), nn.RMSNorm:((8,),(16384,8))}
-
+# %% ../nbs/03_master.ipynb #076f6725
 def rounded_norm_forward(
     device_type:str, # 'cuda', 'cpu', 'mps', 'xpu'
     dtype:torch.dtype, # What its weights are rounded to
@@ -170,6 +166,11 @@ def rounded_norm_forward(
         finally: ps.update(real)
     finally: ps.update(real) # an interrupt in the first is the case for a second
 
+# %% ../nbs/03_master.ipynb #5cb4a208
+_rounded_kinds = (nn.LayerNorm,nn.GroupNorm,nn.RMSNorm)
+_samples = {nn.BatchNorm1d:((8,),(16384,8)), nn.BatchNorm2d:((8,),(4096,8,2,2)), nn.BatchNorm3d:((8,),(2048,8,2,2,2)), nn.InstanceNorm1d:((8,),(16,8,1024)), nn.InstanceNorm2d:((8,),(16,8,32,32)),
+            nn.LayerNorm:((8,),(16384,8)), nn.GroupNorm:((2,8),(1024,8,16)), nn.RMSNorm:((8,),(16384,8))}
+
 def half_norm(
     module:nn.Module, # A float32 norm
     device_type:str, # 'cuda', 'cpu', 'mps', 'xpu'
@@ -183,14 +184,15 @@ def half_norm(
 def _half_norm(kind, options, device_type, dtype):
     args,shape = _samples[kind]
     n = torch.Size(shape).numel()
-    x = ((torch.arange(n)*.7).sin()*2000).view(shape).to(dtype)
-    g = (.5+x.float()/8000+(torch.arange(n)*1.3).cos().view(shape)/4).to(dtype) # no sum of these comes to nothing
+    i = torch.arange(n, device='cpu', dtype=torch.float32)
+    x = ((i*.7).sin()*2000).view(shape).to(dtype)
+    g = (.5+x.float()/8000+(i*1.3).cos().view(shape)/4).to(dtype) # no sum of these comes to nothing
     def _grads(norm, x, g, forward):
         x,saved = x.clone().requires_grad_(),[]
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append((t.dtype,t.numel())), t)[1], lambda t: t): y = forward(norm, x)
         (y*g).sum().backward()
         return [o.cpu() for o in (y.detach(),x.grad,*(p.grad for p in norm.parameters()))],saved
-    def _make(): return kind(*args, **dict(options))
+    def _make(): return kind(*args, device='cpu', dtype=torch.float32, **dict(options))
     def _as_it_is(m, x):
         with torch.autocast(device_type, dtype=dtype): return m(x)
     def _rounded(m, x): return rounded_norm_forward(device_type, dtype, m, m.forward, x)

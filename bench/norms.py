@@ -95,64 +95,58 @@ class Norms:
         self.grads = [p.grad for p in ref.parameters()]
         self.pred,self.loss = self.pred.detach(),self.loss.detach()
 
-    def step(self, w, scale=1.):
+    def step(self, w, scale):
+        "The gradients, as they are, and prediction and loss"
+        self.model.zero_grad()
         with w:
             pred = self.model(self.x)
             loss = loss_func(pred, self.y)
             (loss*scale).backward()
-        return pred.detach(),loss.detach()
+        return [p.grad for p in self.model.parameters()],pred.detach(),loss.detach()
 
-    def grads_of(self, w, scale):
-        self.model.zero_grad()
-        res = self.step(w, scale)
-        return [p.grad for p in self.model.parameters()],res
-
-    def finite(self, w, scale): return all(o.isfinite().all() for o in self.grads_of(w, scale)[0])
+    def finite(self, w, scale): return all(o.isfinite().all() for o in self.step(w, scale)[0])
 
     def rows(self, v):
         w,params = masters(self.model, v.loop, v.dtype),list(self.model.parameters())
-        if v.loop!='exact': yield 'saved_mb',self.saved(w, params)/2**20
+        with w, Saved([*params, *w.copies]) as saved: self.model(self.x)
+        if v.loop!='exact': yield 'saved_mb',saved.bytes/2**20
         k = 0
         if v.dtype==fp16:
             k = 7+bisect_left(range(8, 24), True, key=lambda k: not self.finite(w, 2.**k))
             yield 'log2_max_scale',k
         scale = 2.**max(k-3, 0)
-        grads,(pred,loss) = self.grads_of(w, scale)
+        grads,pred,loss = self.step(w, scale)
         grads = [g.double()/scale for g in grads]
         yield 'loss_err',off(loss, self.loss)
         yield 'pred_err',off(pred, self.pred)
         yield 'grad_err',off(flat(grads), flat(self.grads))
         mine = [i for i,p in enumerate(params) if id(p) in self.norms]
         yield 'norm_grad_err',off(flat(grads[i] for i in mine), flat(self.grads[i] for i in mine))
-        self.model.zero_grad()
 
-    def saved(self, w, params):
-        with w, Saved([*params, *w.copies]) as saved: self.model(self.x)
-        return saved.bytes
+def variants(precisions): return [Variant(way, '', o) for o in precisions for way in ways]
+def failure(e): return 'error',0,' '.join(f'{type(e).__name__}: {e}'.split())[:120] # such as that there is no kernel for it here
 
-    def times(self, vs, turns):
-        "Forward and backward, in turns"
-        ws,clock = {v:masters(self.model, v.loop, v.dtype) for v in vs},Clock(None, self.dev)
-        for i in range(turns+1):
-            for v,w in ws.items():
-                with clock: self.step(w)
-                if i: yield v,i,'step_ms',clock.ms,'' # the first is to warm up
-        self.model.zero_grad()
-
-def in_model(task, dev, precisions, steps, turns):
+def errors(task, dev, precisions, steps):
     norms = Norms(task, dev, steps)
-    for precision in precisions:
-        vs = []
-        for v in [Variant(way, '', precision) for way in ways]:
+    for v in variants(precisions):
+        try:
+            for metric,value in norms.rows(v): yield v,1,metric,value,''
+        except RuntimeError as e: yield v,1,*failure(e)
+
+def times(task, dev, precisions, turns):
+    "Forward and backward, in turns, the first of them to warm up"
+    model,(x,y),clock = task.model(dev),task.data(dev),Clock(None, dev)
+    ws = {v:masters(model, v.loop, v.dtype) for v in variants(precisions) if v.loop!='exact'}
+    for i in range(turns+1):
+        for v,w in list(ws.items()):
             try:
-                for metric,value in norms.rows(v): yield v,1,metric,value,''
-                vs.append(v)
-            except RuntimeError as e: yield v,1,'error',0,' '.join(f'{type(e).__name__}: {e}'.split())[:120] # there is no kernel for it here
-        if dev=='cuda' or precision=='bf16': yield from norms.times([v for v in vs if v.loop!='exact'], turns) # float16 on a CPU is another matter
+                with clock, w: loss_func(model(x), y).backward()
+                if i: yield v,i,'step_ms',clock.ms,''
+            except RuntimeError: del ws[v] # the errors say why
 
 # --- One norm alone
 
-kinds = {'LayerNorm': (lambda: nn.LayerNorm(64), (4096,64)), 'GroupNorm': (lambda: nn.GroupNorm(4,64), (256,64,16)), 'RMSNorm': (lambda: nn.RMSNorm(64), (4096,64)),
+kinds = {'LayerNorm': (lambda: nn.LayerNorm(64), (4096,64)), 'GroupNorm': (lambda: nn.GroupNorm(4,64), (256,64,16)), 'RMSNorm': (lambda: nn.RMSNorm(64, eps=1e-6), (4096,64)),
          'BatchNorm1d': (lambda: nn.BatchNorm1d(64), (4096,64)), 'InstanceNorm1d': (lambda: nn.InstanceNorm1d(64), (64,64,64))}
 hard = {'plain': lambda x: x, 'large mean': lambda x: x*.1+30, 'large': lambda x: x.clamp(-3,3)*1e4, 'tiny': lambda x: x*1e-4}
 calls = 'float32','as it is','outside autocast','rounded'
@@ -180,32 +174,34 @@ def alone(kind, how, dev, precisions, few):
         want,_ = run(make().double(), x_.double(), g_.double(), lambda m,x: m(x))
         if v.loop=='rounded' and kind in ('BatchNorm1d','InstanceNorm1d'): continue # never
         try: got,saved = run(make().to(dev), x_.to(dev), g_.to(dev), lambda m,x: call(v.loop, m, x, dev, d))
-        except RuntimeError as e: yield v,1,'error',0,' '.join(f'{type(e).__name__}: {e}'.split())[:120]; continue
+        except RuntimeError as e: yield v,1,*failure(e); continue
         for (metric,a),(_,b) in zip(got,want): yield v,1,metric,off(a,b)/torch.finfo(d).eps,''
         yield v,1,'saved_bytes',saved,''
         yield v,1,'default',half_norm(make(), dev, d)==v.loop,''
 
 def main():
     p = arguments(__doc__)
-    p.add_argument('--turns', type=int, default=5)
+    p.add_argument('--turns', type=int, default=15)
     p.add_argument('--steps', type=int, default=10, help='of training in float32 before anything is measured [10]')
+    p.add_argument('--only', nargs='*', default=['model','time','alone'], help='parts [model time alone]; none: write the tables again')
     args,dev,results = start(p, 'norms_{dev}')
     both,turns,steps = ('fp16','bf16'),1 if args.tiny else args.turns,1 if args.tiny else args.steps
     for task in tasks(dev, args.tiny):
         precisions = both if dev=='cuda' or args.tiny or not task.name.startswith('conv') else ('bf16',) # float16 convolutions take too long on a CPU
-        results.measure('model', task.name, task.batch, in_model(task, dev, precisions, steps, turns))
-    for kind in kinds:
+        if 'model' in args.only: results.measure('model', task.name, task.batch, errors(task, dev, precisions, steps))
+        if 'time'  in args.only: results.measure('time', task.name, task.batch, times(task, dev, precisions if dev=='cuda' or args.tiny else ('bf16',), turns))
+    for kind in kinds if 'alone' in args.only else []:
         for how in hard: results.measure('alone', kind, how, alone(kind, how, dev, both, args.tiny))
     report(results)
 
 def report(results):
     df,text = results.read(),[]
+    df['part'] = df.part.replace('time', 'model')
     for (part,case,size),o in df.groupby(['part','case','size'], sort=False):
         t = medians(o).droplevel('opt')
-        if part=='model' and 'step_ms' in t:
-            base = t.xs('float32', level='loop').step_ms
-            t.insert(t.columns.get_loc('step_ms')+1, 'of float32', [ms/base[p] for (_,p),ms in t.step_ms.items()])
-        text += [f'## {case}, {"batch size "*(part=="model")}{size}\n', '' if part=='model' else 'Errors in units of the spacing of numbers near 1; bytes for each number of the input; which way is the default.\n', markdown(t.sort_index(level='precision', sort_remaining=False))]
+        if 'step_ms' in t: t.insert(t.columns.get_loc('step_ms')+1, 'of float32', [ms/t.step_ms['float32',p] for (_,p),ms in t.step_ms.items()])
+        what = f'batch size {size}' if part=='model' else f'{size}: errors in units of the spacing of numbers near 1, bytes for each number of the input, and which way is the default'
+        text += [f'## {case}, {what}\n', markdown(t.sort_index(level='precision', sort_remaining=False))]
     results.write('Norms in mixed precision', text)
 
 if __name__=='__main__': main()

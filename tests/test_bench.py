@@ -40,7 +40,7 @@ def test_norms(tmp_path):
     path, = tmp_path.glob('norms_*_tiny.csv')
     header,found = rows(path)
     assert header==columns and not [o for o in found if failed(o) and 'expected' not in o['note']] # a kernel may want one dtype
-    for part,metrics in dict(model={'saved_mb','log2_max_scale','grad_err','norm_grad_err','step_ms'}, alone={'y_err','x_grad_err','weight_grad_err','saved_bytes','default'}).items():
+    for part,metrics in dict(model={'saved_mb','log2_max_scale','grad_err','norm_grad_err'}, time={'step_ms'}, alone={'y_err','x_grad_err','weight_grad_err','saved_bytes','default'}).items():
         assert metrics <= {o['metric'] for o in found if o['part']==part}
     saved = {(o['case'],o['precision'],o['loop']):float(o['value']) for o in found if o['metric']=='saved_mb'}
     assert all(saved[c,p,'rounded']<saved[c,p,'float32'] for c in ('vit','gpt','conv-gn') for p in ('fp16','bf16'))

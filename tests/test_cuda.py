@@ -126,6 +126,20 @@ def test_norm_saves_no_float32_copy(kind, dtype):
         with Saved() as saved: net(x)
     assert [o for o in saved.seen if o[0]==torch.float32 and o[1]>=x.numel()] # the other way
 
+@pytest.mark.parametrize('dtype', halves)
+@pytest.mark.parametrize('kind', half_kinds)
+def test_small_numbers_in_a_norm(kind, dtype):
+    "What is added to the variance is as small as in float32"
+    torch.manual_seed(0)
+    net,x = nn.Sequential(nn.Identity(), kind(*((4,64) if kind is nn.GroupNorm else (64,))), nn.Linear(64,64)).cuda(),torch.randn(64,64, device='cuda')*.03
+    seen = []
+    net[1].register_forward_hook(lambda m,i,o: seen.append(o.detach().double()))
+    x = x.to(dtype)
+    net[1].double()(x.double())
+    net.float()
+    with MasterWeights(net, dtype): net(x)
+    assert (seen[1]-seen[0]).norm()<torch.finfo(dtype).eps*seen[0].norm()
+
 def test_norm_keeps_float32_input():
     net = nn.Sequential(nn.Linear(4,8), nn.LayerNorm(8), nn.Linear(8,1)).cuda()
     with torch.no_grad(): net[0].weight.mul_(1e6)

@@ -6,12 +6,13 @@ Docs: https://example.github.io/mp_callbacks/master.html.md"""
 
 # %% auto #0
 __all__ = ['batch_norm_modules', 'norm_modules', 'is_norm', 'kept_modules', 'ForwardWrapper', 'half_forward', 'kept_forward',
-           'lent_norm_forward', 'takes_half', 'output_forward', 'check_float32', 'lendable', 'forward_wrappers',
-           'MasterWeights', 'ModulePolicy', 'PolicyTable', 'effective_policy', 'BufferSnapshot', 'convert_network',
-           'get_master', 'to_master_grads', 'to_model_params', 'test_overflow', 'grad_overflow', 'copy_clone']
+           'lent_norm_forward', 'rounded_norm_forward', 'half_norm', 'output_forward', 'check_float32', 'lendable',
+           'forward_wrappers', 'MasterWeights', 'ModulePolicy', 'PolicyTable', 'effective_policy', 'BufferSnapshot',
+           'convert_network', 'get_master', 'to_master_grads', 'to_model_params', 'test_overflow', 'grad_overflow',
+           'copy_clone']
 
-# %% ../nbs/03_master.ipynb #5d193ce9
-import re,torch
+# %% ../nbs/03_master.ipynb #6ae1d617
+import re,torch,warnings
 from fnmatch import fnmatchcase
 from functools import lru_cache,partial,update_wrapper
 from html import escape
@@ -145,26 +146,66 @@ def lent_norm_forward(
     args,kwargs,_ = _cast_call(args, kwargs, dtype, torch.float32)
     with torch.autocast(device_type, enabled=False): return forward(*args, **kwargs)
 
-# %% ../nbs/03_master.ipynb #64347ef5
-_samples = {nn.BatchNorm1d:((4,),(2,4)), nn.BatchNorm2d:((4,),(2,4,2,2)), nn.BatchNorm3d:((4,),(2,4,2,2,2)), nn.InstanceNorm1d:((4,),(2,4,4)),
-            nn.InstanceNorm2d:((4,),(2,4,2,2)), nn.LayerNorm:((4,),(2,4)), nn.GroupNorm:((2,4),(2,4))} # not RMSNorm: its fused kernel wants one dtype, and it warns
+# %% ../nbs/03_master.ipynb #076f6725
+def rounded_norm_forward(
+    device_type:str, # 'cuda', 'cpu', 'mps', 'xpu'
+    dtype:torch.dtype, # What its weights are rounded to
+    module:nn.Module, # A float32 norm
+    forward, # Its own `forward`
+    /,
+    *args,
+    **kwargs
+): # What `forward` returned
+    "Call `forward` outside `autocast`, with the weights of `module` rounded to `dtype` if its input is in `dtype`. With any other input, do as `kept_forward` does."
+    if any([o.dtype!=dtype for o in (*args,*kwargs.values())]): return kept_forward(device_type, dtype, True, forward, *args, **kwargs)
+    ps,real = module._parameters,dict(module._parameters)
+    try:
+        try:
+            ps.update({n:p.to(dtype) for n,p in real.items() if p is not None})
+            with torch.autocast(device_type, enabled=False): return forward(*args, **kwargs)
+        finally: ps.update(real)
+    finally: ps.update(real) # an interrupt in the first is the case for a second
 
-@lru_cache(None)
-def takes_half(
-    kind:type, # A class of normalisation layer
+# %% ../nbs/03_master.ipynb #5cb4a208
+_rounded_kinds = (nn.LayerNorm,nn.GroupNorm,nn.RMSNorm)
+_samples = {nn.BatchNorm1d:((8,),(16384,8)), nn.BatchNorm2d:((8,),(4096,8,2,2)), nn.BatchNorm3d:((8,),(2048,8,2,2,2)), nn.InstanceNorm1d:((8,),(16,8,1024)), nn.InstanceNorm2d:((8,),(16,8,32,32)),
+            nn.LayerNorm:((8,),(16384,8)), nn.GroupNorm:((2,8),(1024,8,16)), nn.RMSNorm:((8,),(16384,8))}
+
+def half_norm(
+    module:nn.Module, # A float32 norm
     device_type:str, # 'cuda', 'cpu', 'mps', 'xpu'
     dtype:torch.dtype, # A half-precision dtype
-)->bool:
-    "Does a float32 norm of exactly this `kind` take and return `dtype`, forward and backward?"
-    if kind not in _samples: return False
+)->str: # 'as it is', 'rounded', or 'float32'
+    "How does `module` compute from input in `dtype`: as it is, with rounded weights, or from a float32 copy of it?"
+    options = tuple((o,getattr(module, o)) for o in ('affine','elementwise_affine','track_running_stats') if hasattr(module, o))
+    return _half_norm(type(module), options, device_type, dtype) if type(module) in _samples else 'float32'
+
+@lru_cache(None)
+def _half_norm(kind, options, device_type, dtype):
     args,shape = _samples[kind]
-    try:
-        x = torch.ones(shape, device=device_type, dtype=dtype, requires_grad=True)
-        with torch.enable_grad(), torch.autocast(device_type, dtype=dtype):
-            y = kind(*args).to(device_type)(x)
-            y.sum().backward()
-        return y.dtype==dtype and x.grad.dtype==dtype
-    except RuntimeError: return False
+    n = torch.Size(shape).numel()
+    i = torch.arange(n, device='cpu', dtype=torch.float32)
+    x = ((i*.7).sin()*2000).view(shape).to(dtype)
+    g = (.5+x.float()/8000+(i*1.3).cos().view(shape)/4).to(dtype) # no sum of these comes to nothing
+    def _grads(norm, x, g, forward):
+        x,saved = x.clone().requires_grad_(),[]
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append((t.dtype,t.numel())), t)[1], lambda t: t): y = forward(norm, x)
+        (y*g).sum().backward()
+        return [o.cpu() for o in (y.detach(),x.grad,*(p.grad for p in norm.parameters()))],saved
+    def _make(): return kind(*args, device='cpu', dtype=torch.float32, **dict(options))
+    def _as_it_is(m, x):
+        with torch.autocast(device_type, dtype=dtype): return m(x)
+    def _rounded(m, x): return rounded_norm_forward(device_type, dtype, m, m.forward, x)
+    with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter('ignore') # RMSNorm warns that it won't mix dtypes
+        want,_ = _grads(_make().double(), x.double(), g.double(), lambda m,x: m(x))
+        for way,f in {'as it is':_as_it_is, 'rounded':_rounded}.items():
+            if way=='rounded' and not issubclass(kind, _rounded_kinds): continue
+            try: got,saved = _grads(_make().to(device_type), x.to(device_type), g.to(device_type), f)
+            except RuntimeError: continue
+            exact = all((a-b).norm()<=1.05*(b.to(dtype)-b).norm() for a,b in zip(got,want))
+            if got[0].dtype==dtype and exact and not any(d==torch.float32 and k>=n for d,k in saved): return way
+    return 'float32'
 
 # %% ../nbs/03_master.ipynb #f886f514
 def _rules(rules, dtype):
@@ -258,13 +299,13 @@ def lendable(
     if slots: return kept,slots
     raise ValueError(f"Everything in this {type(model).__name__} that has float32 parameters stays float32, so nothing is left to compute in half precision. Keep less, or use to_fp32().")
 
-# %% ../nbs/03_master.ipynb #04b2145a
+# %% ../nbs/03_master.ipynb #08e2ab8f
 def forward_wrappers(
     model:nn.Module, # A model with float32 parameters
     device_type:str, # 'cuda', 'cpu', 'mps', 'xpu'
     dtype:torch.dtype, # Half-precision dtype of the copies
     keep=is_norm, # What stays float32, see `kept_modules`; or a dict of rules
-    mixed:bool=True, # Leave alone a norm that takes half-precision input as it is? Under `vmap` none does.
+    mixed:bool=True, # Let norms compute from half-precision input, see `half_norm`? Under `vmap` none can.
 )->list: # To be installed in this order, and removed in reverse
     "The `ForwardWrapper`s of the modules of `model` that have other inputs, another `autocast` or other outputs than the module around them"
     res,fates,named = [],_fates(model, dtype, keep),dict(model.named_modules())
@@ -273,9 +314,11 @@ def forward_wrappers(
     for n,m in named.items():
         kept,_,output = fates[n]
         if type(m).forward is nn.Module.forward: continue
-        if kept and (output is not None or not mixed or not takes_half(type(m), device_type, dtype)):
-            res.append(ForwardWrapper(m, partial(kept_forward, device_type, dtype, output is None and is_norm(n,m))))
-        if not kept and isinstance(m, norm_modules): res.append(ForwardWrapper(m, partial(lent_norm_forward, device_type, dtype)))
+        if kept:
+            way = half_norm(m, device_type, dtype) if mixed and output is None else 'float32'
+            if way=='rounded': res.append(ForwardWrapper(m, partial(rounded_norm_forward, device_type, dtype, m)))
+            if way=='float32': res.append(ForwardWrapper(m, partial(kept_forward, device_type, dtype, output is None and is_norm(n,m))))
+        elif isinstance(m, norm_modules): res.append(ForwardWrapper(m, partial(lent_norm_forward, device_type, dtype)))
         if id(m) in islands:   res.append(ForwardWrapper(m, partial(half_forward, device_type, dtype)))
         if output is not None: res.append(ForwardWrapper(m, partial(output_forward, output)))
     return res
@@ -426,7 +469,7 @@ def _run_hooks(p, g):
         if res is not None: g = res
     return g
 
-# %% ../nbs/03_master.ipynb #35389b76
+# %% ../nbs/03_master.ipynb #e0dbf2f7
 class ModulePolicy(NamedTuple):
     "What one module has, computes in and returns"
     module:str # Its dotted name
@@ -463,17 +506,25 @@ def effective_policy(
 )->PolicyTable: # A `ModulePolicy` for each module that has one of its own
     "What the modules of `model` would compute in with `MasterWeights(model, dtype, keep)`, and why. Raises what that does."
     dtype = as_dtype(dtype)
-    lendable(model, dtype, keep)
+    _,slots = lendable(model, dtype, keep)
     fates = _fates(model, dtype, keep)
+    def _rounded(n, m): # what is inside a float32 module, gets float32
+        return fates[n].kept and fates[n].output is None and not any(fates[o].kept for o in _around(n)) and half_norm(m, slots[0][2].device.type, dtype)=='rounded'
     def _has_row(n, m): return n=='' or any(p is not None for p in m._parameters.values()) or bool(fates[n].why and type(m).forward is not nn.Module.forward)
     full = {id(m) for n,m in model.named_modules() if fates[n].kept and fates[n].output in (None,torch.float32)}
-    return PolicyTable(_row(n, m, fates[n], dtype, all(id(o) in full for o in m.modules())) for n,m in model.named_modules() if _has_row(n, m))
+    return PolicyTable(_row(n, m, fates[n], dtype, all(id(o) in full for o in m.modules()), _rounded(n, m)) for n,m in model.named_modules() if _has_row(n, m))
 
-def _row(name, m, fate, dtype, full):
+def _around(name):
+    "The names of the modules that the one with this `name` is inside of"
+    parts = name.split('.')
+    return ['.'.join(parts[:i]) for i in range(len(parts))] if name else []
+
+def _row(name, m, fate, dtype, full, rounded):
     kept,why,output = fate
     ps = [p for p in m._parameters.values() if p is not None]
     params = next((p.dtype for p in sorted(ps, key=lambda p: (p.dtype!=torch.float32, not p.dtype.is_floating_point))), None)
-    compute = torch.float32 if kept else dtype
+    compute = torch.float32 if kept and not (rounded and ps) else dtype
+    if rounded and ps: why = f'{why}, weights rounded for the call'
     if _makes_weight(m) and not kept: why = 'the weight is made in float32'
     if params not in (None,torch.float32):
         why = 'only float32 is copied'

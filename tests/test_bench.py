@@ -34,6 +34,19 @@ def test_script(script, name, metrics, tmp_path):
     assert all(f'| {o} |' in text for o in loops if o not in ('','bare'))
     assert script=='train' or list(tmp_path.glob('*.png'))
 
+def test_norms(tmp_path):
+    res = subprocess.run([sys.executable, '-W', 'ignore', str(bench/'norms.py'), '--tiny', '--out', str(tmp_path)], capture_output=True, text=True)
+    assert res.returncode==0, res.stderr[-2000:]
+    path, = tmp_path.glob('norms_*_tiny.csv')
+    header,found = rows(path)
+    assert header==columns and not [o for o in found if failed(o) and 'expected' not in o['note']] # a kernel may want one dtype
+    for part,metrics in dict(model={'saved_mb','log2_max_scale','grad_err','norm_grad_err'}, time={'step_ms'}, alone={'y_err','x_grad_err','weight_grad_err','saved_bytes','default'}).items():
+        assert metrics <= {o['metric'] for o in found if o['part']==part}
+    saved = {(o['case'],o['precision'],o['loop']):float(o['value']) for o in found if o['metric']=='saved_mb'}
+    assert all(saved[c,p,'rounded']<saved[c,p,'float32'] for c in ('vit','gpt','conv-gn') for p in ('fp16','bf16'))
+    text = path.with_suffix('.md').read_text()
+    assert all(f'| {o} |' in text for o in ('float32','as it is','rounded','lent','exact'))
+
 def test_results(tmp_path):
     "A group that was interrupted is measured again, and one that wasn't is not"
     code = """if 1:

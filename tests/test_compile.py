@@ -2,6 +2,7 @@
 import pytest,torch._dynamo
 from torch._dynamo.utils import counters
 from learners import *
+from mp_callbacks import master
 
 class Scaled(nn.Module):
     "Its own parameter, outside any layer that autocast knows"
@@ -48,3 +49,10 @@ def test_learns_the_same(mode):
     "Compiled or not, the same weights"
     def run(make): learn = get_learner(make()); modes[mode](learn).fit(3); return learn
     assert apart(run(compiled['wrapped']), run(norms), flat(weights(get_learner(norms()))))<1e-2
+
+@pytest.mark.parametrize('mode', few[:2])
+def test_rounded_norms(mode, monkeypatch):
+    "One graph too where a norm's weights are rounded for the call, as on CUDA"
+    monkeypatch.setattr(master, 'half_norm', lambda m, *_: 'rounded' if isinstance(m, nn.LayerNorm) else 'float32')
+    learn,first,last = graphs(compiled['wrapped'], mode)
+    assert (first,last)==(2,2) and {p.dtype for p in learn.model.parameters()}=={torch.float32}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mp_callbacks.all import *
-from mp_callbacks.master import ForwardWrapper,norm_modules
+from mp_callbacks.master import ForwardWrapper,half_norm,norm_modules
 
 pytestmark = pytest.mark.cuda
 modes = 'to_fp16 to_bf16 to_native_fp16 to_native_bf16'.split()
@@ -95,6 +95,59 @@ def test_half_input_meets_float32_norm(kind, dtype):
     assert res.dtype==dtype
     torch.testing.assert_close(res.float(), ref, atol=5e-2, rtol=5e-2)
     assert all(p.dtype==p.grad.dtype==torch.float32 for p in norm.parameters())
+
+class Saved(torch.autograd.graph.saved_tensors_hooks):
+    "The dtypes of the tensors that autograd saves meanwhile, and how many numbers they have"
+    def __init__(self):
+        self.seen = []
+        super().__init__(lambda t: (self.seen.append((t.dtype,t.numel())), t)[1], lambda t: t)
+    def __enter__(self): super().__enter__(); return self
+
+half_kinds = [nn.LayerNorm,nn.GroupNorm]+[nn.RMSNorm]*hasattr(torch.ops.aten, '_fused_rms_norm') # before, an RMS norm was composed of other operations
+
+@pytest.mark.parametrize('dtype', halves)
+@pytest.mark.parametrize('kind', half_kinds)
+def test_norm_saves_no_float32_copy(kind, dtype):
+    "A layer, group or RMS norm adds up in float32 whatever it reads, so it reads half precision; weights are real, and so are their gradients, without a loss of range or of long sums"
+    torch.manual_seed(0)
+    net,x = nn.Sequential(nn.Linear(64,64), kind(*((4,64) if kind is nn.GroupNorm else (64,))), nn.Linear(64,64)).cuda(),torch.randn(8192,64, device='cuda')*20
+    assert half_norm(net[1], 'cuda', dtype)=='rounded' and half_norm(nn.BatchNorm1d(64), 'cuda', dtype)=='as it is'
+    net.double()(x.double()).mean().backward()
+    want = [p.grad.clone() for p in net.parameters()]
+    net.float().zero_grad()
+    real = dict(net[1]._parameters)
+    with MasterWeights(net, dtype):
+        with Saved() as saved: y = net(x)
+        (y.mean()*2.**10).backward()
+    assert not [o for o in saved.seen if o[0]==torch.float32 and o[1]>=x.numel()]
+    assert all(net[1]._parameters[n] is p and p.grad.dtype==torch.float32 for n,p in real.items())
+    for p,o in zip(net.parameters(), want): assert (p.grad/2**10-o).norm()<.05*o.norm()
+    net.zero_grad()
+    with MasterWeights(net, dtype, {'1':f'c=f32,o={dtype}'}):
+        with Saved() as saved: net(x)
+    assert [o for o in saved.seen if o[0]==torch.float32 and o[1]>=x.numel()] # the other way
+
+@pytest.mark.parametrize('dtype', halves)
+@pytest.mark.parametrize('kind', half_kinds)
+def test_small_numbers_in_a_norm(kind, dtype):
+    "What is added to the variance is as small as in float32"
+    torch.manual_seed(0)
+    net,x = nn.Sequential(nn.Identity(), kind(*((4,64) if kind is nn.GroupNorm else (64,))), nn.Linear(64,64)).cuda(),torch.randn(64,64, device='cuda')*.03
+    seen = []
+    net[1].register_forward_hook(lambda m,i,o: seen.append(o.detach().double()))
+    x = x.to(dtype)
+    net[1].double()(x.double())
+    net.float()
+    with MasterWeights(net, dtype): net(x)
+    assert (seen[1]-seen[0]).norm()<torch.finfo(dtype).eps*seen[0].norm()
+
+def test_norm_keeps_float32_input():
+    net = nn.Sequential(nn.Linear(4,8), nn.LayerNorm(8), nn.Linear(8,1)).cuda()
+    with torch.no_grad(): net[0].weight.mul_(1e6)
+    x = torch.randn(5,4, device='cuda')
+    ref = net(x)
+    with MasterWeights(net, torch.float16, keep=(nn.LayerNorm,'0')): res = net(x)
+    torch.testing.assert_close(res, ref, atol=1e-2, rtol=1e-2)
 
 @contextmanager
 def counting_syncs():

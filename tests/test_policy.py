@@ -1,12 +1,13 @@
 "Rules for each module, and the table of what comes of them: it says what really happens in training"
-import random
+import random,sys
 from fnmatch import fnmatch
 from collections import OrderedDict
 
 import pandas as pd,pytest
 from torch.nn.utils import prune
 from learners import *
-from mp_callbacks import jmp
+from mp_callbacks import jmp,master
+from mp_callbacks.master import half_norm,rounded_norm_forward
 from test_inputs import state,trains,unchanged
 
 pytestmark = [pytest.mark.filterwarnings('ignore:float16 on a CPU'), pytest.mark.filterwarnings('ignore:enable_nested_tensor')]
@@ -159,6 +160,127 @@ def test_kept_norm_answers_in_full():
     for keep in (is_norm, {'norm':'c=f32'}):
         with MasterWeights(net, bf16, keep): net(x).sum().backward()
     assert (seen[0].dtype,seen[1].dtype)==(bf16,f32) and not torch.equal(seen[1], seen[1].bfloat16().float())
+
+# --- Norms that read half-precision input
+
+class _Kernel(torch.autograd.Function):
+    "A layer norm as on CUDA: one dtype for all that it reads and writes, float32 inside, and the input is saved as it came"
+    @staticmethod
+    def forward(ctx, x, w, b, eps):
+        if not x.dtype==w.dtype==b.dtype: raise RuntimeError(f'expected scalar type {x.dtype} but found {w.dtype}')
+        ctx.wide = torch.float64 if x.dtype==torch.float64 else torch.float32
+        y,mean,rstd = torch.native_layer_norm(x.to(ctx.wide), w.shape, w.to(ctx.wide), b.to(ctx.wide), eps)
+        ctx.save_for_backward(x, w, b, mean, rstd)
+        return y.to(x.dtype)
+    @staticmethod
+    def backward(ctx, g):
+        x,w,b,mean,rstd = ctx.saved_tensors
+        gs = torch.ops.aten.native_layer_norm_backward(g.to(ctx.wide), x.to(ctx.wide), w.shape, mean, rstd, w.to(ctx.wide), b.to(ctx.wide), [True]*3)
+        return *[o.to(x.dtype) for o in gs],None
+
+class AsOnCuda(nn.LayerNorm):
+    def forward(self, x): return _Kernel.apply(x, self.weight, self.bias, self.eps)
+
+class SumsInHalf(nn.LayerNorm):
+    def forward(self, x): x = x-x.mean(-1, keepdim=True); return x*(x.pow(2).mean(-1, keepdim=True)+self.eps).rsqrt()*self.weight.to(x.dtype)+self.bias.to(x.dtype)
+
+class SavesFloat32(nn.LayerNorm):
+    def forward(self, x):
+        wide = x.double() if x.dtype==torch.float64 else x.float()
+        return nn.functional.layer_norm(wide, self.normalized_shape, self.weight.to(wide.dtype), self.bias.to(wide.dtype), self.eps).to(x.dtype)
+
+@pytest.fixture
+def norm_kinds(monkeypatch):
+    for o in (AsOnCuda,SumsInHalf,SavesFloat32): monkeypatch.setitem(master._samples, o, master._samples[nn.LayerNorm])
+
+class Saved(torch.autograd.graph.saved_tensors_hooks):
+    "Bytes that autograd saves meanwhile, each storage once"
+    def __init__(self):
+        self.seen = {}
+        def _pack(t): self.seen[t.untyped_storage().data_ptr()] = t; return t
+        super().__init__(_pack, lambda t: t)
+    def __enter__(self): super().__enter__(); return self
+    @property
+    def bytes(self): return sum(t.untyped_storage().nbytes() for t in self.seen.values())
+
+@pytest.mark.parametrize('half', [f16,bf16])
+def test_how_a_norm_is_called(half, norm_kinds):
+    "As it is, if that is as good; with rounded weights, if the kernel wants them; never at the price of float16's range, of long sums, or of a float32 copy"
+    ways = {o:half_norm(o(8), 'cpu', half) for o in (AsOnCuda,SumsInHalf,SavesFloat32)}
+    assert ways=={AsOnCuda:'rounded', SumsInHalf:'float32', SavesFloat32:'float32'}
+    assert half_norm(nn.GroupNorm(2,8), 'cpu', half)=='as it is' and half_norm(nn.Linear(8,8), 'cpu', half)=='float32'
+    for o in (nn.BatchNorm1d(8),nn.BatchNorm2d(8),nn.InstanceNorm2d(8,track_running_stats=True)): assert half_norm(o, 'cpu', half)!='rounded'
+
+def tower(norm, n=64): return nn.Sequential(nn.Linear(n,n), *[o for _ in range(4) for o in (norm(n),nn.Linear(n,n))])
+
+@each_call
+def test_norm_saves_no_copy(call, half, norm_kinds):
+    "Of the bytes for the backward pass, two for each number that a norm reads, and four only if a rule says so; and the gradients are as good"
+    torch.manual_seed(0)
+    net,x = tower(AsOnCuda),torch.randn(2048,64)
+    net.double()(x.double()).square().sum().backward()
+    want = [p.grad.clone() for p in net.parameters()]
+    net.float()
+    def run(keep):
+        net.zero_grad()
+        with MasterWeights(net, half, keep):
+            with Saved() as saved: y = net(x)
+            (y.square().sum()/1024).backward()
+        assert {p.grad.dtype for p in net.parameters()}=={f32}
+        return saved.bytes,max(((p.grad*1024-o).norm()/o.norm()).item() for p,o in zip(net.parameters(), want))
+    (few,off),(many,ref) = run(is_norm),run({str(i):f'c=f32,o={half}' for i in (1,3,5,7)})
+    assert abs(many-few-4*2*x.numel())<4*2048
+    assert off<1.5*ref<.1
+
+@each_call
+def test_table_of_rounded_norms(call, half, norm_kinds):
+    "The table says that the weights are rounded, and the kernel gets them so; the model has its own before and after, trained in float32"
+    net = seq(a=nn.Linear(8,16), norm=AsOnCuda(16), b=nn.Linear(16,16), full=seq(c=nn.Linear(16,16), norm=AsOnCuda(16)), head=nn.Linear(16,1))
+    learn,inside = getattr(get_learner(net), call)(keep=(is_norm,'full')),[]
+    rows = {o.module:o for o in learn.model_to_half.policy()}
+    assert rows['norm'][3:]==(f32,half,None,'normalisation, weights rounded for the call') and rows['full.norm'][3:]==(f32,f32,None,'normalisation')
+    real,before = dict(net.norm.named_parameters()),net.norm.weight.detach().clone()
+    class Watch(Callback):
+        def before_step(self): assert net.norm.weight.grad.dtype==f32 and net.norm.weight.grad.any()
+    forward = AsOnCuda.forward
+    def watched(self, x):
+        if self.training: inside.append((self is net.norm, x.dtype, self.weight.dtype, torch.is_autocast_enabled('cpu')))
+        return forward(self, x)
+    with pytest.MonkeyPatch.context() as mp:
+        mp.setattr(AsOnCuda, 'forward', watched)
+        learn.fit(1, cbs=Watch())
+    assert set(inside)=={(True,half,half,False), (False,f32,f32,False)}
+    assert all(p is real[n] for n,p in net.norm.named_parameters()) and not torch.equal(net.norm.weight, before)
+
+def test_norm_keeps_float32_input(norm_kinds):
+    "What a kept module answers may be out of float16's range"
+    net = seq(big=nn.Linear(4,8), norm=AsOnCuda(8), head=nn.Linear(8,1))
+    with torch.no_grad(): net.big.weight.mul_(1e6)
+    x = torch.randn(5,4)
+    ref = net(x)
+    with MasterWeights(net, f16, keep=(is_norm,'big')): res = net(x)
+    assert torch.allclose(res, ref, atol=1e-2)
+
+def test_interrupted_norm():
+    "Between whichever two lines, it has its own weights afterwards"
+    norm,x = nn.LayerNorm(8),torch.randn(4,8).bfloat16()
+    code,real = rounded_norm_forward.__code__,dict(norm._parameters)
+    def interrupted(k):
+        n = 0
+        def trace(frame, event, arg):
+            nonlocal n
+            if frame.f_code is not code: return
+            n += event=='line'
+            if n==k: sys.settrace(None); raise KeyboardInterrupt
+            return trace
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try: rounded_norm_forward('cpu', bf16, norm, norm.forward, x)
+        except KeyboardInterrupt: return True
+        finally: sys.settrace(before)
+    ks = [k for k in range(1,20) if (interrupted(k), [norm._parameters[n] is p for n,p in real.items()])==(True,[True,True])]
+    assert len(ks)>5 and ks==list(range(1,len(ks)+1)) and not interrupted(len(ks)+1)
+    assert not torch.is_autocast_enabled('cpu')
 
 # --- What can't be had
 

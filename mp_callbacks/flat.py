@@ -7,7 +7,7 @@ Docs: https://example.github.io/mp_callbacks/flat.html.md"""
 # %% auto #0
 __all__ = ['fastai_elementwise', 'is_elementwise', 'check_flat', 'same_objects', 'FlatBucket', 'FlatStep']
 
-# %% ../nbs/07_flat.ipynb #f837c987
+# %% ../nbs/07_flat.ipynb #1b53815a
 import torch,traceback
 from functools import cache,partial
 from inspect import ismethoddescriptor
@@ -15,7 +15,7 @@ from itertools import chain,pairwise
 from numbers import Number,Real
 from operator import getitem,is_
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes,is_traceable_wrapper_subclass
 from typing import NamedTuple
 from warnings import warn
 
@@ -154,7 +154,7 @@ def _portions(ps):
         size += p.numel()
     return res
 
-# %% ../nbs/07_flat.ipynb #6f9bfe93
+# %% ../nbs/07_flat.ipynb #5f050314
 class FlatStep:
     "Let the steppers of `opt` work on flat tensors instead of on each parameter"
     def __init__(self,
@@ -262,13 +262,13 @@ class FlatStep:
             self._loop(todo)
             scripts = [o for o,(_,_,state) in zip(scripts,todo) if o.end(state)]
             self.kernels |= {o.kernel for o in scripts}
-            if len(self.kernels)>_max_kernels: raise RuntimeError("the steppers do something else in every step")
+            if len(self.kernels)>_max_kernels: raise RuntimeError(f"it was another one {len(self.kernels)} times")
             return scripts
         except Exception as e:
-            self.fused,self.about = False,[] # large buckets are for kernels only
+            self.fused,self.about = False,[] # buckets as large as these are for kernels
             inside = [o.name for o in traceback.extract_tb(e.__traceback__)]
-            stepper = next((o for o in inside[inside.index('step'):] if o!='step'), None) if 'step' in inside else None
-            warn(f"fused=True has no effect, and steps go on uncompiled: {f'{stepper} ' if stepper else ''}can't be compiled ({type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}).")
+            where = next((o for o in inside[2:] if o!='step'), 'a stepper') if inside[1:2]==['_loop'] else 'the script of the steppers'
+            warn(f"fused=True can't compile {where}, and the flat step goes on uncompiled, with the same results. The reason: {' '.join(f'{type(e).__name__}: {e}'.split())[:300]}")
             return []
 
     def _put_back(self, param_lists, state):
@@ -358,7 +358,7 @@ class _Script:
         "Perform it"
         self.bucket.state.update({**self.rest, **dict(zip(self.made, self.kernel(*self.inputs)))})
 
-# %% ../nbs/07_flat.ipynb #e775e675
+# %% ../nbs/07_flat.ipynb #780bdb93
 _trial = 2**18 # numbers: enough for the compiler to think of several threads
 
 @cache
@@ -374,6 +374,8 @@ def _kernel(lines, results, like):
         method = ismethoddescriptor(func) or func.__module__=='torch._tensor' # those written in Python have no names of their own there
         done.append(graph.create_node('call_method' if method else 'call_function', func.__name__ if method else func, tuple(map(_value, args)), {k:_value(o) for k,o in kwargs}))
     graph.output(tuple(map(_value, results)))
-    res = torch.compile(torch.fx.GraphModule({}, graph), fullgraph=True, dynamic=True)
+    compiled = torch.compile(torch.fx.GraphModule({}, graph), fullgraph=True, dynamic=True)
+    def res(*args):
+        with _disable_current_modes(), torch._C.DisableTorchFunction(): return compiled(*args) # for it refuses to work while somebody counts operations
     res(*(torch.zeros(_trial if shape is None else shape, dtype=dtype, device=device) for dtype,device,shape in like))
     return res

@@ -140,10 +140,10 @@ class FlatBucket:
             self.cols[k],self.seen[k] = col,v
         if any(isinstance(v, Tensor) for v in new.values()): self.where = self._where()
 
-# %% ../nbs/07_flat.ipynb #d2f81336
+# %% ../nbs/07_flat.ipynb #d123aba0
 _portion = 2**16 # numbers
-_worthwhile = 2**14 # numbers: with fewer, a call of a kernel takes longer than what it replaces
-_max_kernels = 16
+_worthwhile = 2**14 # numbers: with fewer, a kernel is not quicker than what it replaces
+_max_kernels = 16 # in one fit: each takes seconds to compile
 
 def _portions(ps):
     "`ps` one after the other, in lists of `_portion` numbers or little more on a CPU, and in one list elsewhere"

@@ -154,7 +154,7 @@ def _portions(ps):
         size += p.numel()
     return res
 
-# %% ../nbs/07_flat.ipynb #5f050314
+# %% ../nbs/07_flat.ipynb #c5b132e1
 class FlatStep:
     "Let the steppers of `opt` work on flat tensors instead of on each parameter"
     def __init__(self,
@@ -178,7 +178,7 @@ class FlatStep:
     def _installed(self): return vars(self.opt).get('step')==self._step
 
     def step(self):
-        "Do what `opt.step()` would do, bit for bit"
+        "Do what `opt.step()` would do, bit for bit if it isn't compiled"
         installed = self._installed()
         try: self.install(); self.outer.step()
         finally:
@@ -261,7 +261,7 @@ class FlatStep:
             todo = [o.begin(mult) for o in scripts]
             self._loop(todo)
             scripts = [o for o,(_,_,state) in zip(scripts,todo) if o.end(state)]
-            self.kernels |= {o.kernel for o in scripts}
+            self.kernels |= {id(o.kernel) for o in scripts} # a function can't be pickled
             if len(self.kernels)>_max_kernels: raise RuntimeError(f"it was another one {len(self.kernels)} times")
             return scripts
         except Exception as e:

@@ -325,7 +325,7 @@ def test_learner_compiled():
     a.fit(2)
     b.fit(3)
     assert apart(a, b, flat(weights(get_learner(wide()))))<1e-5
-    if audit: assert 'before_step' in repr(audit) and 'flat.py' not in repr(audit)
+    if audit is not None: assert 'before_step' in repr(audit) and 'flat.py' not in repr(audit)
 
 def test_arguments():
     with pytest.raises(TypeError, match="fused='yes' must be True or False"): MixedPrecision(fused='yes')

@@ -16,7 +16,7 @@ fp16,bf16 = torch.float16,torch.bfloat16
 init_scale = 2.**16 # for every float16 loop: with fastai's 2**24 the first steps, the ones timed here, would be skipped and cost less
 
 class Variant(NamedTuple):
-    loop:str       # hand: a plain PyTorch loop; fastai: its own callbacks; ours
+    loop:str       # hand: a plain PyTorch loop; fastai: its own callbacks; ours; ours-loss-read: with loss_on_device=False
     opt:str        # fused: torch's AdamW; fastai: fastai's Adam; flat: the same with flat_master=True; flat-fused: with fused=True
     precision:str  # fp32; tf32; autocast-fp16, autocast-bf16; fp16, bf16: half-precision copies of float32 weights
     @property
@@ -92,13 +92,13 @@ class Fastai:
     def __init__(self, v, model, make_opt):
         self.v,self.model,kind = v,model,v.precision.removeprefix('autocast-')
         self.learn = learn = Learner(Loaders(next(model.parameters()).device), model, loss_func=loss_func, opt_func=make_opt, lr=1e-4)
-        flat,fused,auto = v.opt.startswith('flat'),v.opt=='flat-fused',v.precision.startswith('autocast')
+        flat,fused,auto,late = v.opt.startswith('flat'),v.opt=='flat-fused',v.precision.startswith('autocast'),False if v.loop=='ours-loss-read' else None
         if v.loop=='fastai':
             if auto: learn.add_cb(FastaiNative(kind, init_scale=init_scale))
             elif kind=='fp16': learn.add_cbs([theirs.ModelToHalf(), FastaiNonNative(flat_master=flat, max_loss_scale=init_scale)])
-        elif auto: learn.to_native_fp16(init_scale) if kind=='fp16' else learn.to_native_bf16()
-        elif kind=='fp16': learn.to_fp16(flat_master=flat, fused=fused, max_loss_scale=init_scale, headroom=None)
-        elif kind=='bf16': learn.to_bf16(flat_master=flat, fused=fused)
+        elif auto: learn.to_native_fp16(init_scale, loss_on_device=late) if kind=='fp16' else learn.to_native_bf16(loss_on_device=late)
+        elif kind=='fp16': learn.to_fp16(flat_master=flat, fused=fused, max_loss_scale=init_scale, headroom=None, loss_on_device=late)
+        elif kind=='bf16': learn.to_bf16(flat_master=flat, fused=fused, loss_on_device=late)
         learn.create_opt()
         self.opt = learn.opt
 
@@ -110,7 +110,7 @@ class Fastai:
         learn,phases = self.learn,dict(before_batch='push', after_backward='pull', before_step='check', after_step='after')
         cbs = [cb for cb in learn.cbs if isinstance(cb, (theirs.MixedPrecision,theirs.NonNativeMixedPrecision,MixedPrecision,ModelToHalf,NativeMixedPrecision))]
         res = [(learn,'_do_grad_opt','grad_opt'), (learn,'_backward','backward'), (learn,'_step','opt'), (learn.opt,'zero_grad','zero_grad')]
-        if self.v.loop=='ours' and self.v.opt!='fused': res[-1] = [(cb,'_zero_grad','zero_grad') for cb in cbs if hasattr(cb, '_zero_grad')][0] # stands in for the optimizer's while a fit runs
+        if self.v.loop.startswith('ours') and self.v.opt!='fused': res[-1] = [(cb,'_zero_grad','zero_grad') for cb in cbs if hasattr(cb, '_zero_grad')][0] # stands in for the optimizer's while a fit runs
         res += [(cb,'after_step','record') for cb in learn.cbs if isinstance(cb, PrecisionRecorder)]
         return res+[(cb,k,o) for cb in cbs for k,o in phases.items() if hasattr(type(cb), k)]
 

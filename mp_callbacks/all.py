@@ -10,4 +10,5 @@ from .flat import *
 from .syncs import *
 from .callback import *
 from .recorder import *
+from .smooth_loss import *
 from .learner import *

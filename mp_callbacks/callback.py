@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 __all__ = ['fit_device', 'LeanCallback', 'LoopCallback', 'is_precision', 'PrecisionCallback', 'ModelToHalf', 'check_device',
            'MixedPrecision', 'NativeMixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #5a87e747
+# %% ../nbs/10_callback.ipynb #393b751f
 import math,re,torch
 from contextlib import contextmanager
 from dataclasses import asdict,replace
@@ -18,15 +18,15 @@ from warnings import warn
 
 from fastai.callback.core import *
 from fastai.callback.training import GradientClip
-from fastai.optimizer import Optimizer
+from fastai.optimizer import Optimizer,OptimWrapper
 from fastai.torch_core import default_device
 from torch import nn
 
 from .dtypes import as_dtype,cast_tree,half_dtypes,map_tree,supports
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
-from .grads import check_clip,prepare_grads,unique,version,zero_grads
+from .grads import LateStats,check_clip,prepare_grads,unique,version,zero_grads
 from .master import BufferSnapshot,ForwardWrapper,MasterWeights,effective_policy,half_forward,is_norm
-from .flat import FlatStep
+from .flat import FlatStep,same_objects
 
 # %% ../nbs/10_callback.ipynb #f983760f
 _cancels = (CancelBatchException,CancelBackwardException,CancelEpochException,CancelFitException,CancelStepException,CancelTrainException,CancelValidException)
@@ -36,12 +36,14 @@ def fit_device(learn):
     dev = getattr(learn.dls, 'device', default_device())
     return torch.device(dev) if dev is not None else next(learn.model.parameters(), torch.empty(0)).device
 
-# %% ../nbs/10_callback.ipynb #ee2c14f4
+# %% ../nbs/10_callback.ipynb #c26375ef
+def _has(cb, event_name): return hasattr(type(cb), event_name) or event_name in vars(cb)
+
 class LeanCallback(Callback):
     "A callback that costs nothing in the events that it has no method for"
     def __call__(self, event_name):
         "Call `self.{event_name}` if it's defined"
-        if hasattr(type(self), event_name) or event_name in vars(self): return super().__call__(event_name)
+        if _has(self, event_name): return super().__call__(event_name)
         if event_name=='after_fit': self.run = True
 
     def __setattr__(self, name, value):
@@ -67,7 +69,7 @@ class LoopCallback(LeanCallback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #45e92e7d
+# %% ../nbs/10_callback.ipynb #e10aa7fe
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -83,9 +85,12 @@ def _float_state(model):
 class PrecisionCallback(LoopCallback):
     "What every precision does around a step: scale the loss, check the gradients, skip the step if they are not finite"
     order,name = 10,'mixed_precision' # fastai's own callbacks are ordered around it, and `load_learner` looks for the name
-    _window = dict(_open=False, _pending=None, _unscaled=False, _stashed=False, _before=None, _outside=(), _batch_outside=(), _checked=()) # what there is between two steps
-    _stateattrs = LoopCallback._stateattrs+('_snapshot','_strangers',*_window)
+    _window = dict(_open=False, _pending=None, _unscaled=False, _stashed=False, _before=None, _outside=(), _batch_outside=(), _checked=(), _judged=None, _armed=None, _now=()) # what there is between two steps
+    _stateattrs = LoopCallback._stateattrs+('_snapshot','_strangers','_late','_stepped',*_window)
     _snapshot,_strangers,_steps,_skips,clip,look_skips,warn_skips = None,None,0,0,None,8,32
+    may_wait = True # may the host learn a step late what the optimizer's own kernel has done, where that can find out by itself?
+    _late = None # a `LateStats` that the host has yet to read; the scalings after a good and after a bad step; the scale in force, on the device
+    _stepped = () # the parameters that the last step was for
     vars().update(_window)
 
     def __init__(self,
@@ -104,6 +109,7 @@ class PrecisionCallback(LoopCallback):
     @property
     def loss_scale(self):
         "The loss scale in force"
+        self._learn_late()
         return self._scaling.loss_scale
 
     def check_model(self, learn): "Raise a `ValueError` if the model of `learn`, or its device, can't be trained like this"
@@ -120,12 +126,13 @@ class PrecisionCallback(LoopCallback):
     def during_fit(self):
         learn = self.learn
         self.check(learn)
-        self._snapshot = self._strangers = None # model and optimizer may be others than in the last fit
+        self._snapshot,self._strangers,self._stepped = None,None,() # model and optimizer may be others than in the last fit
         opt,ours = learn.opt,None
         if 'zero_grad' not in vars(opt) and getattr(type(opt), 'zero_grad', None) is Optimizer.zero_grad: opt.zero_grad = ours = partial(self._zero_grad, opt)
         def _undo():
             if self._open and self._pending is not None: learn.opt.zero_grad() # gradients were accumulated for a step that never came
             self._close()
+            self._learn_late()
             if ours is not None and vars(opt).get('zero_grad') is ours: del opt.zero_grad
         try:
             try: yield
@@ -153,6 +160,7 @@ class PrecisionCallback(LoopCallback):
 
     def _leave(self, learn, roll_back):
         "Before the step, undo what the batch has done, if it is to be undone; after it, only clear the gradients, which it has used up"
+        self._disarm()
         if self._open:
             if not roll_back: return
             self._undo()
@@ -161,7 +169,11 @@ class PrecisionCallback(LoopCallback):
         self._close()
 
     def _close(self):
-        for k,v in self._window.items(): setattr(self, k, v)
+        self._disarm()
+        vars(self).update(self._window)
+
+    def _disarm(self):
+        if self._armed is not None: self._judged[0].disarm(self._armed)
 
     def after_cancel_batch(self):
         if self.training: self._leave(self.learn, roll_back=False)
@@ -178,13 +190,14 @@ class PrecisionCallback(LoopCallback):
             self._pending,self._unscaled = self.loss_scale,False
             for p in self._params():
                 if p.grad is not None: p.grad.mul_(self._pending)
-        if self._pending is None: self._pending = self.loss_scale
+        if self._pending is None: self._pending = self.loss_scale if self._late is None else self._late[3]
         self._batch_outside,self._stashed = [(p,p.grad) for p in self._strangers],True
         for p,_ in self._batch_outside: p.grad = None
         self.learn.loss_grad = self._scale(self.loss_grad.float() if self.loss_grad.dtype in half_dtypes else self.loss_grad)
 
     def _params(self): return [p for pg in self.opt.param_lists for p in pg]
-    def _scale(self, loss): return loss*self._pending if self._pending!=1 else loss
+    def _scale(self, loss): return loss if self._is_one(self._pending) else loss*self._pending
+    def _is_one(self, scale): return not isinstance(scale, torch.Tensor) and scale==1
 
     def after_backward(self):
         "Unscale the gradients that no optimizer looks after, and nobody clears: they add up over the batches"
@@ -195,7 +208,10 @@ class PrecisionCallback(LoopCallback):
             else: p.grad = p.grad/self._pending if g is None else g + p.grad/self._pending
 
     def before_step(self):
-        stats = prepare_grads(self._params(), 1., self.clip, self._steps) if self._unscaled else self._prepare(self._params()) # nothing was added since
+        self._learn_late(speak=True)
+        self._judged,params = None,self._params()
+        if self._can_wait(params) and self._judge(params): return
+        stats = prepare_grads(params, 1., self.clip, self._steps) if self._unscaled else self._prepare(params) # nothing was added since
         self._steps += 1
         self.learn.step_stats = stats
         if self._pending is not None and not self._unscaled: self._scaling = self._adjusted(stats)
@@ -205,10 +221,49 @@ class PrecisionCallback(LoopCallback):
 
     def _prepare(self, params): return prepare_grads(params, self._pending or 1., self.clip, self._steps, self._scaling.wants_amax)
     def _adjusted(self, stats): return self._scaling.adjust(stats.finite, stats.amax) if self._scaling.wants_amax else self._scaling.adjust(stats.finite)
-    def _meddlers(self): return [cb for cb in self.learn.cbs if cb is not self and cb.order>=self.order and type(cb) is not GradientClip and (hasattr(type(cb), 'before_step') or 'before_step' in vars(cb))]
+    def _meddlers(self): return [cb for cb in self.learn.cbs if cb is not self and cb.order>=self.order and type(cb) is not GradientClip and _has(cb, 'before_step')]
+
+    def _can_wait(self, params):
+        "Can the optimizer find out by itself whether to step, with nobody else to be told at once?"
+        inner = getattr(self.opt, 'opt', None)
+        if not (self.may_wait and isinstance(self.opt, OptimWrapper) and getattr(inner, '_step_supports_amp_scaling', False)): return False # which is what `GradScaler` asks for
+        self._now = [p for p in params if p.grad is not None]
+        def _needs_to_know(cb): return not getattr(type(cb), 'may_wait', False) and _has(cb, 'after_cancel_step')
+        return (same_objects(self._now, self._stepped) and len(self._now)>0 and # the first step makes the optimizer's state, and a skipped one would leave it behind
+                self._pending is not None and not self._unscaled and self._now[0].device.type in ('cuda','cpu') and all(o.get('fused') for o in inner.param_groups) and
+                not self._scaling.wants_amax and getattr(self._scaling, 'at_min', 'clip')=='clip' and
+                not any(p.requires_grad for p in self._strangers) and not hasattr(self.model, 'reset') and self._snapshot.can_choose(self._now[0].device) and
+                not self._meddlers() and not any(type(cb) is GradientClip or _needs_to_know(cb) for cb in self.learn.cbs))
+
+    def _judge(self, params):
+        "Let the device decide about this step, and about the scale of the next; False if it can't"
+        try: late = LateStats(params, self._pending, self.clip, self._steps)
+        except ValueError: return False # sparse gradients, or some in another dtype
+        good,bad = self._scaling.adjust(True),self._scaling.adjust(False)
+        scale = good.loss_scale
+        if bad.loss_scale!=scale: scale = (late.found_inf*bad.loss_scale).add_(1-late.found_inf, alpha=scale)
+        self._judged = late,good,bad,scale
+        self._steps += 1
+        self.learn.step_stats = late
+        self._snapshot.restore_if(late.found_inf)
+        return True
+
+    def _learn_late(self, speak=False):
+        "Learn what became of the last step, if nobody knows yet"
+        if self._late is None: return
+        late,good,bad,_ = self._late
+        stats = late.read()
+        scaling,skips = (good,0) if stats.finite else (bad,self._skips+1)
+        new = dict(_late=None, _scaling=scaling, _skips=skips, _before=self._before and (scaling,self._before[1],skips))
+        if isinstance(self._pending, torch.Tensor): new['_pending'] = scaling.loss_scale
+        vars(self).update(new) # all of it or nothing, even if there is an interrupt
+        if speak and not stats.finite: self._look_at_inputs(); self._speak(stats)
 
     def last_look(self):
         "Skip the step after all if another callback has changed the gradients since they were checked, and not for the better"
+        if self._judged is not None:
+            self._armed = self.opt.opt
+            return self._judged[0].arm(self._armed)
         if self._pending is not None and not self._unscaled: self.before_step() # a callback has kept the event from us, as fastai lets StopIteration do
         checked,self._checked = self._checked,() # a reference would keep the gradients alive
         if any(p.grad is not g or version(g)!=v for p,g,v in checked):
@@ -238,12 +293,18 @@ class PrecisionCallback(LoopCallback):
         large = [o for o in sizes if math.isfinite(o) and o>torch.finfo(torch.float16).max]
         if large: warn(f"{self._skips} steps in a row have been skipped, and the batch has values up to {max(large):g}, while float16 ends at 65504. Normalize the inputs, keep the first layer in float32 with keep=, or use to_bf16().")
 
-    def stepped(self): self._close()
+    def stepped(self):
+        late,now = self._judged,self._now
+        self._close()
+        vars(self).update(_late=late, _stepped=now)
+
+    def after_train(self): self._learn_late(speak=True)
     def after_step(self): self._close() # it may have been cancelled
 
     def after_batch(self):
         "Keep a loss that isn't finite out of the running average"
         smooth = getattr(getattr(self.learn, 'recorder', None), 'smooth_loss', None)
+        if hasattr(smooth, 'finite_only'): smooth.finite_only = True; return # it does so itself, when the losses have come from the device
         if not self.training or not len(self.yb) or not hasattr(smooth, 'val'): return
         if smooth.count and not math.isfinite(smooth.val): smooth.reset() # there was nothing to take its place with
         if smooth.count: self.learn.loss = torch.where(self.loss.isfinite(), self.loss, smooth.value.item())
@@ -263,10 +324,12 @@ class PrecisionCallback(LoopCallback):
 
     def precision_state(self):
         "What a resumed run needs to know: plain numbers"
+        self._learn_late()
         return dict(asdict(self._scaling), steps=self._steps, skips=self._skips)
 
     def load_precision_state(self, state):
         "Go on from `state`, with the settings of this callback"
+        self._learn_late()
         scaling = self._scaling.load_state_dict(state) if 'counter' in state else self._scaling # a static scale has nothing to hand on
         self._scaling,self._steps,self._skips = scaling,int(state.get('steps', 0)),int(state.get('skips', 0))
 
@@ -430,7 +493,7 @@ class MixedPrecision(PrecisionCallback):
         copies = {} if half is None else {id(p):c for p,c in zip(half.params,half.copies)}
         return [[copies.get(id(p), p) for p in pg] for pg in self.master_pgs]
 
-# %% ../nbs/10_callback.ipynb #81bfec23
+# %% ../nbs/10_callback.ipynb #96ae13bb
 class NativeMixedPrecision(PrecisionCallback):
     """Mixed precision by `torch.autocast` and, for float16, `torch.amp.GradScaler`, whose defaults these are
 
@@ -504,12 +567,13 @@ class NativeMixedPrecision(PrecisionCallback):
         finally: _undo()
 
     def _scale(self, loss):
+        if isinstance(self._pending, torch.Tensor): return super()._scale(loss)
         if self.scaler is None or self.scaler[0]!=self._pending:
             self.scaler = self._pending,torch.amp.GradScaler(loss.device.type, init_scale=self._pending, enabled=self._scaling!=StaticLossScale())
         return self.scaler[1].scale(loss)
 
     def _prepare(self, params):
-        if self._pending is None: return super()._prepare(params)
+        if self._pending is None or self.scaler is None or self.scaler[0]!=self._pending: return super()._prepare(params) # scaled by a number that only the device knew
         self.scaler[1].unscale_(self.opt)
         stats = prepare_grads(params, step=self._steps, amax=self._scaling.wants_amax)._replace(scale=self._pending)
         after = self._adjusted(stats).loss_scale

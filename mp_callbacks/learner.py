@@ -7,10 +7,10 @@ Docs: https://example.github.io/mp_callbacks/learner.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/13_learner.ipynb #c16f7680
+# %% ../nbs/13_learner.ipynb #b96cc94f
 import os,torch
 from contextlib import ExitStack,contextmanager
-from functools import wraps
+from functools import cached_property,wraps
 from pathlib import Path
 from warnings import warn
 
@@ -24,6 +24,7 @@ from .loss_scale import DynamicLossScale,StaticLossScale
 from .master import check_float32,is_norm,lendable
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback,check_device,fit_device,is_precision
 from .recorder import PrecisionRecorder
+from .smooth_loss import LossOnDevice,latest_loss
 
 # %% ../nbs/13_learner.ipynb #1e5e8abc
 _with_events = getattr(Learner._with_events, 'plain', Learner._with_events) # the same after a reload
@@ -84,7 +85,7 @@ def _remove_one(self, cb):
 _remove_one.plain = _remove_cb
 Learner.remove_cb = _remove_one
 
-# %% ../nbs/13_learner.ipynb #a21873de
+# %% ../nbs/13_learner.ipynb #fe7c731d
 def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
 
 def _remove_precision(learn):
@@ -93,8 +94,10 @@ def _remove_precision(learn):
     learn.remove_cbs(off)
     vars(learn).pop('_precision_state', None)
     if any(not isinstance(cb, (PrecisionCallback,ModelToHalf)) for cb in off): vars(learn).pop('scaler', None) # fastai's leaves it behind
+    learn.remove_cb(LossOnDevice)
 
-def _set_precision(learn, dtype, new, half=None):
+def _set_precision(learn, dtype, new, loss_on_device, half=None):
+    late = LossOnDevice(loss_on_device)
     check_device(fit_device(learn), dtype)
     check_float32(learn.model)
     new.check_model(learn)
@@ -103,14 +106,14 @@ def _set_precision(learn, dtype, new, half=None):
     state = getattr(learn, '_precision_state', None) if old is None else old.precision_state() if old.same_settings(new) else None
     if state is not None: new.load_precision_state(state)
     _remove_precision(learn)
-    learn.add_cbs([new] if half is None else [half,new])
+    learn.add_cbs([new,late] if half is None else [half,new,late])
     if not hasattr(learn, 'precision_recorder'): learn.add_cb(PrecisionRecorder())
     return learn
 
 def _warn_cpu(learn):
     if fit_device(learn).type=='cpu': warn("float16 on a CPU works, but slowly, and convolutions take many times as long as in float32. Use to_bf16() or to_native_bf16().")
 
-# %% ../nbs/13_learner.ipynb #5d6f3156
+# %% ../nbs/13_learner.ipynb #7ddab260
 @patch
 def to_fp16(self:Learner,
     loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # The scale if it is not `dynamic`; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
@@ -126,16 +129,17 @@ def to_fp16(self:Learner,
     max_skips:int=250, # After how many skipped steps in a row to stop with an error
     keep=is_norm, # What stays float32: a module type, name pattern, function of name and module, or a collection of these, see `kept_modules`; or a dict of rules, see [a policy for each module](03_master.ipynb#a-policy-for-each-module)
     fused:bool=False, # Compile the step on each flat tensor into one kernel? Implies `flat_master`; see [compiled](07_flat.ipynb#compiled).
+    loss_on_device:bool=None, # Leave the loss on the device, and read it when it is shown? None: if that isn't the CPU, see [loss on the device](12_smooth_loss.ipynb)
 )->Learner: # The same learner
     """Train in float16 with float32 master weights and loss scaling
 
     Defaults are fastai's, but for the start: `headroom=None` is fastai's there, too. Raises `ValueError` if an argument is out of range, or the learner's device or model can't do it; then nothing has changed."""
     new = MixedPrecision(loss_scale, flat_master, dynamic, max_loss_scale, div_factor, scale_wait, clip, min_loss_scale=min_loss_scale, headroom=headroom, max_skips=max_skips, fused=fused)
-    res = _set_precision(self, torch.float16, new, ModelToHalf(torch.float16, keep))
+    res = _set_precision(self, torch.float16, new, loss_on_device, ModelToHalf(torch.float16, keep))
     _warn_cpu(self)
     return res
 
-# %% ../nbs/13_learner.ipynb #ae07b790
+# %% ../nbs/13_learner.ipynb #1c9e783d
 @patch
 def to_bf16(self:Learner,
     flat_master:bool=False, # Step on one flat tensor per parameter group instead of on each parameter?
@@ -144,13 +148,14 @@ def to_bf16(self:Learner,
     max_skips:int=250, # After how many skipped steps in a row to stop with an error
     keep=is_norm, # What stays float32: a module type, name pattern, function of name and module, or a collection of these, see `kept_modules`; or a dict of rules, see [a policy for each module](03_master.ipynb#a-policy-for-each-module)
     fused:bool=False, # Compile the step on each flat tensor into one kernel? Implies `flat_master`; see [compiled](07_flat.ipynb#compiled).
+    loss_on_device:bool=None, # Leave the loss on the device, and read it when it is shown? None: if that isn't the CPU, see [loss on the device](12_smooth_loss.ipynb)
 )->Learner: # The same learner
     """Train in bfloat16 with float32 master weights
 
     Raises `ValueError` if an argument is out of range, or the learner's device or model can't do it; then nothing has changed."""
-    return _set_precision(self, torch.bfloat16, MixedPrecision(1, flat_master, dynamic=False, clip=clip, max_skips=max_skips, fused=fused), ModelToHalf(torch.bfloat16, keep))
+    return _set_precision(self, torch.bfloat16, MixedPrecision(1, flat_master, dynamic=False, clip=clip, max_skips=max_skips, fused=fused), loss_on_device, ModelToHalf(torch.bfloat16, keep))
 
-# %% ../nbs/13_learner.ipynb #4736af4d
+# %% ../nbs/13_learner.ipynb #f5fa3b35
 @patch
 def to_native_fp16(self:Learner,
     init_scale:float|str|StaticLossScale|DynamicLossScale=65536., # Where the loss scale starts; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
@@ -162,23 +167,29 @@ def to_native_fp16(self:Learner,
     min_loss_scale:float=1., # Floor of the scale
     max_loss_scale:float=2.**24, # Cap of the scale
     max_skips:int=250, # After how many skipped steps in a row to stop with an error
+    loss_on_device:bool=None, # Leave the loss on the device, and read it when it is shown? None: if that isn't the CPU, see [loss on the device](12_smooth_loss.ipynb)
 )->Learner: # The same learner
     """Train with autocast to float16 and `GradScaler`, whose defaults these are
 
     Raises `ValueError` if an argument is out of range, or the learner's device can't do it; then nothing has changed."""
     new = NativeMixedPrecision(init_scale, growth_factor, backoff_factor, growth_interval, enabled, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, max_skips=max_skips)
-    res = _set_precision(self, torch.float16, new)
+    res = _set_precision(self, torch.float16, new, loss_on_device)
     _warn_cpu(self)
     return res
 
-# %% ../nbs/13_learner.ipynb #aa302cf1
+# %% ../nbs/13_learner.ipynb #2bded23c
 @patch
 def to_native_bf16(self:Learner,
     *,
     max_skips:int=250, # After how many skipped steps in a row to stop with an error
+    loss_on_device:bool=None, # Leave the loss on the device, and read it when it is shown? None: if that isn't the CPU, see [loss on the device](12_smooth_loss.ipynb)
 )->Learner: # The same learner
     "Train with autocast to bfloat16. Raises `ValueError` if the learner's device can't do it; then nothing has changed."
-    return _set_precision(self, torch.bfloat16, NativeMixedPrecision(dtype=torch.bfloat16, max_skips=max_skips))
+    return _set_precision(self, torch.bfloat16, NativeMixedPrecision(dtype=torch.bfloat16, max_skips=max_skips), loss_on_device)
+
+# %% ../nbs/13_learner.ipynb #797b9b8d
+Learner.smooth_loss = cached_property(latest_loss) # where fastai puts its own, that counts
+Learner.smooth_loss.__set_name__(Learner, 'smooth_loss')
 
 # %% ../nbs/13_learner.ipynb #493055c0
 @patch

@@ -10,7 +10,7 @@ __all__ = ['batch_norm_modules', 'norm_modules', 'is_norm', 'kept_modules', 'For
            'MasterWeights', 'ModulePolicy', 'PolicyTable', 'effective_policy', 'BufferSnapshot', 'convert_network',
            'get_master', 'to_master_grads', 'to_model_params', 'test_overflow', 'grad_overflow', 'copy_clone']
 
-# %% ../nbs/03_master.ipynb #37b82c96
+# %% ../nbs/03_master.ipynb #5d193ce9
 import re,torch
 from fnmatch import fnmatchcase
 from functools import lru_cache,partial,update_wrapper
@@ -25,7 +25,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from .dtypes import Policy,as_dtype,cast_tree,get_policy,half_dtypes
-from .grads import foreach_add_,foreach_copy_,unique,version
+from .grads import foreach_add_,foreach_copy_,foreach_mul,foreach_mul_,unique,version
 
 # %% ../nbs/03_master.ipynb #068b963a
 batch_norm_modules = (nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d,nn.SyncBatchNorm)
@@ -482,7 +482,10 @@ def _row(name, m, fate, dtype, full):
     elif output is None and not kept and isinstance(m, _casting) and type(m).forward.__module__.startswith('torch.nn.'): output = dtype
     return ModulePolicy(name, type(m).__name__, sum(p.numel() for p in ps), params, compute, output if name else torch.float32, why)
 
-# %% ../nbs/03_master.ipynb #295dde98
+# %% ../nbs/03_master.ipynb #a600d087
+_bits = {o.itemsize:o for o in (torch.uint8,torch.int16,torch.int32,torch.int64)}
+
+# %% ../nbs/03_master.ipynb #c370faec
 class BufferSnapshot:
     "The buffers of `model`, remembered by `take` and put back by `restore`: bit for bit, the same tensors in the same places"
     def __init__(self,
@@ -521,6 +524,24 @@ class BufferSnapshot:
         known = {(id(d),n) for o in self.groups for d,n,*_ in o}
         for d,_ in self.known:
             for n in [n for n,b in d.items() if b is not None and (id(d),n) not in known and not b.isfinite().all()]: del d[n]
+
+    def can_choose(self,
+        device, # Of the tensor that chooses
+    ):
+        "Could `restore_if` put everything back that has changed since `take`?"
+        def _writable(b): return b.device==device and b.layout==torch.strided and b.dtype.itemsize in _bits and not (0 in b.stride() and b.numel()>1)
+        return self.taken and self._current() and all(_writable(b) for o in self.groups for _,_,b,_ in o)
+
+    @torch.no_grad()
+    def restore_if(self,
+        chosen:torch.Tensor, # 1 for what was remembered, 0 for what is there; of no dimension
+    ):
+        "Put back what was remembered if the device finds that it is `chosen`, without the host knowing; only if it `can_choose`"
+        for o in self.groups:
+            kind = _bits[o[0][2].dtype.itemsize]
+            new,old,f = [b.view(kind) for _,_,b,_ in o],[c.view(kind) for *_,c in o],chosen.to(kind)
+            foreach_mul_(new, 1-f) # of integers, since 0 times infinity is nan
+            foreach_add_(new, foreach_mul(old, f))
 
 # %% ../nbs/03_master.ipynb #745ac292
 def convert_network(

@@ -13,11 +13,12 @@ import pandas as pd
 
 from .callback import LeanCallback
 
-# %% ../nbs/11_recorder.ipynb #53350796
+# %% ../nbs/11_recorder.ipynb #32753850
 class PrecisionRecorder(LeanCallback):
     "Remember the loss scale, the gradient norm and the fate of every step"
     order,_cols = 55,('step','scale','norm','finite','skipped')
-    _seen,_cancelled = None,False
+    may_wait = True # a step may be skipped without `after_cancel_step`: the statistics will tell
+    _stateattrs,_seen,_new,_cancelled = ('_new',),None,None,False
 
     def __init__(self): self.rows = []
     def after_cancel_step(self): self._cancelled = True
@@ -26,12 +27,21 @@ class PrecisionRecorder(LeanCallback):
         stats,skipped = getattr(self.learn, 'step_stats', None),self._cancelled
         self._cancelled = False
         if stats is None or stats is self._seen: return # another callback has cancelled the step before the gradients were looked at
-        self._seen = stats
-        self.rows.append((stats.step, stats.scale, stats.norm, stats.finite, skipped))
+        self._write()
+        self._seen,self._new = stats,(stats,skipped)
+        if getattr(stats, 'known', True): self._write() # if not, the next time, when the host has read them
+
+    def after_train(self): self._write()
+
+    def _write(self):
+        if self._new is None: return
+        (o,skipped),self._new = self._new,None
+        self.rows.append((o.step, o.scale, o.norm, o.finite, skipped or not o.finite))
 
     @property
     def log(self):
         "One row for each step: its number, loss scale, gradient norm before clipping, whether the gradients were finite, and whether the step was skipped, by this or another callback"
+        self._write()
         return pd.DataFrame(self.rows, columns=self._cols)
 
     def plot_scale(self,

@@ -13,6 +13,7 @@ faults  = {**errors, **cancels}
 
 modes = {k:v for k,v in _modes.items() if k!='alone'}
 modes = {**modes, 'fp16_flat': lambda learn: learn.to_fp16(max_loss_scale=2.**10, flat_master=True), 'fp16_clip': lambda learn: learn.to_fp16(max_loss_scale=2.**10, clip=.1),
+         'native_fp16_late': lambda learn: learn.to_native_fp16(2.**10, growth_interval=2, max_loss_scale=2.**12), # with a fused optimizer, see `make_learner`
          'fp16_flat_clip': lambda learn: learn.to_fp16(max_loss_scale=2.**10, flat_master=True, clip=.1), 'bf16_flat_clip': lambda learn: learn.to_bf16(flat_master=True, clip=.1)}
 
 before_the_step = 'before_batch after_pred after_loss before_backward after_backward before_step'.split()
@@ -24,12 +25,14 @@ places = ([('train',o,order) for o in of_training for order in (-50,80)]+[('vali
           [('train',o,0) for o in code]+[('valid',o,0) for o in code[:3]])
 
 class Fault(Callback):
-    "Raise `make()` at `place`, in the second batch if it is in one"
+    "Raise `make()` at `place`, in the second batch if it is in one; in the third of a precision that is late, when nobody has asked for the verdict on the second yet"
     def __init__(self, make, place):
         self.make,(self.when,self.what,self.order),self.raised = make,place,None
         if self.what not in code: setattr(self, self.what, self.event)
+    @property
+    def at(self): return len(self.dls.train)-1
     def event(self):
-        if self.when=='fit' or (self.training==(self.when=='train') and self.iter==1): self.go()
+        if self.when=='fit' or (self.training==(self.when=='train') and self.iter==self.at): self.go()
     def go(self):
         if self.raised is not None: return
         self.raised = self.make()
@@ -40,8 +43,8 @@ class Bomb(nn.Module):
     fault = None
     def forward(self, x):
         f = self.fault
-        if f and f.what=='forward' and self.training==(f.when=='train') and f.iter==1: f.go()
-        if f and f.what=='backward' and x.requires_grad and f.iter==1: x.register_hook(lambda g: f.go())
+        if f and f.what=='forward' and self.training==(f.when=='train') and f.iter==f.at: f.go()
+        if f and f.what=='backward' and x.requires_grad and f.iter==f.at: x.register_hook(lambda g: f.go())
         return x
 
 class Loss:
@@ -49,7 +52,7 @@ class Loss:
     fault,activation,decodes = None,staticmethod(noop),staticmethod(noop)
     def __call__(self, pred, y):
         f = self.fault
-        if f and f.what=='loss' and f.training==(f.when=='train') and f.iter==1: f.go()
+        if f and f.what=='loss' and f.training==(f.when=='train') and f.iter==f.at: f.go()
         return F.mse_loss(pred, y)
 
 class Data(TfmdDL):
@@ -57,7 +60,7 @@ class Data(TfmdDL):
     fault,when = None,None
     def __iter__(self):
         for i,b in enumerate(super().__iter__()):
-            if self.fault and self.fault.what=='data' and self.fault.when==self.when and i==1: self.fault.go()
+            if self.fault and self.fault.what=='data' and self.fault.when==self.when and i==self.fault.at: self.fault.go()
             yield b
 
 def leaves(x):
@@ -65,7 +68,13 @@ def leaves(x):
     if isinstance(x, (list,tuple,L)): return [o for v in x for o in leaves(v)]
     return [x.detach().clone() if isinstance(x, torch.Tensor) else x]
 
-def everything(learn): return leaves([dict(learn.model.state_dict()), learn.opt.state_dict()['state'], learn.mixed_precision.precision_state()])
+def precision_state(cb):
+    "What `cb` would say, without making it ask the device"
+    other = object.__new__(type(cb))
+    vars(other).update(vars(cb))
+    return other.precision_state()
+
+def everything(learn): return leaves([dict(learn.model.state_dict()), learn.opt.state_dict()['state'], precision_state(learn.mixed_precision)])
 def same(xs, ys): return len(xs)==len(ys) and all(type(x) is type(y) and (x.dtype==y.dtype and torch.equal(x, y) if isinstance(x, torch.Tensor) else x==y) for x,y in zip(xs, ys))
 
 class Steps(Callback):
@@ -75,15 +84,18 @@ class Steps(Callback):
     def before_batch(self):
         if self.training: self.states.append(everything(self.learn))
 
+def fused_adam(params, **kwargs): return OptimWrapper(params, torch.optim.Adam, fused=True, **kwargs)
+
 def make_learner(mode, path):
-    bs,(x,y) = 16,numbers(32)
+    n,late = (48,True) if mode.endswith('late') else (32,False)
+    bs,(x,y) = 16,numbers(n)
     def dl(when):
-        res = Data(Datasets(range(32), [[At(x)],[At(y)]]), bs=bs, device='cpu', num_workers=0, shuffle=False)
+        res = Data(Datasets(range(n), [[At(x)],[At(y)]]), bs=bs, device='cpu', num_workers=0, shuffle=False)
         res.when = when
         return res
     model = mlp(True)
     model.insert(2, Bomb())
-    learn = get_learner(model, dls=DataLoaders(dl('train'), dl('valid'), device='cpu'), loss_func=Loss(), lr=1e-3, path=path)
+    learn = get_learner(model, dls=DataLoaders(dl('train'), dl('valid'), device='cpu'), loss_func=Loss(), lr=1e-3, path=path, **(dict(opt_func=fused_adam) if late else {}))
     modes[mode](learn)
     learn.create_opt()
     return learn
@@ -102,6 +114,7 @@ class Patient:
         for o in (learn.model[2], learn.loss_func, *learn.dls): o.fault = fault
         fault.learn,out = learn,None
         targets = dict(step=(type(learn.opt),'step'), zero_grad=(mp_callbacks.callback,'zero_grads')) # a fit clears gradients with ours
+        if (inner := getattr(learn.opt, 'opt', None)) is not None: targets = {k:(type(inner),k) for k in targets}
         own = {k:getattr(*o) for k,o in targets.items()}
         if place[1] in own: setattr(*targets[place[1]], self._first(own[place[1]], fault))
         try: learn.fit(1, cbs=[fault,self.steps])
@@ -113,7 +126,7 @@ class Patient:
 
     def _first(self, f, fault):
         def _f(*args, **kwargs):
-            if fault.learn.iter==1 and fault.learn.training: fault.go()
+            if fault.iter==fault.at and fault.learn.training: fault.go()
             return f(*args, **kwargs)
         _f.__module__,_f.__name__,_f.elementwise = f.__module__,f.__name__,True
         return _f
@@ -135,6 +148,7 @@ class Patient:
         assert not [n for n,m in learn.model.named_modules() if 'forward' in vars(m)], what
         assert all(a is b for a,b in zip(learn.cbs, self.cbs, strict=True)) and all(getattr(learn, cb.name) is cb for cb in self.cbs), what
         assert not learn.lock.locked() and not {'step','zero_grad','state_dict','load_state_dict'}&set(vars(learn.opt)), what
+        assert not {'found_inf','grad_scale'}&set(vars(getattr(learn.opt, 'opt', learn.opt))), what
 
     def usable(self, what, export=True):
         "Does all that one does with a learner work, to the bit as in one that has only loaded its checkpoint?"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from fastai.basics import DataLoader,DataLoaders,Learner,MSELossFlat,load_learner,noop,set_seed
 from fastai.callback.core import Callback
+from fastai.optimizer import OptimWrapper
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -114,6 +115,63 @@ def test_prepare_grads_waits_once(clip):
     with counting_syncs() as syncs: prepare_grads(ps, 2., clip)
     assert len(syncs)==1
 
+def late_and_read(mode, n=3, **kwargs):
+    "What was recorded with the loss on the device, and without"
+    res = []
+    for late in (True,False):
+        learn = getattr(get_learner(lambda: nn.Sequential(nn.Flatten(), nn.Linear(768,8), nn.ReLU(), nn.Linear(8,1)), **kwargs), mode)(loss_on_device=late)
+        learn.fit(n)
+        o = learn.recorder
+        res.append(([x.item() for x in o.losses],[list(x) for x in o.values],o.iters,learn.smooth_loss.item()))
+        assert type(o).__name__=='Recorder' and {x.device.type for x in o.losses}=={'cpu'}
+    return res
+
+@pytest.mark.parametrize('every', [0.,.2])
+@pytest.mark.parametrize('mode', modes)
+def test_late_loss_is_the_same(mode, every, monkeypatch):
+    "To the last bit, with copies that come while the device works"
+    monkeypatch.setattr(LateNumbers, 'every', every)
+    late,read = late_and_read(mode)
+    assert late==read
+
+def test_late_numbers_come():
+    late,x = LateNumbers(),torch.arange(10., device='cuda')
+    late.every = 0.
+    with counting_syncs() as syncs:
+        for i in range(10): late.put(x[i], i); late.poll()
+        for _ in range(2000):
+            late.poll()
+            if not late.waiting: break
+            x.sum()
+    assert not syncs
+    late.wait()
+    assert [(o.item(),i) for o,i in late.ready]==[(i,i) for i in range(10)]
+
+def test_late_numbers_are_pinned_and_not_early():
+    "What isn't there yet isn't taken"
+    late,x = LateNumbers(),torch.ones((), device='cuda')
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9) # cycles: half a second
+    late.put(x*2)
+    late.poll()
+    assert late._copy[0].is_pinned()
+    late.poll()
+    assert not late.ready and len(late.waiting)==1
+    torch.cuda.synchronize()
+    late.poll()
+    assert late.ready[0][0].item()==2
+
+@pytest.mark.parametrize('mode', modes)
+def test_recorder_does_not_wait(mode):
+    "In a whole fit with a progress bar, its record and the bar wait for their first number and at the end of an epoch"
+    b = torch.randn(32,3,16,16, device='cuda'),torch.randn(32,1, device='cuda')
+    learn = getattr(get_learner(), mode)()
+    learn.dls = DataLoaders(DataLoader([b]*16, bs=None, num_workers=0, device='cuda'), DataLoader([b]*4, bs=None, num_workers=0, device='cuda'))
+    learn.fit(1)
+    with SyncAuditor() as audit: learn.fit(2)
+    theirs = [o for o in audit.syncs if o.callback.endswith(('Recorder','Progress','ProgressCallback')) and o.callback!='PrecisionRecorder']
+    assert len(theirs)<=1+2*3, audit
+
 class CountSyncs(Callback):
     "Syncs in each training batch: with the data on the device, those of fastai and ours"
     order = -200
@@ -123,9 +181,9 @@ class CountSyncs(Callback):
         with counting_syncs() as syncs: yield
         if self.training: self.counts.append(len(syncs))
 
-def syncs_per_batch(mode, **kwargs):
+def syncs_per_batch(mode, opt={}, **kwargs):
     b = torch.randn(32,3,16,16, device='cuda'),torch.randn(32,1, device='cuda')
-    learn = get_learner(cbs=(cb := CountSyncs()))
+    learn = get_learner(cbs=(cb := CountSyncs()), **opt)
     getattr(learn, mode)(**kwargs)
     learn.dls = DataLoaders(DataLoader([b]*8, bs=None, num_workers=0, device='cuda'), DataLoader([b], bs=None, num_workers=0, device='cuda'))
     learn.fit(2)
@@ -135,6 +193,29 @@ def syncs_per_batch(mode, **kwargs):
 def test_one_host_sync_per_step(mode, kwargs):
     base,ours = syncs_per_batch('to_fp32'),syncs_per_batch(mode, **kwargs)
     assert all(o-b<=1 for o,b in zip(ours,base)), (ours,base)
+
+@pytest.mark.parametrize('mode,kwargs', [(m,{}) for m in modes if m!='to_fp16']+[('to_fp16',dict(headroom=None, max_loss_scale=2.**10)),('to_bf16',dict(clip=1.))])
+def test_no_host_sync_with_a_fused_optimizer(mode, kwargs):
+    fused = dict(opt_func=lambda ps,**kw: OptimWrapper(ps, torch.optim.Adam, fused=True, **kw))
+    base,ours = syncs_per_batch('to_fp32', fused),syncs_per_batch(mode, fused, **kwargs)
+    assert ours==base, (ours,base)
+
+@pytest.mark.parametrize('mode', modes)
+def test_late_is_the_same(mode):
+    "To the bit, with steps that are skipped"
+    class Spoil(Callback):
+        order = -50
+        def after_loss(self):
+            if self.training and self.train_iter in (3,4,9): self.learn.loss_grad = self.learn.loss_grad*float('inf')
+    res = []
+    for may in (False,True):
+        learn = getattr(get_learner(cbs=Spoil(), opt_func=lambda ps,**kw: OptimWrapper(ps, torch.optim.Adam, fused=True, **kw)), mode)()
+        learn.mixed_precision.may_wait = may
+        with torch.backends.cudnn.flags(deterministic=True): learn.fit(2)
+        res.append(learn)
+    a,b = res
+    assert a.precision_recorder.log.equals(b.precision_recorder.log)
+    assert all(map(torch.equal, a.model.state_dict().values(), b.model.state_dict().values()))
 
 def test_auditor_hears_the_debug_mode():
     x = torch.randn(8, device='cuda', requires_grad=True)

@@ -1,0 +1,186 @@
+"""A fused optimizer that finds out by itself whether to step, and a host that learns it a step late: everything is, to the bit, as if the host had waited"""
+import pickle
+
+import pytest
+from fastai.callback.training import GradientAccumulation,GradientClip
+from mp_callbacks.grads import LateStats
+from faults import *
+from faults import fused_adam
+
+pytestmark = pytest.mark.filterwarnings('ignore')
+
+def optimizer(kind, **kwargs): return lambda params, **kw: OptimWrapper(params, kind, fused=True, **kw, **kwargs)
+optimizers = dict(adam=fused_adam, adamw=optimizer(torch.optim.AdamW, amsgrad=True), sgd=optimizer(torch.optim.SGD), momentum=optimizer(torch.optim.SGD, momentum=.9))
+late_modes = {**{k:v for k,v in modes.items() if 'flat' not in k and 'late' not in k and 'clip' not in k}, 'classic': lambda learn: learn.to_fp16(headroom=None, max_loss_scale=2.**14, scale_wait=3), 'nonzero': lambda learn: learn.to_fp16('apex_hysteresis'),
+              'growing': lambda learn: learn.to_native_fp16(2.**12, growth_interval=3, growth_factor=4., backoff_factor=.25)}
+
+class Spoil(Callback):
+    "Overflow in some batches: in the gradients, or in everything"
+    order = -50
+    def __init__(self, at): self.at,self.n = at,0
+    def before_batch(self):
+        self.now = self.training and self.n in self.at
+        if self.training: self.n += 1
+        if self.now and self.n%2: self.learn.xb = (self.xb[0]*float('inf'),)
+    def after_loss(self):
+        if self.now: self.learn.loss_grad = self.learn.loss_grad*float('inf')
+
+def twins(mode, cbs=(), n=1, opt='adam', **kwargs):
+    "The same learner twice, fitted; the second one may be late"
+    res = []
+    for may in (False,True):
+        learn = get_learner(mlp(True), opt_func=optimizers[opt], lr=1e-3, **kwargs)
+        late_modes[mode](learn)
+        learn.mixed_precision.may_wait = may
+        for _ in range(n): learn.fit(2, cbs=[cb() for cb in cbs])
+        res.append(learn)
+    return res
+
+def check(waited, late):
+    assert same(everything(waited), everything(late))
+    assert waited.precision_recorder.log.equals(late.precision_recorder.log)
+    assert repr(waited.recorder.values)==repr(late.recorder.values) and repr(waited.recorder.losses)==repr(late.recorder.losses) # nan is not nan
+    assert not {'found_inf','grad_scale'}&set(vars(late.opt.opt))
+
+def was_late(learn): return isinstance(learn.step_stats, LateStats)
+
+@pytest.mark.parametrize('at', [(),(1,),(2,3),(7,),(0,4,5,6)], ids=str)
+@pytest.mark.parametrize('opt', optimizers)
+@pytest.mark.parametrize('mode', late_modes)
+def test_same(mode, opt, at):
+    "Weights, buffers, the optimizer's state, the scale, the log: with overflows in no step, the first of all, the last of an epoch, several in a row"
+    a,b = twins(mode, [partial(Spoil, at)], n=2, opt=opt)
+    check(a, b)
+    assert (was_late(b) or mode=='fp16' and 6 in at) and not was_late(a) and skipped(b)>=2*len(at) # after an overflow, what headroom there is must be known
+
+@pytest.mark.parametrize('mode', [lambda learn: learn.to_bf16(clip=.05), lambda learn: learn.to_native_fp16(3e3, growth_interval=3, growth_factor=1.7)], ids=['clip','scale'])
+def test_about_the_same(mode):
+    "The kernel divides where `prepare_grads` multiplies: bits may differ unless the divisor is a power of two"
+    res = []
+    for may in (False,True):
+        mode(learn := get_learner(mlp(True), opt_func=fused_adam, lr=1e-3))
+        learn.mixed_precision.may_wait = may
+        learn.fit(2, cbs=Spoil((3,)))
+        res.append(learn)
+    a,b = res
+    assert was_late(b) and skipped(a)==skipped(b)==1
+    if learn.mixed_precision.clip: assert (a.precision_recorder.log.norm.drop(3)>.05).all()
+    assert a.precision_recorder.log.scale.equals(b.precision_recorder.log.scale)
+    assert apart(b, a, flat(weights(get_learner(mlp(True)))))<1e-4
+
+class Looks(Callback):
+    order = 30
+    def before_step(self): pass
+class Waits(Callback):
+    def after_cancel_step(self): pass
+
+@pytest.mark.parametrize('cb', [GradientClip,Looks,Waits])
+def test_who_must_know(cb):
+    "Others that look at the gradients before the step, or want to hear of one that is skipped: then the host waits"
+    a,b = twins('native_fp16', [partial(Spoil, (2,)),cb])
+    assert not was_late(b)
+    check(a, b)
+
+def test_what_must_be_known():
+    "Hidden states, an error in place of a lower scale, an optimizer that isn't fused, sparse gradients, parameters that the optimizer hasn't"
+    def late(learn, mode='native_fp16'):
+        late_modes[mode](learn).fit(1)
+        return was_late(learn)
+    class Remembers(nn.Sequential):
+        def reset(self): pass
+    def some(model): return model[2:].parameters()
+    assert late(get_learner(opt_func=fused_adam))
+    assert not late(get_learner(Remembers(*mlp()), opt_func=fused_adam))
+    assert not late(get_learner(opt_func=lambda ps,**kw: OptimWrapper(ps, torch.optim.Adam, **kw)))
+    assert not late(get_learner(opt_func=fused_adam, splitter=some))
+    learn = get_learner(opt_func=fused_adam).to_fp16('deepspeed')
+    learn.fit(1)
+    assert not was_late(learn)
+
+def test_accumulates():
+    a,b = twins('native_fp16', [partial(Spoil, (5,)), partial(GradientAccumulation, 32)])
+    check(a, b)
+    assert was_late(b) and skipped(b)==1
+
+@pytest.mark.parametrize('mode', ['native_fp16','fp16'])
+def test_max_skips(mode):
+    "The same words, but a step later; no weight has changed, and the learner goes on to live"
+    said,start = [],flat(weights(get_learner(mlp(True))))
+    for may in (False,True):
+        learn = get_learner(mlp(True), opt_func=fused_adam, lr=1e-3)
+        learn.to_native_fp16(max_skips=5) if mode=='native_fp16' else learn.to_fp16(headroom=None, max_loss_scale=2.**12, max_skips=5)
+        learn.mixed_precision.may_wait = may
+        learn.fit(1)
+        after = flat(weights(learn))
+        with pytest.raises(FloatingPointError) as e: learn.fit(3, cbs=Spoil(range(100)))
+        said.append((str(e.value), len(learn.precision_recorder.rows), learn.loss_scale if hasattr(learn, 'loss_scale') else learn.mixed_precision.loss_scale))
+        assert torch.equal(flat(weights(learn)), after) and not torch.equal(after, start)
+        learn.fit(1)
+        assert not torch.equal(flat(weights(learn)), after)
+    assert said[0]==said[1]
+
+def test_says_so_at_the_end_of_an_epoch():
+    learn = get_learner(mlp(True), opt_func=fused_adam, lr=1e-3).to_native_fp16(max_skips=2)
+    learn.fit(1)
+    with pytest.raises(FloatingPointError, match='2 steps in a row'): learn.fit(1, cbs=Spoil((2,3)))
+
+class Asks(Callback):
+    "Read what is only known to the device, in each batch"
+    order = 90
+    def after_batch(self):
+        if self.training: self.seen = getattr(self, 'seen', [])+[(self.step_stats.finite, self.step_stats.norm, self.mixed_precision.loss_scale)]
+
+def test_asked():
+    "Who asks is told, and nothing is different for it"
+    cbs = [Asks(),Asks()]
+    it = iter(cbs)
+    a,b = twins('growing', [partial(Spoil, (2,5)), lambda: next(it)])
+    check(a, b)
+    assert repr(cbs[0].seen)==repr(cbs[1].seen) and len(cbs[0].seen)==8 and was_late(b)
+
+class Saves(Callback):
+    order = 90
+    def after_batch(self):
+        if self.training and self.epoch==0 and self.iter==2: self.learn.save('here')
+
+def test_saved_before_it_is_known(tmp_path):
+    "in the middle of an epoch, right after a step that was skipped; and resumed"
+    a,b = twins('growing', [partial(Spoil, (2,)),Saves], path=tmp_path)
+    check(a, b)
+    files = []
+    for may in (False,True):
+        learn = get_learner(mlp(True), opt_func=fused_adam, lr=1e-3, path=tmp_path)
+        late_modes['growing'](learn)
+        learn.load('here')
+        assert learn.mixed_precision.precision_state()['skips']==1
+        learn.mixed_precision.may_wait = may
+        learn.fit(1)
+        files.append(learn)
+    check(*files)
+
+def test_leaves_nothing_behind(tmp_path):
+    learn = twins('growing', [partial(Spoil, (7,))], path=tmp_path)[1]
+    assert learn.mixed_precision._late is None and learn.step_stats.known is not None
+    assert pickle.loads(pickle.dumps(learn.step_stats)).finite is False
+    learn.export('x.pkl')
+    assert load_learner(tmp_path/'x.pkl').predict(3)[2].isfinite().all()
+    learn.to_fp32()
+    assert not hasattr(learn, 'step_stats')
+
+@pytest.mark.parametrize('place', [('train',o,order) for o in of_training for order in (-50,80)]+[('train',o,0) for o in code]+[('fit','after_train',-50)], ids=lambda o: '-'.join(map(str, o)))
+def test_faults(place, tmp_path):
+    "While nobody knows what became of the step before, which was skipped"
+    for name in faults:
+        ends = []
+        for may in (False,True):
+            patient = Patient('native_fp16_late', tmp_path)
+            patient.learn.mixed_precision.may_wait = patient.twin.mixed_precision.may_wait = may
+            patient.learn.add_cb(spoil := Spoil((1,)))
+            fault,out = patient.suffer(name, place)
+            patient.learn.remove_cb(spoil)
+            patient.learn.fit(1)
+            ends.append((everything(patient.learn), fault.raised is None, type(out)))
+            if name=='RuntimeError': patient.cbs = list(patient.learn.cbs); patient.usable((may, name, place))
+        assert ends[0][1:]==ends[1][1:], (place, name)
+        if place[1]=='step' and name in cancels: continue # out of the optimizer: the gradients stay for the next step, and their verdict was, or was not, counted
+        assert same(ends[0][0], ends[1][0]), (place, name)

@@ -52,7 +52,7 @@ def build_here(v, model): return Bare(v, model) if v.loop=='bare' else build_any
 bare = [Variant('bare', '', o) for o in ('fp32','fp16','bf16')]
 half,auto = ('autocast-fp16','autocast-bf16','fp16','bf16'),('autocast-fp16','autocast-bf16')
 measured = [Variant(loop, opt, o) for loop,opt,ps in (('hand','fused',('fp32',*half)), ('hand','fastai',('fp32',)), ('fastai','fused',('fp32',*auto)), ('ours','fused',half), ('fastai','fastai',('fp32',*auto,'fp16')),
-            ('ours','fastai',half), ('fastai','flat',('fp16',)), ('ours','flat',('fp16','bf16'))) for o in ps]
+            ('ours','fastai',half), ('fastai','flat',('fp16',)), ('ours','flat',('fp16','bf16')), ('ours','flat-fused',('fp16','bf16'))) for o in ps]
 
 def table(df, gbs):
     "Milliseconds per step beside forward and backward, the least that memory allows, and the parts"

@@ -427,7 +427,7 @@ def _check_bools(**kwargs):
     for k,v in kwargs.items():
         if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
 
-# %% ../nbs/10_callback.ipynb #ac9b64a5
+# %% ../nbs/10_callback.ipynb #7ef53253
 class MixedPrecision(PrecisionCallback):
     """Loss scaling and checked steps on float32 weights. With `ModelToHalf`: training in mixed precision
 
@@ -446,19 +446,20 @@ class MixedPrecision(PrecisionCallback):
         min_loss_scale:float=1., # Floor of a dynamic scale
         headroom:float=2., # Powers of two to leave above the largest gradient, which is measured at the start and after a skipped step; None: nothing is measured, as in fastai
         max_skips:int=250, # After how many skipped steps in a row to stop with an error
+        fused:bool=False, # Compile the step on each flat tensor into one kernel? Implies `flat_master`; see [compiled](07_flat.ipynb#compiled).
     ):
         check_clip(clip)
-        _check_bools(flat_master=flat_master, dynamic=dynamic)
+        _check_bools(flat_master=flat_master, dynamic=dynamic, fused=fused)
         scaling,names = as_loss_scale(loss_scale),dict(loss_scale='max_loss_scale', period='scale_wait', factor='div_factor')
         moving = _renamed(names, DynamicLossScale, max_loss_scale, period=scale_wait, factor=div_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, headroom=headroom)
         if headroom is not None: moving = replace(moving, loss_scale=min(max(self.first_scale, moving.min_loss_scale), moving.max_loss_scale))
         if dynamic and isinstance(loss_scale, Real): scaling = moving
         super().__init__(scaling, max_skips)
-        self.flat_master,self.clip = flat_master,clip
+        self.flat_master,self.fused,self.clip = flat_master or fused,fused,clip
 
     @contextmanager
     def during_fit(self):
-        flat = FlatStep(self.opt) if self.flat_master else None
+        flat = FlatStep(self.opt, self.fused) if self.flat_master else None
         def _undo():
             if flat: flat.remove(); flat.release()
             if (half := self._half()) is not None: half.zeroed([]) # it would keep the gradients alive

@@ -7,14 +7,17 @@ Docs: https://example.github.io/mp_callbacks/flat.html.md"""
 # %% auto #0
 __all__ = ['fastai_elementwise', 'is_elementwise', 'check_flat', 'same_objects', 'FlatBucket', 'FlatStep']
 
-# %% ../nbs/07_flat.ipynb #b78a3413
-import torch
-from functools import partial
+# %% ../nbs/07_flat.ipynb #1b53815a
+import torch,traceback
+from functools import cache,partial
+from inspect import ismethoddescriptor
 from itertools import chain,pairwise
-from numbers import Number
-from operator import is_
+from numbers import Number,Real
+from operator import getitem,is_
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes,is_traceable_wrapper_subclass
+from typing import NamedTuple
+from warnings import warn
 
 from .dtypes import half_dtypes
 from .grads import foreach_copy_,unique
@@ -137,8 +140,10 @@ class FlatBucket:
             self.cols[k],self.seen[k] = col,v
         if any(isinstance(v, Tensor) for v in new.values()): self.where = self._where()
 
-# %% ../nbs/07_flat.ipynb #cdc5afd1
+# %% ../nbs/07_flat.ipynb #d123aba0
 _portion = 2**16 # numbers
+_worthwhile = 2**14 # numbers: with fewer, a kernel is not quicker than what it replaces
+_max_kernels = 16 # in one fit: each takes seconds to compile
 
 def _portions(ps):
     "`ps` one after the other, in lists of `_portion` numbers or little more on a CPU, and in one list elsewhere"
@@ -149,13 +154,15 @@ def _portions(ps):
         size += p.numel()
     return res
 
-# %% ../nbs/07_flat.ipynb #87b9f19c
+# %% ../nbs/07_flat.ipynb #c5b132e1
 class FlatStep:
     "Let the steppers of `opt` work on flat tensors instead of on each parameter"
     def __init__(self,
         opt, # fastai `Optimizer`, or `Lookahead` around one (its slow weights stay per parameter); raises as `check_flat` does
+        fused:bool=False, # Compile the steppers? See [below](#compiled).
     ):
         self.outer = self.opt = opt
+        self.fused,self.kernels,self.mult = fused,set(),None # `mult`: a tensor of one number, which the gradients are to be multiplied by in the next step
         while hasattr(self.opt, 'slow_weights'): self.opt = self.opt.opt
         self.buckets,self.alone,self.rest,self.about = [],{},[],[]
         check_flat(self.opt)
@@ -171,7 +178,7 @@ class FlatStep:
     def _installed(self): return vars(self.opt).get('step')==self._step
 
     def step(self):
-        "Do what `opt.step()` would do, bit for bit"
+        "Do what `opt.step()` would do, bit for bit if it isn't compiled"
         installed = self._installed()
         try: self.install(); self.outer.step()
         finally:
@@ -213,31 +220,162 @@ class FlatStep:
         self._release([b for b in self.buckets if b not in kept])
         self.buckets,self.alone,self.rest = kept,alone,rest
         for (i,*_),group in groups.items():
-            for ps in _portions(group):
+            for ps in ([group] if self.fused else _portions(group)):
                 self.buckets.append(FlatBucket(i, ps, [opt.state[p] for p in ps]))
                 self.buckets[-1].attach()
         self.about = self._about()
 
     @torch.no_grad()
     def _step(self, closure=None):
-        opt = self.opt
         self._refresh()
         buckets = [b for b in self.buckets if b.params[0].grad is not None]
         for b in buckets: b.pull_grads()
-        todo = [*((b.flat,b.group,b.state) for b in buckets), *((p,i,opt.state[p]) for p,i in self.alone.items())]
+        mult,self.mult = self.mult,None
+        scripts = self._compiled(buckets, mult) if self.fused else []
+        done = [o.bucket for o in scripts]
+        todo = [*((b.flat,b.group,b.state) for b in buckets if b not in done), *((p,i,self.opt.state[p]) for p,i in self.alone.items())]
+        if mult is not None:
+            for p,*_ in todo:
+                if p.grad is not None: p.grad.mul_(mult)
+        self._loop(todo, closure, scripts)
+
+    _step.elementwise = True # for `check_flat`, which looks at `opt.step`
+
+    def _loop(self, todo, closure=None, scripts=()):
+        "Let the optimizer's own loop run over `todo`, tensors with their group and state, in place of its parameters, and then `scripts`"
+        opt = self.opt
         lists,state = [[p for p,group,_ in todo if group==i] for i in range(len(opt.param_lists))],{p:state for p,_,state in todo}
         own = opt.param_lists,opt.state
         try:
             opt.param_lists,opt.state = lists,state
             type(opt).step(opt, closure)
+            for o in scripts: o.run()
         finally:
             try: self._put_back(*own)
             finally: self._put_back(*own) # an interrupt in the first is the case for a second
 
-    _step.elementwise = True # for `check_flat`, which looks at `opt.step`
+    def _compiled(self, buckets, mult):
+        "Scripts, ready to run, for those of `buckets` that are worth it; or none from now on, with a warning, if there is one that can't be compiled"
+        scripts = [_Script(b) for b in buckets if b.size>=_worthwhile]
+        try:
+            todo = [o.begin(mult) for o in scripts]
+            self._loop(todo)
+            scripts = [o for o,(_,_,state) in zip(scripts,todo) if o.end(state)]
+            self.kernels |= {id(o.kernel) for o in scripts} # a function can't be pickled
+            if len(self.kernels)>_max_kernels: raise RuntimeError(f"it was another one {len(self.kernels)} times")
+            return scripts
+        except Exception as e:
+            self.fused,self.about = False,[] # buckets as large as these are for kernels
+            inside = [o.name for o in traceback.extract_tb(e.__traceback__)]
+            where = next((o for o in inside[2:] if o!='step'), 'a stepper') if inside[1:2]==['_loop'] else 'the script of the steppers'
+            warn(f"fused=True can't compile {where}, and the flat step goes on uncompiled, with the same results. The reason: {' '.join(f'{type(e).__name__}: {e}'.split())[:300]}")
+            return []
 
     def _put_back(self, param_lists, state):
         self.opt.param_lists,self.opt.state = param_lists,state
         for b in self.buckets: b.push_state()
 
     def __repr__(self): return f'FlatStep({sum(len(b.params) for b in self.buckets)} parameters in {len(self.buckets)} flat tensors)'
+
+# %% ../nbs/07_flat.ipynb #cef19ccc
+_arithmetic = {'add','sub','rsub','mul','div','rdiv','lerp'} # can take a tensor instead of a number
+
+class _Ref(NamedTuple):
+    kind:str # 'tensor', 'number' or 'result'
+    i:int # which of these
+
+class _Written(Tensor):
+    "A tensor that does nothing but write into its `script` what it is asked to do"
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        script = next((o.script for o in (*args,*kwargs.values()) if isinstance(o, cls)), None)
+        if script is None: raise TypeError(f"{func.__name__} is called with a list of tensors")
+        if func.__name__=='__get__': return args[0]._read(func)
+        if func.__name__=='__set__' and args[1] is args[0]._read(func.__self__.__get__): return # as `p.data *= 2` ends
+        return script.write(func, args, kwargs)
+
+    def _read(self, attr):
+        if attr==Tensor.data.__get__: return self
+        if attr==Tensor.grad.__get__: return self.its_grad
+        return super().__torch_function__(attr, (), (self,)) # shape, dtype, device and the like
+
+class _Script:
+    "What the steppers do to `bucket` in one step"
+    def __init__(self, bucket): self.bucket,self.tensors,self.numbers,self.lines = bucket,[],[],[]
+
+    def _stand_in(self, kind, i, its_grad=None):
+        res = torch.as_subclass(self.bucket.flat, _Written) # fastai changes the method of this name
+        res.script,res.ref,res.its_grad = self,_Ref(kind, i),its_grad
+        return res
+
+    def _input(self, t, its_grad=None):
+        self.tensors.append(t)
+        return self._stand_in('tensor', len(self.tensors)-1, its_grad)
+
+    def begin(self, mult):
+        "Stand-ins for the flat parameter and for the tensors of its state, and in between its group"
+        b = self.bucket
+        grad = self._input(b.flat.grad)
+        if mult is not None: grad.mul_(mult)
+        return self._input(b.flat, grad),b.group,{k:self._input(v) if isinstance(v, Tensor) else v for k,v in b.state.items()}
+
+    def _arg(self, o, arithmetic):
+        if isinstance(o, _Written): return o.ref
+        if isinstance(o, Tensor): return self._input(o).ref
+        if isinstance(o, (tuple,list,dict)): raise TypeError(f"a {type(o).__name__} is among the arguments")
+        if not arithmetic or isinstance(o, bool) or not isinstance(o, Real): return o
+        self.numbers.append(o)
+        return _Ref('number', len(self.numbers)-1)
+
+    def write(self, func, args, kwargs):
+        "Write down a call of `func`, and hand out what stands for its result"
+        name = func.__name__
+        plain,in_place = name.strip('_'),name.endswith('_') and not name.endswith('__')
+        if 'alpha' in kwargs: args,kwargs = (args[0],args[1]*kwargs['alpha']),{}
+        if plain in ('addcmul','addcdiv'):
+            x,a,b = args
+            if 'value' in kwargs: a = a*kwargs['value']
+            func,plain,args,kwargs = Tensor.add_ if in_place else Tensor.add,'add',(x, a*b if plain=='addcmul' else a/b),{}
+        arithmetic = plain in _arithmetic
+        self.lines.append((func, tuple(self._arg(o, arithmetic) for o in args), tuple((k, self._arg(o, arithmetic)) for k,o in kwargs.items())))
+        return args[0] if in_place else self._stand_in('result', len(self.lines)-1)
+
+    def end(self, state):
+        "Compile what has been written, if it leaves a `state` behind that has nothing new in it, else False"
+        for k,v in state.items():
+            if not isinstance(v, (Tensor,Number,str,type(None))): raise TypeError(f"{k} is a {type(v).__name__}")
+        made = {k:v.ref for k,v in state.items() if isinstance(v, _Written)}
+        self.rest = {k:self.tensors[made.pop(k).i] if k in made and made[k].kind=='tensor' else v for k,v in state.items() if k not in made or made[k].kind=='tensor'}
+        if not state.keys()<=self.bucket.state.keys(): return False
+        flat = self.bucket.flat
+        numbers = torch.tensor(self.numbers, dtype=torch.promote_types(flat.dtype, torch.float32), pin_memory=flat.is_cuda).to(flat.device, non_blocking=True)
+        self.inputs,self.made = [numbers,*self.tensors],[*made]
+        self.kernel = _kernel(tuple(self.lines), tuple(made.values()), tuple((o.dtype, o.device, None if o.shape==flat.shape else o.shape) for o in self.inputs))
+        return True
+
+    def run(self):
+        "Perform it"
+        self.bucket.state.update({**self.rest, **dict(zip(self.made, self.kernel(*self.inputs)))})
+
+# %% ../nbs/07_flat.ipynb #780bdb93
+_trial = 2**18 # numbers: enough for the compiler to think of several threads
+
+@cache
+def _kernel(lines, results, like):
+    "The function that performs `lines` on tensors like `like`, of which the first has the numbers, and returns `results`"
+    graph = torch.fx.Graph()
+    numbers,*tensors = [graph.placeholder(f't{i}') for i in range(len(like))]
+    done = []
+    def _value(o):
+        if not isinstance(o, _Ref): return o
+        return graph.call_function(getitem, (numbers,o.i)) if o.kind=='number' else (tensors if o.kind=='tensor' else done)[o.i]
+    for func,args,kwargs in lines:
+        method = ismethoddescriptor(func) or func.__module__=='torch._tensor' # those written in Python have no names of their own there
+        done.append(graph.create_node('call_method' if method else 'call_function', func.__name__ if method else func, tuple(map(_value, args)), {k:_value(o) for k,o in kwargs}))
+    graph.output(tuple(map(_value, results)))
+    compiled = torch.compile(torch.fx.GraphModule({}, graph), fullgraph=True, dynamic=True)
+    def res(*args):
+        with _disable_current_modes(), torch._C.DisableTorchFunction(): return compiled(*args) # for it refuses to work while somebody counts operations
+    res(*(torch.zeros(_trial if shape is None else shape, dtype=dtype, device=device) for dtype,device,shape in like))
+    return res

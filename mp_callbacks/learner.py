@@ -113,7 +113,7 @@ def _set_precision(learn, dtype, new, loss_on_device, half=None):
 def _warn_cpu(learn):
     if fit_device(learn).type=='cpu': warn("float16 on a CPU works, but slowly, and convolutions take many times as long as in float32. Use to_bf16() or to_native_bf16().")
 
-# %% ../nbs/13_learner.ipynb #7fbd8302
+# %% ../nbs/13_learner.ipynb #7ddab260
 @patch
 def to_fp16(self:Learner,
     loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # The scale if it is not `dynamic`; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
@@ -128,17 +128,18 @@ def to_fp16(self:Learner,
     headroom:float=2., # Powers of two to leave above the largest gradient, which is measured at the start and after a skipped step; None: nothing is measured, as in fastai
     max_skips:int=250, # After how many skipped steps in a row to stop with an error
     keep=is_norm, # What stays float32: a module type, name pattern, function of name and module, or a collection of these, see `kept_modules`; or a dict of rules, see [a policy for each module](03_master.ipynb#a-policy-for-each-module)
+    fused:bool=False, # Compile the step on each flat tensor into one kernel? Implies `flat_master`; see [compiled](07_flat.ipynb#compiled).
     loss_on_device:bool=None, # Leave the loss on the device, and read it when it is shown? None: if that isn't the CPU, see [loss on the device](12_smooth_loss.ipynb)
 )->Learner: # The same learner
     """Train in float16 with float32 master weights and loss scaling
 
     Defaults are fastai's, but for the start: `headroom=None` is fastai's there, too. Raises `ValueError` if an argument is out of range, or the learner's device or model can't do it; then nothing has changed."""
-    new = MixedPrecision(loss_scale, flat_master, dynamic, max_loss_scale, div_factor, scale_wait, clip, min_loss_scale=min_loss_scale, headroom=headroom, max_skips=max_skips)
+    new = MixedPrecision(loss_scale, flat_master, dynamic, max_loss_scale, div_factor, scale_wait, clip, min_loss_scale=min_loss_scale, headroom=headroom, max_skips=max_skips, fused=fused)
     res = _set_precision(self, torch.float16, new, loss_on_device, ModelToHalf(torch.float16, keep))
     _warn_cpu(self)
     return res
 
-# %% ../nbs/13_learner.ipynb #6f8037a0
+# %% ../nbs/13_learner.ipynb #1c9e783d
 @patch
 def to_bf16(self:Learner,
     flat_master:bool=False, # Step on one flat tensor per parameter group instead of on each parameter?
@@ -146,12 +147,13 @@ def to_bf16(self:Learner,
     *,
     max_skips:int=250, # After how many skipped steps in a row to stop with an error
     keep=is_norm, # What stays float32: a module type, name pattern, function of name and module, or a collection of these, see `kept_modules`; or a dict of rules, see [a policy for each module](03_master.ipynb#a-policy-for-each-module)
+    fused:bool=False, # Compile the step on each flat tensor into one kernel? Implies `flat_master`; see [compiled](07_flat.ipynb#compiled).
     loss_on_device:bool=None, # Leave the loss on the device, and read it when it is shown? None: if that isn't the CPU, see [loss on the device](12_smooth_loss.ipynb)
 )->Learner: # The same learner
     """Train in bfloat16 with float32 master weights
 
     Raises `ValueError` if an argument is out of range, or the learner's device or model can't do it; then nothing has changed."""
-    return _set_precision(self, torch.bfloat16, MixedPrecision(1, flat_master, dynamic=False, clip=clip, max_skips=max_skips), loss_on_device, ModelToHalf(torch.bfloat16, keep))
+    return _set_precision(self, torch.bfloat16, MixedPrecision(1, flat_master, dynamic=False, clip=clip, max_skips=max_skips, fused=fused), loss_on_device, ModelToHalf(torch.bfloat16, keep))
 
 # %% ../nbs/13_learner.ipynb #f5fa3b35
 @patch

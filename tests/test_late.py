@@ -97,6 +97,18 @@ def test_what_must_be_known():
     learn.fit(1)
     assert not was_late(learn)
 
+def test_with_the_loss_on_the_device():
+    "Then nobody waits at all, see test_syncs.py; and everything is still the same"
+    res = []
+    for may in (False,True):
+        learn = get_learner(mlp(True), opt_func=fused_adam, lr=1e-3).to_native_fp16(2.**12, growth_interval=3, loss_on_device=may)
+        learn.mixed_precision.may_wait = may
+        learn.fit(2, cbs=Spoil((1,2,7)))
+        learn.fit(1, cbs=Spoil((0,)))
+        res.append(learn)
+    check(*res)
+    assert was_late(res[1]) and skipped(res[1])==4
+
 def test_accumulates():
     a,b = twins('native_fp16', [partial(Spoil, (5,)), partial(GradientAccumulation, 32)])
     check(a, b)

@@ -7,7 +7,7 @@ Docs: https://example.github.io/mp_callbacks/learner.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/13_learner.ipynb #c16f7680
+# %% ../nbs/13_learner.ipynb #de89d87c
 import os,torch
 from contextlib import ExitStack,contextmanager
 from functools import wraps
@@ -22,6 +22,7 @@ from fastcore.xtras import join_path_file
 
 from .loss_scale import DynamicLossScale,StaticLossScale
 from .master import check_float32,is_norm,lendable
+from .compact_masters import check_master
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback,check_device,fit_device,is_precision
 from .recorder import PrecisionRecorder
 
@@ -84,7 +85,7 @@ def _remove_one(self, cb):
 _remove_one.plain = _remove_cb
 Learner.remove_cb = _remove_one
 
-# %% ../nbs/13_learner.ipynb #a21873de
+# %% ../nbs/13_learner.ipynb #6b651b26
 def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
 
 def _remove_precision(learn):
@@ -98,7 +99,9 @@ def _set_precision(learn, dtype, new, half=None):
     check_device(fit_device(learn), dtype)
     check_float32(learn.model)
     new.check_model(learn)
-    if half is not None: lendable(learn.model, dtype, half.keep)
+    if half is not None:
+        lendable(learn.model, dtype, half.keep)
+        check_master(half.master, dtype, new.flat_master)
     old = _precision(learn)
     state = getattr(learn, '_precision_state', None) if old is None else old.precision_state() if old.same_settings(new) else None
     if state is not None: new.load_precision_state(state)
@@ -110,7 +113,7 @@ def _set_precision(learn, dtype, new, half=None):
 def _warn_cpu(learn):
     if fit_device(learn).type=='cpu': warn("float16 on a CPU works, but slowly, and convolutions take many times as long as in float32. Use to_bf16() or to_native_bf16().")
 
-# %% ../nbs/13_learner.ipynb #cccb8eac
+# %% ../nbs/13_learner.ipynb #2e5df6bf
 @patch
 def to_fp16(self:Learner,
     loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # The scale if it is not `dynamic`; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
@@ -125,16 +128,17 @@ def to_fp16(self:Learner,
     headroom:float=2., # Powers of two to leave above the largest gradient, which is measured at the start and after a skipped step; None: nothing is measured, as in fastai
     max_skips:int=250, # After how many skipped steps in a row to stop with an error
     keep=is_norm, # What stays float32: a module type, name pattern, function of name and module, or a collection of these, see `kept_modules`; or a dict of rules, see [a policy for each module](03_master.ipynb#a-policy-for-each-module)
+    master:str='float32', # What is kept of the real weights from the forward pass to the end of the backward pass: all, or less as 'split', 'kahan' or 'stochastic', see [compact masters](09_compact_masters.ipynb)
 )->Learner: # The same learner
     """Train in float16 with float32 master weights and loss scaling
 
     Defaults are fastai's, but for the start: `headroom=None` is fastai's there, too. Raises `ValueError` if an argument is out of range, or the learner's device or model can't do it; then nothing has changed."""
     new = MixedPrecision(loss_scale, flat_master, dynamic, max_loss_scale, div_factor, scale_wait, clip, min_loss_scale=min_loss_scale, headroom=headroom, max_skips=max_skips)
-    res = _set_precision(self, torch.float16, new, ModelToHalf(torch.float16, keep))
+    res = _set_precision(self, torch.float16, new, ModelToHalf(torch.float16, keep, master=master))
     _warn_cpu(self)
     return res
 
-# %% ../nbs/13_learner.ipynb #d96402f5
+# %% ../nbs/13_learner.ipynb #26af4c83
 @patch
 def to_bf16(self:Learner,
     flat_master:bool=False, # Step on one flat tensor per parameter group instead of on each parameter?
@@ -142,11 +146,12 @@ def to_bf16(self:Learner,
     *,
     max_skips:int=250, # After how many skipped steps in a row to stop with an error
     keep=is_norm, # What stays float32: a module type, name pattern, function of name and module, or a collection of these, see `kept_modules`; or a dict of rules, see [a policy for each module](03_master.ipynb#a-policy-for-each-module)
+    master:str='float32', # What is kept of the real weights from the forward pass to the end of the backward pass: all, or less as 'split', 'kahan' or 'stochastic', see [compact masters](09_compact_masters.ipynb)
 )->Learner: # The same learner
     """Train in bfloat16 with float32 master weights
 
     Raises `ValueError` if an argument is out of range, or the learner's device or model can't do it; then nothing has changed."""
-    return _set_precision(self, torch.bfloat16, MixedPrecision(1, flat_master, dynamic=False, clip=clip, max_skips=max_skips), ModelToHalf(torch.bfloat16, keep))
+    return _set_precision(self, torch.bfloat16, MixedPrecision(1, flat_master, dynamic=False, clip=clip, max_skips=max_skips), ModelToHalf(torch.bfloat16, keep, master=master))
 
 # %% ../nbs/13_learner.ipynb #4736af4d
 @patch

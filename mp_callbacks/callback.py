@@ -271,7 +271,7 @@ class PrecisionCallback(LoopCallback):
         scaling = self._scaling.load_state_dict(state) if 'counter' in state else self._scaling # a static scale has nothing to hand on
         self._scaling,self._steps,self._skips = scaling,int(state.get('steps', 0)),int(state.get('skips', 0))
 
-# %% ../nbs/10_callback.ipynb #3de458f9
+# %% ../nbs/10_callback.ipynb #116a211b
 class ModelToHalf(LoopCallback):
     "Let the model compute with copies of its weights in `dtype`, in the forward and the backward pass. Needs `MixedPrecision` to train."
     order = PrecisionCallback.order-1
@@ -347,8 +347,8 @@ class ModelToHalf(LoopCallback):
         outer,self._borrowed = (self._borrowed,self._used),self.masters is not None and self.masters.lent # a prediction inside a batch leaves the copies where they are
         borrowed = self._borrowed
         def _undo():
-            if self.masters is not None and not borrowed: self.masters.restore()
             self._borrowed,self._used = outer
+            if self.masters is not None and not borrowed: self.masters.restore()
         try:
             try: yield
             except BaseException: self._fresh = None; raise

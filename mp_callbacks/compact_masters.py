@@ -36,7 +36,7 @@ def join_bits(
     "The numbers that `split_bits` has split"
     return high.view(_int16).to(torch.int32).bitwise_left_shift_(16).add_(low).view(_float32)
 
-# %% ../nbs/09_compact_masters.ipynb #19a35224
+# %% ../nbs/09_compact_masters.ipynb #5cacbbaf
 _far = 2.**-16
 
 def split_sum(
@@ -44,8 +44,11 @@ def split_sum(
     dtype:torch.dtype, # A half-precision dtype
 )->tuple: # Two tensors of `dtype`, of the shape of `x`
     "The number of `dtype` nearest to each in `x`, and what it lacks, rounded"
-    near = x.to(dtype)
-    return near,torch.where(near.isinf(), x*_far, (x-near.float())/torch.finfo(dtype).eps).to(dtype)
+    for _ in range(2): # what was rounded up to half of the way to the next belongs to that, if it is even: so that to split what was joined gives the same two
+        near = x.to(dtype)
+        lack = torch.where(near.isinf(), x*_far, (x-near)/torch.finfo(dtype).eps).to(dtype)
+        x = join_sum(near, lack)
+    return near,lack
 
 def join_sum(
     near:Tensor, # From `split_sum`
@@ -53,7 +56,7 @@ def join_sum(
 )->Tensor: # Float32
     "The numbers that `split_sum` has split, nearly"
     lack = lack.float()
-    return torch.where(near.isinf(), lack/_far, near.float()+lack*torch.finfo(near.dtype).eps)
+    return torch.where(near.isinf(), lack/_far, near+lack*torch.finfo(near.dtype).eps)
 
 # %% ../nbs/09_compact_masters.ipynb #a2be691f
 _word = 2**32-1

@@ -219,12 +219,13 @@ Learner.to_channelslast = _to_channelslast_native
 Learner.to_native_fp32 = Learner.to_non_native_fp32 = Learner.to_fp32
 Learner.to_non_native_fp16 = Learner.to_fp16
 
-# %% ../nbs/13_learner.ipynb #32e2f184
+# %% ../nbs/13_learner.ipynb #97afc499
 @contextmanager
 def _own_weights(learn, changed=False):
     "`learn` with its own parameters in its model, even in the middle of a batch; afterwards as it was, but with new copies if the weights have `changed`"
-    lent = [o for cb in learn.cbs if isinstance(cb, ModelToHalf) and (o := cb.masters) is not None and o.lent]
-    for o in lent: o.restore()
+    ours = [o for cb in learn.cbs if isinstance(cb, ModelToHalf) and (o := cb.masters) is not None]
+    lent = [o for o in ours if o.lent]
+    for o in ours: o.restore()
     try: yield
     finally:
         for o in lent:

@@ -18,7 +18,7 @@ init_scale = 2.**16 # for every float16 loop: with fastai's 2**24 the first step
 class Variant(NamedTuple):
     loop:str       # hand: a plain PyTorch loop; fastai: its own callbacks; ours
     opt:str        # fused: torch's AdamW; fastai: fastai's Adam; flat: the same with flat_master=True
-    precision:str  # fp32; tf32; autocast-fp16, autocast-bf16; fp16, bf16: half-precision copies of float32 weights
+    precision:str  # fp32; tf32; autocast-fp16, autocast-bf16; fp16, bf16: half-precision copies of float32 weights; bf16-split, …: the same with `master='split'`
     @property
     def dtype(self): return fp16 if self.precision.endswith('fp16') else bf16 if self.precision.endswith('bf16') else torch.float32
 
@@ -92,13 +92,13 @@ class Fastai:
     def __init__(self, v, model, make_opt):
         self.v,self.model,kind = v,model,v.precision.removeprefix('autocast-')
         self.learn = learn = Learner(Loaders(next(model.parameters()).device), model, loss_func=loss_func, opt_func=make_opt, lr=1e-4)
-        flat,auto = v.opt=='flat',v.precision.startswith('autocast')
+        flat,auto,(kind,_,master) = v.opt=='flat',v.precision.startswith('autocast'),kind.partition('-')
         if v.loop=='fastai':
             if auto: learn.add_cb(FastaiNative(kind, init_scale=init_scale))
             elif kind=='fp16': learn.add_cbs([theirs.ModelToHalf(), FastaiNonNative(flat_master=flat, max_loss_scale=init_scale)])
         elif auto: learn.to_native_fp16(init_scale) if kind=='fp16' else learn.to_native_bf16()
-        elif kind=='fp16': learn.to_fp16(flat_master=flat, max_loss_scale=init_scale, headroom=None)
-        elif kind=='bf16': learn.to_bf16(flat_master=flat)
+        elif kind=='fp16': learn.to_fp16(flat_master=flat, max_loss_scale=init_scale, headroom=None, master=master or 'float32')
+        elif kind=='bf16': learn.to_bf16(flat_master=flat, master=master or 'float32')
         learn.create_opt()
         self.opt = learn.opt
 

@@ -125,7 +125,7 @@ def _step(x): return 2**17 if x.device.type=='cpu' else 2**22 # as many numbers 
 
 def _slices(x): return [slice(a, min(a+_step(x), len(x))) for a in range(0, len(x), _step(x))]
 
-# %% ../nbs/09_compact_masters.ipynb #a2a0ee98
+# %% ../nbs/09_compact_masters.ipynb #4fe4f798
 class CompactMasters(MasterWeights):
     """`MasterWeights` that give up the memory of the real weights while the copies are lent for training
 
@@ -192,11 +192,11 @@ class CompactMasters(MasterWeights):
             alone = {i for o in self.portions for i in o.places} if training else ()
             for i,(p,c) in enumerate(zip(self.params,self.copies)):
                 if i not in alone: c.data = p.to(self.dtype)
+            if training:
+                self._clear()
+                for i in range(len(self.portions)): self._give_up(i)
+                self.count += 1
             self.emptied = False
-            if not training: return
-            self._clear()
-            for i in range(len(self.portions)): self._give_up(i)
-            self.count += 1
 
     def _clear(self):
         "Take away gradients that are known to be zero. They come back with the weights."
@@ -289,7 +289,7 @@ class CompactMasters(MasterWeights):
         self.count = state.get('count', self.count)
         super().load_state_dict(state)
 
-    def __repr__(self): return f'Compact{super().__repr__()[:-1]}, master={self.master!r})'
+    def __repr__(self): return f"{super().__repr__()[:-1].replace('MasterWeights', 'CompactMasters')}, master={self.master!r})"
 
 # %% ../nbs/09_compact_masters.ipynb #473c6a52
 class LiveBytes(TorchDispatchMode):

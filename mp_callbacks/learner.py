@@ -68,7 +68,7 @@ def _looked_over(self):
 _looked_over.plain = _step
 Learner._step = _looked_over
 
-# %% ../nbs/13_learner.ipynb #511d9c74
+# %% ../nbs/13_learner.ipynb #97226ecf
 def _check_between_batches(cbs):
     if any(getattr(cb, '_in_batch', False) for cb in cbs): raise RuntimeError("The precision can't change in the middle of a batch. Call to_fp32() and the others between batches, or from after_epoch.")
 
@@ -77,6 +77,7 @@ _remove_cb = getattr(Learner.remove_cb, 'plain', Learner.remove_cb)
 @wraps(_remove_cb)
 def _remove_one(self, cb):
     _check_between_batches([cb])
+    if isinstance(cb, ModelToHalf) and cb.masters is not None: cb.masters.restore() # after a batch without the memory to do so
     _remove_cb(self, cb)
     for o in self.cbs:
         if isinstance(o, PrecisionCallback): vars(self).setdefault(o.name, o)

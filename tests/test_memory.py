@@ -347,9 +347,13 @@ def test_faults(mode, tmp_path):
         assert not patient.learn.model_to_half.masters.given_up and not patient.learn.model_to_half.masters.lent, (name,place)
     patient.usable(mode)
 
+def all_real(learn):
+    for p in learn.model.parameters(): assert p.dtype==torch.float32 and p.isfinite().all() and p.untyped_storage().nbytes()==4*p.numel()
+
+@pytest.mark.parametrize('to_fp32', [False,True])
 @each_mode
-def test_no_memory_to_come_back(mode, tmp_path, monkeypatch):
-    "Out of memory while the float32 weights are made again: the next fit, and the next save, make them then"
+def test_no_memory_to_come_back(mode, to_fp32, tmp_path, monkeypatch):
+    "Out of memory while the float32 weights are made again: the next fit, the next save, or `to_fp32`, make them then"
     learn,other = make_learner(mode, tmp_path),make_learner(mode, tmp_path)
     for o in (learn,other): o.fit(1)
     params,want = list(learn.model.parameters()),None
@@ -361,6 +365,8 @@ def test_no_memory_to_come_back(mode, tmp_path, monkeypatch):
     own = CompactMasters._decoded
     with pytest.raises(torch.OutOfMemoryError): learn.fit(1, cbs=Full())
     monkeypatch.setattr(CompactMasters, '_decoded', own)
+    assert learn.model_to_half.masters.given_up
+    if to_fp32: return modes[mode](learn.to_fp32()) and all_real(learn)
     learn.save('mid')
     other.load('mid')
     for o in (learn,other): o.fit(1)
@@ -392,6 +398,41 @@ def test_inside_a_batch(mode, event, order, tmp_path):
         before = weights(learn)
         learn.fit(1)
         assert not any(map(torch.equal, weights(learn), before))
+
+@each_mode
+def test_lr_find(mode, tmp_path):
+    "As it was, to the bit"
+    learn,other = make_learner(mode, tmp_path),make_learner(mode, tmp_path)
+    for o in (learn,other): o.fit(1)
+    learn.lr_find(num_it=5, show_plot=False)
+    for o in (learn,other): o.fit(1)
+    assert same(everything(learn), everything(other))
+
+@each_kind
+def test_kept_graph(master):
+    "A backward pass after the copies are gone, through a graph that was kept: what it gives is right, or nan"
+    model,x = mlp(),torch.randn(4,8).requires_grad_()
+    with CompactMasters(model, master=master):
+        y = model(x).sum()
+        y.backward(retain_graph=True)
+    want,x.grad = x.grad,None
+    y.backward()
+    assert torch.equal(x.grad, want) or x.grad.isnan().any()
+
+def test_compiled():
+    "Bit for bit as with float32 masters, and nothing is compiled twice"
+    def run(make):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = mlp()
+        masters,opt,f = make(model),torch.optim.SGD(model.parameters(), .1),torch.compile(model, backend='aot_eager')
+        for _ in range(4):
+            with masters: f(torch.ones(4,8)).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+        return flat(model.parameters()),torch._dynamo.utils.counters['stats']['unique_graphs']
+    (want,n),(got,m) = run(lambda model: Away(model, torch.bfloat16)),run(CompactMasters)
+    assert torch.equal(got, want) and m==n==1
 
 # --- Files
 

@@ -432,7 +432,7 @@ def test_compiled():
             opt.zero_grad()
         return flat(model.parameters()),torch._dynamo.utils.counters['stats']['unique_graphs']
     (want,n),(got,m) = run(lambda model: Away(model, torch.bfloat16)),run(CompactMasters)
-    assert torch.equal(got, want) and m==n==1
+    assert torch.equal(got, want) and m==n, (m,n)
 
 # --- Files
 
@@ -524,6 +524,7 @@ def most(master, opt):
         gc.collect()
     return live.peak/n
 
+@pytest.mark.skipif(torch.__version__<'2.6', reason='fastai does not run in a dispatch mode of PyTorch 2.5')
 @pytest.mark.parametrize('opt', [Adam, partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))], ids=['fastai','fused'])
 def test_memory(opt):
     full,rest = most('float32', opt),{o:most(o, opt) for o in kinds}

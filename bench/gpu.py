@@ -17,6 +17,7 @@ fused = [Variant('fastai', 'fused', o) for o in ('fp32','tf32','autocast-fp16','
 plain = [Variant('fastai', 'fastai', o) for o in ('fp32','autocast-fp16','autocast-bf16','fp16')]+[Variant('ours', 'fastai', o) for o in ('autocast-fp16','autocast-bf16','fp16','bf16')]
 flat = [Variant('fastai', 'flat', 'fp16'), Variant('ours', 'flat', 'fp16'), Variant('ours', 'flat', 'bf16')]
 every = hand+fused+plain+flat
+compact = [v for v in hand+fused if v.precision in ('fp32','autocast-bf16','bf16') and v.loop!='fastai']+[Variant('ours', 'fused', o) for o in ('bf16-split','bf16-kahan','bf16-stochastic','fp16-kahan')]
 in_mpx = [v for v in hand+fused if v.loop=='hand' and v.precision in ('fp32','tf32','autocast-bf16') or v.loop=='ours']+[Variant('fastai', 'fused', 'fp32')]
 
 def groups(tiny):
@@ -38,7 +39,7 @@ def groups(tiny):
         sizes = {base:(256,64,16,128,32), cifar:(1024,256,64,512,128)}
     mpx = [('mpx',t,b,in_mpx,dict(turns=3)) for i in range(5) for t,bs in sizes.items() for b in bs[i:i+1]]
     def train(*ts): return [('train',t,t.batch,every,{}) for t in ts]
-    return [*train(base, gpt), ('step',big,big.batch,every,dict(probe=Phases, turns=3)), ('syncs',small,small.batch,every,dict(probe=Syncs, turns=1)), *train(res, mlps), *mpx, *train(nhwc)]
+    return [*train(base, gpt), ('step',big,big.batch,every,dict(probe=Phases, turns=3)), ('syncs',small,small.batch,every,dict(probe=Syncs, turns=1)), ('memory',big,big.batch,compact,dict(turns=2)), ('memory',gpt,gpt.batch,compact,dict(turns=2)), *train(res, mlps), *mpx, *train(nhwc)]
 
 class Syncs:
     "Where and how often the host waits for the device. On a CPU, where it never does: how often it reads a number out of a tensor."
@@ -110,7 +111,7 @@ def report(results):
 def main():
     p = arguments(__doc__)
     p.add_argument('--minutes', type=float, default=8, help='start nothing that may take longer [8]')
-    p.add_argument('--only', nargs='*', default=['copy','step','syncs','train','mpx'], help='parts [copy step syncs train mpx]; none: write tables and plots again')
+    p.add_argument('--only', nargs='*', default=['copy','step','syncs','memory','train','mpx'], help='parts [copy step syncs memory train mpx]; none: write tables and plots again')
     args,dev,results = start(p, 'gpu')
     if dev=='cpu' and args.only and not args.tiny: raise SystemExit('There is no CUDA device here. Use --tiny to see whether this script works, and bench/train.py to measure a CPU.')
     end,n_copy,few = perf_counter()+60*args.minutes,10**5 if args.tiny else 10**8,dict(turns=1, turn=.001) if args.tiny else {}

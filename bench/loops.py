@@ -18,9 +18,9 @@ init_scale = 2.**16 # for every float16 loop: with fastai's 2**24 the first step
 class Variant(NamedTuple):
     loop:str       # hand: a plain PyTorch loop; fastai: its own callbacks; ours; ours-loss-read: with loss_on_device=False
     opt:str        # fused: torch's AdamW; fastai: fastai's Adam; flat: the same with flat_master=True; flat-fused: with fused=True
-    precision:str  # fp32; tf32; autocast-fp16, autocast-bf16; fp16, bf16: half-precision copies of float32 weights
+    precision:str  # fp32; tf32; autocast-fp16, autocast-bf16; fp16, bf16: half-precision copies of float32 weights; bf16-split, …: the same with `master='split'`
     @property
-    def dtype(self): return fp16 if self.precision.endswith('fp16') else bf16 if self.precision.endswith('bf16') else torch.float32
+    def dtype(self): return fp16 if 'fp16' in self.precision else bf16 if 'bf16' in self.precision else torch.float32
 
 class Hand:
     "A training loop without a library"
@@ -93,12 +93,14 @@ class Fastai:
         self.v,self.model,kind = v,model,v.precision.removeprefix('autocast-')
         self.learn = learn = Learner(Loaders(next(model.parameters()).device), model, loss_func=loss_func, opt_func=make_opt, lr=1e-4)
         flat,fused,auto,late = v.opt.startswith('flat'),v.opt=='flat-fused',v.precision.startswith('autocast'),False if v.loop=='ours-loss-read' else None
+        kind,_,master = kind.partition('-')
+        master = dict(master=master or 'float32', loss_on_device=late)
         if v.loop=='fastai':
             if auto: learn.add_cb(FastaiNative(kind, init_scale=init_scale))
             elif kind=='fp16': learn.add_cbs([theirs.ModelToHalf(), FastaiNonNative(flat_master=flat, max_loss_scale=init_scale)])
         elif auto: learn.to_native_fp16(init_scale, loss_on_device=late) if kind=='fp16' else learn.to_native_bf16(loss_on_device=late)
-        elif kind=='fp16': learn.to_fp16(flat_master=flat, fused=fused, max_loss_scale=init_scale, headroom=None, loss_on_device=late)
-        elif kind=='bf16': learn.to_bf16(flat_master=flat, fused=fused, loss_on_device=late)
+        elif kind=='fp16': learn.to_fp16(flat_master=flat, fused=fused, max_loss_scale=init_scale, headroom=None, **master)
+        elif kind=='bf16': learn.to_bf16(flat_master=flat, fused=fused, **master)
         learn.create_opt()
         self.opt = learn.opt
 

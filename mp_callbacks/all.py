@@ -8,6 +8,7 @@ from .master import *
 from .functional import *
 from .flat import *
 from .syncs import *
+from .compact_masters import *
 from .callback import *
 from .recorder import *
 from .smooth_loss import *

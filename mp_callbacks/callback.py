@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 __all__ = ['fit_device', 'LeanCallback', 'LoopCallback', 'is_precision', 'PrecisionCallback', 'ModelToHalf', 'check_device',
            'MixedPrecision', 'NativeMixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #393b751f
+# %% ../nbs/10_callback.ipynb #69113609
 import math,re,torch
 from contextlib import contextmanager
 from dataclasses import asdict,replace
@@ -27,6 +27,7 @@ from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
 from .grads import LateStats,check_clip,prepare_grads,unique,version,zero_grads
 from .master import BufferSnapshot,ForwardWrapper,MasterWeights,effective_policy,half_forward,is_norm
 from .flat import FlatStep,same_objects
+from .compact_masters import CompactMasters,check_master
 
 # %% ../nbs/10_callback.ipynb #f983760f
 _cancels = (CancelBatchException,CancelBackwardException,CancelEpochException,CancelFitException,CancelStepException,CancelTrainException,CancelValidException)
@@ -333,7 +334,7 @@ class PrecisionCallback(LoopCallback):
         scaling = self._scaling.load_state_dict(state) if 'counter' in state else self._scaling # a static scale has nothing to hand on
         self._scaling,self._steps,self._skips = scaling,int(state.get('steps', 0)),int(state.get('skips', 0))
 
-# %% ../nbs/10_callback.ipynb #4f2cd75a
+# %% ../nbs/10_callback.ipynb #116a211b
 class ModelToHalf(LoopCallback):
     "Let the model compute with copies of its weights in `dtype`, in the forward and the backward pass. Needs `MixedPrecision` to train."
     order = PrecisionCallback.order-1
@@ -345,40 +346,51 @@ class ModelToHalf(LoopCallback):
     def __init__(self,
         dtype:torch.dtype|str=torch.float16, # Half-precision dtype of the copies
         keep=is_norm, # What stays float32: a module type, name pattern, function of name and module, or a collection of these, see `kept_modules`; or a dict of rules, see [a policy for each module](03_master.ipynb#a-policy-for-each-module)
+        *,
+        master:str='float32', # What is kept of the real weights from the forward pass to the end of the backward pass: all, or less as 'split', 'kahan' or 'stochastic', see [compact masters](09_compact_masters.ipynb)
     ):
-        self.dtype,self.keep = as_dtype(dtype),keep
+        self.dtype,self.keep,self.master = as_dtype(dtype),keep,master
         if self.dtype not in half_dtypes: raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. Use learn.to_fp32() for float32.")
+        check_master(master, self.dtype)
 
     def policy(self):
         "What each module of the learner's model computes in, and why: see `effective_policy`"
         if self.masters is not None and self.masters.lent: raise RuntimeError("In the middle of a batch the model has copies for its parameters. Ask for the policy between batches.")
         return effective_policy(self.learn.model, self.dtype, self.keep)
 
-    def _partner(self): return any(isinstance(cb, MixedPrecision) for cb in self.learn.cbs)
+    def _partner(self): return next((cb for cb in self.learn.cbs if isinstance(cb, MixedPrecision)), None)
+
+    def _new_masters(self):
+        if self.master=='float32': return MasterWeights(self.model, self.dtype, self.keep)
+        return CompactMasters(self.model, self.dtype, self.keep, master=self.master)
 
     @contextmanager
     def during_fit(self):
-        if not self._partner(): raise ValueError("ModelToHalf trains only together with MixedPrecision, which checks the gradients. Call learn.to_fp16() or to_bf16(), which add both.")
+        if self._partner() is None: raise ValueError("ModelToHalf trains only together with MixedPrecision, which checks the gradients. Call learn.to_fp16() or to_bf16(), which add both.")
         check_device(fit_device(self.learn), self.dtype)
         yield
 
     def before_fit(self):
-        if self.masters is not None: self.masters.refresh() # the model may have been changed or moved since
+        if self.masters is None: return
+        if not self._in_batch: self.masters.restore() # after a batch without the memory to do so
+        self.masters.refresh() # the model may have been changed or moved since
 
     def before_validate(self): self._fresh = False
     def after_validate(self):  self._fresh = None
 
     def before_batch(self):
-        if not self._partner() or not self.looped(): return
-        if self.masters is None or self.masters.model is not self.model: self.masters = MasterWeights(self.model, self.dtype, self.keep)
+        if self._partner() is None or not self.looped(): return
+        if self.masters is None or self.masters.model is not self.model: self.masters = self._new_masters()
         if self.masters.lent: return
         if not self._used: # a prediction in the middle of a batch finds the copies as they are
+            if self.master=='stochastic': self.masters.count = self._partner()._steps
             if self.training or not self._fresh: self.masters.push_weights()
             if self._fresh is False and not self.training: self._fresh = True
         if self.training: self._used = True
         self.masters.lend()
 
-    def after_pred(self): self._give_back()
+    def after_pred(self):
+        if self.masters is None or not self.masters.given_up: self._give_back() # what is given up is there again after the backward pass
 
     def before_backward(self):
         if self._used: self.masters.relend() # checkpointed layers compute again
@@ -388,6 +400,8 @@ class ModelToHalf(LoopCallback):
         self._used = False
         self._give_back()
 
+    def after_cancel_batch(self): self._give_back()
+
     def _give_back(self):
         if self.masters is not None and not self._borrowed: self.masters.restore()
 
@@ -396,8 +410,8 @@ class ModelToHalf(LoopCallback):
         outer,self._borrowed = (self._borrowed,self._used),self.masters is not None and self.masters.lent # a prediction inside a batch leaves the copies where they are
         borrowed = self._borrowed
         def _undo():
-            if self.masters is not None and not borrowed: self.masters.restore()
             self._borrowed,self._used = outer
+            if self.masters is not None and not borrowed: self.masters.restore()
         try:
             try: yield
             except BaseException: self._fresh = None; raise
@@ -427,7 +441,7 @@ def _check_bools(**kwargs):
     for k,v in kwargs.items():
         if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
 
-# %% ../nbs/10_callback.ipynb #7ef53253
+# %% ../nbs/10_callback.ipynb #8605dff7
 class MixedPrecision(PrecisionCallback):
     """Loss scaling and checked steps on float32 weights. With `ModelToHalf`: training in mixed precision
 
@@ -459,6 +473,8 @@ class MixedPrecision(PrecisionCallback):
 
     @contextmanager
     def during_fit(self):
+        for cb in self.learn.cbs:
+            if isinstance(cb, ModelToHalf): check_master(cb.master, cb.dtype, self.flat_master)
         flat = FlatStep(self.opt, self.fused) if self.flat_master else None
         def _undo():
             if flat: flat.remove(); flat.release()

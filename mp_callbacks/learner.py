@@ -7,7 +7,7 @@ Docs: https://example.github.io/mp_callbacks/learner.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/13_learner.ipynb #b96cc94f
+# %% ../nbs/13_learner.ipynb #2c8fe88f
 import os,torch
 from contextlib import ExitStack,contextmanager
 from functools import cached_property,wraps
@@ -22,6 +22,7 @@ from fastcore.xtras import join_path_file
 
 from .loss_scale import DynamicLossScale,StaticLossScale
 from .master import check_float32,is_norm,lendable
+from .compact_masters import check_master
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback,check_device,fit_device,is_precision
 from .recorder import PrecisionRecorder
 from .smooth_loss import LossOnDevice,latest_loss
@@ -68,7 +69,7 @@ def _looked_over(self):
 _looked_over.plain = _step
 Learner._step = _looked_over
 
-# %% ../nbs/13_learner.ipynb #511d9c74
+# %% ../nbs/13_learner.ipynb #97226ecf
 def _check_between_batches(cbs):
     if any(getattr(cb, '_in_batch', False) for cb in cbs): raise RuntimeError("The precision can't change in the middle of a batch. Call to_fp32() and the others between batches, or from after_epoch.")
 
@@ -77,6 +78,7 @@ _remove_cb = getattr(Learner.remove_cb, 'plain', Learner.remove_cb)
 @wraps(_remove_cb)
 def _remove_one(self, cb):
     _check_between_batches([cb])
+    if isinstance(cb, ModelToHalf) and cb.masters is not None: cb.masters.restore() # after a batch without the memory to do so
     _remove_cb(self, cb)
     for o in self.cbs:
         if isinstance(o, PrecisionCallback): vars(self).setdefault(o.name, o)
@@ -85,7 +87,7 @@ def _remove_one(self, cb):
 _remove_one.plain = _remove_cb
 Learner.remove_cb = _remove_one
 
-# %% ../nbs/13_learner.ipynb #fe7c731d
+# %% ../nbs/13_learner.ipynb #29a13290
 def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
 
 def _remove_precision(learn):
@@ -101,7 +103,9 @@ def _set_precision(learn, dtype, new, loss_on_device, half=None):
     check_device(fit_device(learn), dtype)
     check_float32(learn.model)
     new.check_model(learn)
-    if half is not None: lendable(learn.model, dtype, half.keep)
+    if half is not None:
+        lendable(learn.model, dtype, half.keep)
+        check_master(half.master, dtype, new.flat_master)
     old = _precision(learn)
     state = getattr(learn, '_precision_state', None) if old is None else old.precision_state() if old.same_settings(new) else None
     if state is not None: new.load_precision_state(state)
@@ -113,7 +117,7 @@ def _set_precision(learn, dtype, new, loss_on_device, half=None):
 def _warn_cpu(learn):
     if fit_device(learn).type=='cpu': warn("float16 on a CPU works, but slowly, and convolutions take many times as long as in float32. Use to_bf16() or to_native_bf16().")
 
-# %% ../nbs/13_learner.ipynb #7ddab260
+# %% ../nbs/13_learner.ipynb #71af1293
 @patch
 def to_fp16(self:Learner,
     loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # The scale if it is not `dynamic`; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
@@ -128,6 +132,7 @@ def to_fp16(self:Learner,
     headroom:float=2., # Powers of two to leave above the largest gradient, which is measured at the start and after a skipped step; None: nothing is measured, as in fastai
     max_skips:int=250, # After how many skipped steps in a row to stop with an error
     keep=is_norm, # What stays float32: a module type, name pattern, function of name and module, or a collection of these, see `kept_modules`; or a dict of rules, see [a policy for each module](03_master.ipynb#a-policy-for-each-module)
+    master:str='float32', # What is kept of the real weights from the forward pass to the end of the backward pass: all, or less as 'split', 'kahan' or 'stochastic', see [compact masters](09_compact_masters.ipynb)
     fused:bool=False, # Compile the step on each flat tensor into one kernel? Implies `flat_master`; see [compiled](07_flat.ipynb#compiled).
     loss_on_device:bool=None, # Leave the loss on the device, and read it when it is shown? None: if that isn't the CPU, see [loss on the device](12_smooth_loss.ipynb)
 )->Learner: # The same learner
@@ -135,11 +140,11 @@ def to_fp16(self:Learner,
 
     Defaults are fastai's, but for the start: `headroom=None` is fastai's there, too. Raises `ValueError` if an argument is out of range, or the learner's device or model can't do it; then nothing has changed."""
     new = MixedPrecision(loss_scale, flat_master, dynamic, max_loss_scale, div_factor, scale_wait, clip, min_loss_scale=min_loss_scale, headroom=headroom, max_skips=max_skips, fused=fused)
-    res = _set_precision(self, torch.float16, new, loss_on_device, ModelToHalf(torch.float16, keep))
+    res = _set_precision(self, torch.float16, new, loss_on_device, ModelToHalf(torch.float16, keep, master=master))
     _warn_cpu(self)
     return res
 
-# %% ../nbs/13_learner.ipynb #1c9e783d
+# %% ../nbs/13_learner.ipynb #1eb7d9b2
 @patch
 def to_bf16(self:Learner,
     flat_master:bool=False, # Step on one flat tensor per parameter group instead of on each parameter?
@@ -147,13 +152,14 @@ def to_bf16(self:Learner,
     *,
     max_skips:int=250, # After how many skipped steps in a row to stop with an error
     keep=is_norm, # What stays float32: a module type, name pattern, function of name and module, or a collection of these, see `kept_modules`; or a dict of rules, see [a policy for each module](03_master.ipynb#a-policy-for-each-module)
+    master:str='float32', # What is kept of the real weights from the forward pass to the end of the backward pass: all, or less as 'split', 'kahan' or 'stochastic', see [compact masters](09_compact_masters.ipynb)
     fused:bool=False, # Compile the step on each flat tensor into one kernel? Implies `flat_master`; see [compiled](07_flat.ipynb#compiled).
     loss_on_device:bool=None, # Leave the loss on the device, and read it when it is shown? None: if that isn't the CPU, see [loss on the device](12_smooth_loss.ipynb)
 )->Learner: # The same learner
     """Train in bfloat16 with float32 master weights
 
     Raises `ValueError` if an argument is out of range, or the learner's device or model can't do it; then nothing has changed."""
-    return _set_precision(self, torch.bfloat16, MixedPrecision(1, flat_master, dynamic=False, clip=clip, max_skips=max_skips, fused=fused), loss_on_device, ModelToHalf(torch.bfloat16, keep))
+    return _set_precision(self, torch.bfloat16, MixedPrecision(1, flat_master, dynamic=False, clip=clip, max_skips=max_skips, fused=fused), loss_on_device, ModelToHalf(torch.bfloat16, keep, master=master))
 
 # %% ../nbs/13_learner.ipynb #f5fa3b35
 @patch
@@ -227,12 +233,13 @@ Learner.to_channelslast = _to_channelslast_native
 Learner.to_native_fp32 = Learner.to_non_native_fp32 = Learner.to_fp32
 Learner.to_non_native_fp16 = Learner.to_fp16
 
-# %% ../nbs/13_learner.ipynb #32e2f184
+# %% ../nbs/13_learner.ipynb #97afc499
 @contextmanager
 def _own_weights(learn, changed=False):
     "`learn` with its own parameters in its model, even in the middle of a batch; afterwards as it was, but with new copies if the weights have `changed`"
-    lent = [o for cb in learn.cbs if isinstance(cb, ModelToHalf) and (o := cb.masters) is not None and o.lent]
-    for o in lent: o.restore()
+    ours = [o for cb in learn.cbs if isinstance(cb, ModelToHalf) and (o := cb.masters) is not None]
+    lent = [o for o in ours if o.lent]
+    for o in ours: o.restore()
     try: yield
     finally:
         for o in lent:

@@ -323,13 +323,15 @@ def forward_wrappers(
         if output is not None: res.append(ForwardWrapper(m, partial(output_forward, output)))
     return res
 
-# %% ../nbs/03_master.ipynb #5a080798
+# %% ../nbs/03_master.ipynb #4e1c68c8
 class MasterWeights:
     """Low-precision copies of the parameters of `model`, to be lent to it while it computes
 
     The float32 parameters outside kept modules are copied, 2 bytes for each number; others stay as they are, and so does every buffer. Devices and memory formats are those of the parameters.
     As a context manager: lent inside, and real outside, however one gets there; at the end of a body that raises nothing the gradients are pulled.
     Raises `ValueError` for a dtype that isn't a half-precision one, and for models whose parameters can't be swapped: wrapped for data parallelism, scripted, not initialised, or without any float32 parameter to copy."""
+    given_up = False # do the real weights have no memory of their own just now? See `CompactMasters`.
+
     def __init__(self,
         model:nn.Module, # The model, with float32 parameters
         dtype:torch.dtype|str=torch.float16, # Half-precision dtype of the copies
@@ -344,6 +346,7 @@ class MasterWeights:
         self.modules,self.device_type = list(self.model.modules()),slots[0][2].device.type
         self.params = unique(p for *_,p in slots)
         self.copies = [nn.Parameter(torch.empty_like(p, dtype=self.dtype, requires_grad=False), requires_grad=p.requires_grad) for p in self.params]
+        self.strides = [p.stride() for p in self.params]
         copy_of = {id(p):c for p,c in zip(self.params,self.copies)}
         self.slots = [(d,n,p,copy_of[id(p)]) for d,n,p in slots]
         self._zeroed = []
@@ -354,7 +357,7 @@ class MasterWeights:
         "Plan anew if the model has other modules or parameters than before, or has them elsewhere"
         if self.lent: return
         same = (len(ms := list(self.model.modules()))==len(self.modules) and all(a is b for a,b in zip(ms,self.modules)) and self._in_place() and
-                all(p.device==c.device and p.shape==c.shape and p.dtype==torch.float32 and p.stride()==c.stride() for p,c in zip(self.params,self.copies)))
+                all(p.device==c.device and p.shape==c.shape and p.dtype==torch.float32 and p.stride()==s for p,c,s in zip(self.params,self.copies,self.strides)))
         if not same: self._plan()
 
     def _in_place(self): return all(d.get(n) is p for d,n,p,_ in self.slots)
@@ -450,8 +453,7 @@ class MasterWeights:
 
     def __enter__(self):
         self.refresh()
-        self.push_weights()
-        try: self.lend()
+        try: self.push_weights(); self.lend()
         except BaseException: self.restore(); raise
         return self
 

@@ -1,13 +1,13 @@
 "What only a CUDA device can show: its kernels, its memory, and when the host waits for it"
-import warnings
+import gc,warnings
 from contextlib import contextmanager
-from functools import cache
+from functools import cache,partial
 
 import pytest
 import torch
 from fastai.basics import DataLoader,DataLoaders,Learner,MSELossFlat,load_learner,noop,set_seed
 from fastai.callback.core import Callback
-from fastai.optimizer import OptimWrapper
+from fastai.optimizer import Adam,OptimWrapper
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -344,6 +344,69 @@ def test_half_saves_memory():
         peak[mode] = torch.cuda.max_memory_allocated()
         del learn
     assert peak['to_bf16']<.8*peak['to_fp32'], peak
+
+compact = [('to_bf16','split'),('to_bf16','kahan'),('to_bf16','stochastic'),('to_fp16','kahan')]
+
+def big(): return nn.Sequential(nn.Flatten(), nn.Linear(768,2048), *[nn.Linear(2048,2048) for _ in range(8)], nn.Linear(2048,1))
+
+@pytest.mark.parametrize('opt', [Adam, partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))], ids=['fastai','fused'])
+@pytest.mark.parametrize('mode,master', compact)
+def test_compact_masters_save_memory(mode, master, opt):
+    "Of a model that is nearly all parameters: bytes for each of them at the peak, by CUDA's own count"
+    peak = {}
+    for k in ('float32',master):
+        before = torch.cuda.memory_allocated()
+        learn = getattr(get_learner(big, opt_func=opt, lr=1e-4, bs=8, n=32), mode)(master=k)
+        torch.cuda.reset_peak_memory_stats()
+        learn.fit(2)
+        healthy(learn)
+        peak[k] = (torch.cuda.max_memory_allocated()-before)/sum(p.numel() for p in learn.model.parameters())
+        del learn
+        gc.collect()
+    assert peak[master]<peak['float32']-1.5, peak
+
+def test_split_masters_are_exact():
+    "Bit for bit what float32 masters are, but where a weight is in the middle of two bfloat16 numbers"
+    def run(master):
+        learn = get_learner(lambda: nn.Sequential(nn.Flatten(), nn.Linear(768,33), nn.ReLU(), nn.LayerNorm(33), nn.Linear(33,1)), cbs=Ties()).to_bf16(master=master)
+        learn.fit(2)
+        return torch.cat([p.detach().flatten() for p in learn.model.parameters()]),learn.ties.n
+    class Ties(Callback):
+        order,n = -100,0
+        def before_batch(self): self.n += sum(((p.detach().view(torch.int32)&0xffff)==0x8000).sum().item() for p in self.model.parameters())
+    (want,n),(got,_) = run('float32'),run('split')
+    assert torch.equal(got, want) if not n else (got-want).norm()<1e-2*want.norm()
+
+@pytest.mark.parametrize('mode,master', compact)
+def test_compact_masters_learn(mode, master):
+    learn = getattr(get_learner(), mode)(master=master)
+    first = learn.validate()[0]
+    learn.fit(8)
+    last = learn.validate()[0]
+    healthy(learn)
+    assert last<first*.5 and last<float32_loss()*1.5+.02, (first,last,float32_loss())
+
+@pytest.mark.parametrize('mode,master', compact)
+def test_out_of_memory_with_compact_masters(mode, master):
+    class Greedy(Callback):
+        def after_loss(self):
+            if self.training and self.train_iter==2: torch.empty(1<<50, device='cuda')
+    learn = getattr(get_learner(cbs=Greedy()), mode)(master=master)
+    with pytest.raises(torch.OutOfMemoryError): learn.fit(1)
+    healthy(learn)
+    learn.remove_cb(Greedy)
+    learn.fit(1)
+    healthy(learn)
+    assert all(p.isfinite().all() for p in learn.model.parameters())
+
+def test_encodings_are_those_of_the_cpu():
+    x = torch.cat([torch.randint(-2**31, 2**31, (10**5,)).int().view(torch.float32), torch.tensor([0.,-0.,torch.inf,-torch.inf,torch.nan,1e-40,3.4e38])])
+    def same(a, b): return torch.equal(a.cpu().nan_to_num(7.), b.nan_to_num(7.)) if a.is_floating_point() else torch.equal(a.cpu(), b)
+    bits = noise_bits(len(x), count=3, seed=2)
+    assert same(noise_bits(len(x), count=3, seed=2, device='cuda'), bits)
+    assert same(round_stochastic(x.cuda(), bits.cuda()), round_stochastic(x, bits))
+    assert all(map(same, split_bits(x.cuda()), split_bits(x))) and same(join_bits(*split_bits(x.cuda())), join_bits(*split_bits(x)))
+    for dtype in halves: assert same(join_sum(*split_sum(x.cuda(), dtype)), join_sum(*split_sum(x, dtype)))
 
 @pytest.mark.parametrize('mode', modes)
 def test_compiled_model(mode):

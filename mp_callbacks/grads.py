@@ -7,10 +7,11 @@ Docs: https://example.github.io/mp_callbacks/grads.html.md"""
 # %% auto #0
 __all__ = ['grad_values', 'tensor_norms', 'StepStats', 'check_clip', 'prepare_grads', 'LateStats']
 
-# %% ../nbs/02_grads.ipynb #552959ba
+# %% ../nbs/02_grads.ipynb #17d6cfe5
 import torch
 from math import inf,isfinite
 from numbers import Real
+from operator import attrgetter,is_
 from typing import NamedTuple
 
 from .dtypes import half_dtypes
@@ -19,17 +20,26 @@ from .dtypes import half_dtypes
 foreach_norm,foreach_mul,foreach_mul_,foreach_add_,foreach_copy_,foreach_zero_ = (getattr(torch, f'_foreach_{o}') for o in ('norm','mul','mul_','add_','copy_','zero_'))
 flatten_dense = torch._C._nn.flatten_dense_tensors # what `DistributedDataParallel` fills its buckets with: one C++ loop, where `torch.cat` needs a view of each tensor
 
+# %% ../nbs/02_grads.ipynb #c3bd2dfa
+grad_of,is_trainable,is_sparse,dtype_of,layout_of,version_of,hooks_of,late_hooks_of = (attrgetter(o) for o in
+    ('grad','requires_grad','is_sparse','dtype','layout','_version','_backward_hooks','_post_accumulate_grad_hooks'))
+
+
+def same_objects(xs, ys):
+    "Do `xs` and `ys` hold the very same objects?"
+    return len(xs)==len(ys) and all(map(is_, xs, ys))
+
 # %% ../nbs/02_grads.ipynb #d0ad52c9
 def unique(xs):
     "`xs` without those that came before: by identity, in order"
     return list({id(x):x for x in xs}.values())
 
-# %% ../nbs/02_grads.ipynb #4c6971fc
+# %% ../nbs/02_grads.ipynb #fa153550
 def version(
     x, # A tensor, or None
 ): # A number that goes up with each operation in place; None for None
     "The version of `x`. What is done through `x.data` does not count."
-    return None if x is None else x._version
+    return None if x is None else version_of(x)
 
 # %% ../nbs/02_grads.ipynb #3e031fe7
 def grad_values(
@@ -42,40 +52,55 @@ def grad_values(
         g = g._values() # the public `values()` is a copy as soon as autograd records
     return torch.view_as_real(g) if g.is_complex() else g
 
-# %% ../nbs/02_grads.ipynb #76dc1c76
+# %% ../nbs/02_grads.ipynb #73889677
 def by_kind(
     xs, # Tensors
 )->dict: # (device, dtype) -> indices into `xs`
     "Which of `xs` can go through a multi-tensor kernel together"
+    if len({*map(dtype_of, xs)})==len({*map(torch.Tensor.get_device, xs)})==1: return {(xs[0].device,xs[0].dtype):range(len(xs))}
     res = {}
     for i,x in enumerate(xs): res.setdefault((x.device,x.dtype), []).append(i)
     return res
 
-# %% ../nbs/02_grads.ipynb #c373981d
+def pick(
+    xs, # A list
+    idxs, # Indices into it, in order
+): # The list itself, if that is all of it
+    "Those of `xs` at `idxs`"
+    return xs if len(idxs)==len(xs) else [xs[i] for i in idxs]
+
+# %% ../nbs/02_grads.ipynb #97a6d1a2
 @torch.no_grad()
 def zero_grads(
     params, # Parameters; those without a gradient, and repetitions, are passed over
 ):
     "Set the gradients of `params` to zero, and cut them off from whatever computed them"
-    grads = [p.grad for p in unique(params) if p.grad is not None]
-    for g in grads:
-        if g.requires_grad: g.detach_()
-    for idxs in by_kind(grads).values(): foreach_zero_([grads[i] for i in idxs])
+    grads = [g for g in map(grad_of, unique(params)) if g is not None]
+    if any(map(is_trainable, grads)):
+        for g in grads:
+            if g.requires_grad: g.detach_()
+    for idxs in by_kind(grads).values(): foreach_zero_(pick(grads, idxs))
 
-# %% ../nbs/02_grads.ipynb #bb26dbd2
-def _norms_of_few(xs, dtype):
-    lengths = torch.tensor([x.numel() for x in xs])
-    return torch.segment_reduce(flatten_dense(xs).to(dtype).square(), 'sum', lengths=lengths, initial=0).sqrt()
+# %% ../nbs/02_grads.ipynb #fe82ef4b
+few_numbers = 1024
 
-# %% ../nbs/02_grads.ipynb #91e988eb
+def segment_norms(
+    flat, # Flat tensor
+    lengths, # Of its segments: a tensor
+)->torch.Tensor:
+    "Euclidean norm of each segment of `flat`, in float32 or better"
+    return torch.segment_reduce(flat.to(torch.promote_types(flat.dtype, torch.float32)).square(), 'sum', lengths=lengths, initial=0).sqrt()
+
+# %% ../nbs/02_grads.ipynb #0538af91
 def _norm_parts(xs, dtype):
     "Norms of `xs`, which are of one kind, as pairs of indices and one-dimensional tensors where `xs` are"
-    few = [i for i,x in enumerate(xs) if x.numel()<=1024] if xs[0].device.type=='cpu' else []
-    many = [i for i,x in enumerate(xs) if x.numel()>1024] if few else range(len(xs))
-    res = [(many, torch.stack(foreach_norm([xs[i] for i in many], 2, dtype=dtype)))] if many else []
-    return res + ([(few, _norms_of_few([xs[i] for i in few], dtype))] if few else [])
+    sizes = [*map(torch.Tensor.numel, xs)]
+    few = [i for i,n in enumerate(sizes) if n<=few_numbers] if xs[0].device.type=='cpu' else []
+    many = [i for i,n in enumerate(sizes) if n>few_numbers] if few else range(len(xs))
+    res = [(many, torch.stack(foreach_norm(pick(xs, many), 2, dtype=dtype)))] if many else []
+    return res + ([(few, segment_norms(flatten_dense(pick(xs, few)), torch.tensor(pick(sizes, few))))] if few else [])
 
-# %% ../nbs/02_grads.ipynb #6a3e2d8e
+# %% ../nbs/02_grads.ipynb #d3146178
 @torch.no_grad()
 def tensor_norms(
     xs, # Dense real floating tensors
@@ -86,10 +111,10 @@ def tensor_norms(
     norms,parts = torch.zeros(n+amax*len(kinds), dtype=torch.float64),{}
     for j,((device,dtype),idxs) in enumerate(kinds.items()):
         dtype = torch.promote_types(dtype, torch.float32)
-        parts.setdefault(device, []).extend(([idxs[i] for i in few], o) for few,o in _norm_parts([xs[i] for i in idxs], dtype))
+        parts.setdefault(device, []).extend((pick(idxs, few), o) for few,o in _norm_parts(pick(xs, idxs), dtype))
         full = [xs[i] for i in idxs if xs[i].numel()] if amax else [] # an empty tensor has no largest value
         if full: parts[device].append(([n+j], torch.stack(foreach_norm(full, inf, dtype=dtype)).max()[None]))
-    for o in parts.values(): norms[[i for idxs,_ in o for i in idxs]] = torch.cat([res for _,res in o]).cpu().double()
+    for o in parts.values(): norms[torch.tensor([i for idxs,_ in o for i in idxs])] = torch.cat([res for _,res in o]).cpu().double()
     return torch.cat([norms[:n], norms.new_tensor([max([0.,*norms[n:].tolist()])])]) if amax else norms
 
 # %% ../nbs/02_grads.ipynb #ff7ebac3
@@ -117,9 +142,26 @@ def check_clip(clip):
     if isinstance(clip, bool) or not isinstance(clip, Real) or not isfinite(clip) or clip<=0:
         raise ValueError(f"clip={clip!r} must be positive. Use clip=None for no clipping.")
 
-# %% ../nbs/02_grads.ipynb #8f11d973
+# %% ../nbs/02_grads.ipynb #9c939a9a
+class GradList:
+    "The gradients of `params`: to be measured and to be multiplied. Those without a gradient, and repetitions, are passed over."
+    def __init__(self, params):
+        self.params = [p for p in unique(params) if grad_of(p) is not None]
+        self.values = [*map(grad_of, self.params)]
+        if any(map(is_sparse, self.values)) or any(o.is_complex for o in {*map(dtype_of, self.values)}): self.values = [*map(grad_values, self.params)]
+
+    def norms(self, amax=False): return tensor_norms(self.values, amax)
+
+    @torch.no_grad()
+    def mul_(self, mult):
+        for (device,dtype),idxs in by_kind(self.values).items():
+            # on a CPU a number is made a tensor for every gradient anew, which takes five times as long as the product; but a half-precision gradient would round that tensor
+            by = torch.tensor(mult, dtype=dtype) if device.type=='cpu' and dtype not in half_dtypes else mult
+            foreach_mul_(pick(self.values, idxs), by)
+
+# %% ../nbs/02_grads.ipynb #832f77e6
 def prepare_grads(
-    params, # Parameters whose `.grad` the optimizer is about to use; those without a gradient, and repetitions, are passed over
+    params, # Parameters whose `.grad` the optimizer is about to use; those without a gradient, and repetitions, are passed over. Or a `GradList` of them.
     scale:float=1., # Loss scale that the gradients carry
     clip:float=None, # Largest norm to allow, after unscaling
     step:int=0, # Number of the step, for the report
@@ -130,26 +172,20 @@ def prepare_grads(
     Any floating or complex dtype, dense or sparse, on any devices; one host sync per device. If a gradient isn't finite, none is changed.
     Raises `ValueError` for a `clip` that is not positive."""
     check_clip(clip)
-    params = [p for p in unique(params) if p.grad is not None]
-    grads = [grad_values(p) for p in params]
-    norms,largest = tensor_norms(grads, amax)/scale,None
+    grads = params if isinstance(params, GradList) else GradList(params)
+    norms,largest = grads.norms(amax)/scale,None
     if amax: norms,largest = norms[:-1],norms[-1].item()
-    stats = _seen(step, scale, norms, params, largest)
+    stats = _seen(step, scale, norms, grads.params, largest)
     if not stats.finite: return stats
     mult = 1/scale
     if clip is not None: mult *= min(1., clip/(stats.norm+1e-6))
-    if mult!=1:
-        with torch.no_grad():
-            for (device,dtype),idxs in by_kind(grads).items():
-                # on a CPU a number is made a tensor for every gradient anew, which takes five times as long as the product; but a half-precision gradient would round that tensor
-                by = torch.tensor(mult, dtype=dtype) if device.type=='cpu' and dtype not in half_dtypes else mult
-                foreach_mul_([grads[i] for i in idxs], by)
+    if mult!=1: grads.mul_(mult)
     return stats
 
 # %% ../nbs/02_grads.ipynb #450e929a
 found_inf_ = torch._amp_foreach_non_finite_check_and_unscale_ # `GradScaler`'s own check: one kernel, and the result stays on the device
 
-# %% ../nbs/02_grads.ipynb #bc2bd3ac
+# %% ../nbs/02_grads.ipynb #4ab49bca
 class LateStats:
     """What one optimizer step saw, known to the device now and to the host when it asks: it has all attributes of `StepStats`, and the first that is read waits for the device
 
@@ -164,9 +200,9 @@ class LateStats:
         step:int=0, # Number of the step, for the report
     ):
         check_clip(clip)
-        params = [p for p in unique(params) if p.grad is not None]
-        grads = [p.grad for p in params]
-        if len({(g.device,g.dtype,g.layout) for g in grads})!=1 or grads[0].dtype!=torch.float32 or grads[0].layout!=torch.strided: raise ValueError(f"{len(grads)} gradients must be dense float32 tensors on one device. Use prepare_grads, which takes any.")
+        params = [p for p in unique(params) if grad_of(p) is not None]
+        grads = [*map(grad_of, params)]
+        if len(by_kind(grads))!=1 or grads[0].dtype!=torch.float32 or {*map(layout_of, grads)}!={torch.strided}: raise ValueError(f"{len(grads)} gradients must be dense float32 tensors on one device. Use prepare_grads, which takes any.")
         idxs,norms = zip(*_norm_parts(grads, torch.float32))
         norms = torch.cat(norms)
         dev = norms.device

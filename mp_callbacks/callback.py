@@ -74,7 +74,7 @@ class LoopCallback(LeanCallback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #dc983928
+# %% ../nbs/10_callback.ipynb #b768b00f
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -146,7 +146,7 @@ class PrecisionCallback(LoopCallback):
 
     def _zero_grad(self, opt):
         "Do what fastai's `zero_grad` does, for all at once"
-        zero_grads(p for pg in opt.param_lists for p in pg)
+        zero_grads([p for pg in opt.param_lists for p in pg])
 
     @contextmanager
     def during_batch(self):
@@ -429,7 +429,7 @@ def _check_bools(**kwargs):
     for k,v in kwargs.items():
         if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
 
-# %% ../nbs/10_callback.ipynb #ffdc5bb6
+# %% ../nbs/10_callback.ipynb #fb744641
 class MixedPrecision(PrecisionCallback):
     """Loss scaling and checked steps on float32 weights. With `ModelToHalf`: training in mixed precision
 
@@ -474,8 +474,9 @@ class MixedPrecision(PrecisionCallback):
         finally: _undo()
 
     def _zero_grad(self, opt):
-        if self._flat is None or not self._flat.zero_grad(): super()._zero_grad(opt)
-        if (half := self._half()) is not None: half.zeroed(p for pg in opt.param_lists for p in pg)
+        known = self._flat is not None and self._flat.zero_grad()
+        if not known: super()._zero_grad(opt)
+        if (half := self._half()) is not None: half.zeroed(None if known else [p for pg in opt.param_lists for p in pg])
 
     def _prepare(self, params): return super()._prepare(params if self._flat is None else self._flat.grads(self._trusted()) or params)
 

@@ -7,12 +7,12 @@ Docs: https://example.github.io/mp_callbacks/flat.html.md"""
 # %% auto #0
 __all__ = ['fastai_elementwise', 'is_elementwise', 'check_flat', 'FlatBucket', 'FlatStep']
 
-# %% ../nbs/07_flat.ipynb #fd325709
+# %% ../nbs/07_flat.ipynb #bb055a0b
 import torch
 from functools import partial
-from itertools import chain,pairwise
+from itertools import chain,pairwise,repeat
 from numbers import Number
-from operator import itemgetter
+from operator import is_not,itemgetter
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -68,7 +68,7 @@ def _key(p, group, state):
 
 def _alone(p, hyper): return p.device.type=='cpu' and (p.dtype in half_dtypes or bool(hyper.get('beta')))
 
-# %% ../nbs/07_flat.ipynb #6ef1af59
+# %% ../nbs/07_flat.ipynb #6f79275a
 class FlatBucket:
     "Parameters that are stepped on together, with their gradients and their state, side by side in flat tensors"
     def __init__(self,
@@ -107,7 +107,7 @@ class FlatBucket:
         for t,v in self.moves: t.data = v
         for p,g in zip(self.params,self.grads): p.grad = g
         self.moves,self.where = [],self._where()
-        self.starts = self.where[0][:len(self.params)]
+        self.starts = self.where[0][:2*len(self.params)]
 
     def _tensors(self): return {k:v for k,v in self.seen.items() if isinstance(v, Tensor)}
 
@@ -122,10 +122,9 @@ class FlatBucket:
         try: return all(same_objects([*map(itemgetter(k), self.states)], col) for k,col in self.cols.items()) and self._where()==self.where
         except KeyError: return False # something else has taken the place of what was there
 
-    def grads_in_place(self, trusted=False):
-        "Are the parameters and all gradients where `attach` left them? `trusted`: nobody has given a gradient other memory."
-        return (same_objects([*map(grad_of, self.params)], self.grads) and [*map(Tensor.data_ptr, self.params)]==self.starts and
-                (trusted or [*map(Tensor.data_ptr, self.grads)]==self.where[0][len(self.params):2*len(self.params)]))
+    def grads_in_place(self):
+        "Are the parameters and all gradients where `attach` left them?"
+        return same_objects([*map(grad_of, self.params)], self.grads) and [*map(Tensor.data_ptr, chain(self.params, self.grads))]==self.starts
 
     def norms(self):
         "The norm of each gradient"
@@ -163,18 +162,18 @@ def _portions(ps):
         size += p.numel()
     return res
 
-# %% ../nbs/07_flat.ipynb #e9d19eae
+# %% ../nbs/07_flat.ipynb #1f2110c5
 class FlatGrads(GradList):
-    "The gradients of buckets, as long as they are where they belong"
+    "The gradients of `params`, as long as they lie in `buckets`"
     def __init__(self, buckets, params):
         self.buckets,self.params = buckets,params
         where = {id(p):i for i,p in enumerate(p for b in buckets for p in b.params)}
-        self.order = torch.tensor([where[id(p)] for p in params])
+        self.order = torch.tensor([where[id(p)] for p in params]) # of the norms, which come by bucket
 
     @property
     def values(self): return [*map(grad_of, self.params)]
 
-    def in_place(self, trusted): return all(b.grads_in_place(trusted) for b in self.buckets)
+    def in_place(self): return all(b.grads_in_place() for b in self.buckets)
 
     @torch.no_grad()
     def norms(self, amax=False): return super().norms(amax) if amax else torch.cat([b.norms() for b in self.buckets]).cpu().double()[self.order]
@@ -183,7 +182,7 @@ class FlatGrads(GradList):
     def mul_(self, mult):
         for b in self.buckets: b.flat.grad.mul_(mult)
 
-# %% ../nbs/07_flat.ipynb #afa3615e
+# %% ../nbs/07_flat.ipynb #7b63f725
 class FlatStep:
     "Let the steppers of `opt` work on flat tensors instead of on each parameter"
     def __init__(self,
@@ -232,7 +231,9 @@ class FlatStep:
         if self.sure: return
         known = same_objects(self._about(), self.about)
         kept = [b for b in self.buckets if known and b.in_place()]
-        if not known or len(kept)<len(self.buckets) or any(p.grad is not None for p in self.rest): self._gather(kept)
+        if not known or len(kept)<len(self.buckets) or self._late_comers(): self._gather(kept)
+
+    def _late_comers(self): return any(map(is_not, map(grad_of, self.rest), repeat(None)))
 
     def _gather(self, kept):
         opt,groups,alone,rest,done = self.opt,{},{},[],{p for b in kept for p in b.params}
@@ -258,13 +259,14 @@ class FlatStep:
             self._grads = FlatGrads(self.buckets, [p for p in unique(chain(*opt.param_lists)) if id(p) in flat])
 
     def grads(self,
-        trusted=False, # Has nobody but the model had a chance to change anything since the last step? Then that step and `zero_grad` won't look again.
-    ): # `GradList` of what `step` would work on, flat; or None, if something else or something more has to be looked at
-        "The gradients of all buckets, to be looked at before the step"
+        trusted:bool=False, # Is the optimizer's state certain to be what the last step left, and will nobody change anything before the next? Then step and `zero_grad` won't look again.
+    )->GradList|None: # What `step` would work on; None if something else or something more is to be looked at
+        "The flat gradients, to be checked before the step"
         self.sure = False
-        if self._grads is None or any(p.grad is not None for p in self.rest): return
-        if not trusted and not same_objects(self._about(), self.about) or not self._grads.in_place(trusted): return
-        self.sure = trusted and same_objects(self._loop(), self.about[:len(self._loop())])
+        now = self._loop() if trusted else self._about()
+        if self._grads is None or not same_objects(now, self.about[:len(now)] if trusted else self.about) or self._late_comers(): return
+        if not self._grads.in_place(): return
+        self.sure = trusted
         return self._grads
 
     @torch.no_grad()
@@ -280,7 +282,8 @@ class FlatStep:
         opt = self.opt
         self._refresh()
         buckets = [b for b in self.buckets if b.params[0].grad is not None]
-        for b in buckets: b.pull_grads()
+        if not self.sure:
+            for b in buckets: b.pull_grads()
         todo = [*((b.flat,b.group,b.state) for b in buckets), *((p,i,opt.state[p]) for p,i in self.alone.items())]
         lists,state = [[p for p,group,_ in todo if group==i] for i in range(len(opt.param_lists))],{p:state for p,_,state in todo}
         own = opt.param_lists,opt.state

@@ -281,8 +281,8 @@ def forward_wrappers(
         if output is not None: res.append(ForwardWrapper(m, partial(output_forward, output)))
     return res
 
-# %% ../nbs/03_master.ipynb #ab1fb52a
-_unknown,_nothing_zeroed = torch.empty(0),((),())
+# %% ../nbs/03_master.ipynb #811eef97
+_unknown,_nothing_zeroed = torch.empty(0),((),()) # in place of a gradient that isn't known to be zero; of all of them
 
 class MasterWeights:
     """Low-precision copies of the parameters of `model`, to be lent to it while it computes
@@ -306,7 +306,7 @@ class MasterWeights:
         self.copies = [nn.Parameter(torch.empty_like(p, dtype=self.dtype, requires_grad=False), requires_grad=p.requires_grad) for p in self.params]
         copy_of = {id(p):c for p,c in zip(self.params,self.copies)}
         self.slots = [(d,n,p,copy_of[id(p)]) for d,n,p in slots]
-        self._zeroed,self._trainable = _nothing_zeroed,None
+        self._zeroed,self._pulled = _nothing_zeroed,()
         self.rnns = [m for m in self.modules if isinstance(m, nn.RNNBase)]
         self.wrappers = [*forward_wrappers(self.model, self.device_type, self.dtype, self.keep), ForwardWrapper(self.model, self._forward)]
 
@@ -317,7 +317,7 @@ class MasterWeights:
                 all(p.device==c.device and p.shape==c.shape and p.dtype==torch.float32 and p.stride()==c.stride() for p,c in zip(self.params,self.copies)))
         if not same: self._plan()
 
-    def _in_place(self): return all(d.get(n) is p for d,n,p,_ in self.slots)
+    def _in_place(self): return all([d.get(n) is p for d,n,p,_ in self.slots])
 
     @torch.no_grad()
     def push_weights(self):
@@ -340,8 +340,7 @@ class MasterWeights:
         self._flat_rnns()
 
     def _mirror(self):
-        if (now := [*map(is_trainable, self.params)])==self._trainable: return
-        self._trainable = now
+        if [*map(is_trainable, self.params)]==[*map(is_trainable, self.copies)]: return
         for p,c in zip(self.params,self.copies):
             if c.requires_grad!=p.requires_grad: c.requires_grad_(p.requires_grad)
 
@@ -367,10 +366,14 @@ class MasterWeights:
         # A recurrent layer remembers its weights in a list that only its own `__setattr__` keeps up to date, and it has no other name
         for m in self.rnns: m._flat_weights = [getattr(m, n, None) for n in m._flat_weights_names]
 
-    def zeroed(self, params):
-        "Be told that the gradients of `params` have just been set to zero"
-        ids = {*map(id, params)}
-        zero = [g if g is not None and id(p) in ids else _unknown for p,g in zip(self.params, map(grad_of, self.params))]
+    def zeroed(self,
+        params=None, # Whose; None: of all, and that nobody has given them others since they were pulled
+    ):
+        "Be told that gradients have just been set to zero"
+        zero,self._pulled = self._pulled if params is None else (),()
+        if len(zero)<len(self.params):
+            ids = {*map(id, self.params if params is None else params)}
+            zero = [g if g is not None and id(p) in ids else _unknown for p,g in zip(self.params, map(grad_of, self.params))]
         self._zeroed = zero,[*map(version_of, zero)]
 
     @torch.no_grad()
@@ -380,13 +383,14 @@ class MasterWeights:
         self._zeroed = _nothing_zeroed
         for c in self.copies: c.grad = None
         if not all(map(is_not, grads, repeat(None))) or not all(map(is_trainable, params)): # unused, or it has been frozen
-            self._trainable = None # while it was lent the copy may have been, which must not last
             usable = [g is not None and p.requires_grad for p,g in zip(params,grads)]
             params,grads,zero,versions = ([*compress(o, usable)] for o in (params,grads,zero,versions))
             if not params: return
         now = [*map(grad_of, params)]
         known = same_objects(now, zero) and [*map(version_of, zero)]==versions
-        if known and not any(map(hooks_of, params)) and not any(map(is_sparse, grads)): foreach_copy_(now, grads)
+        if known and not any(map(hooks_of, params)) and not any(map(is_sparse, grads)):
+            foreach_copy_(now, grads)
+            self._pulled = now
         else: _add_grads(params, grads)
         if any(map(late_hooks_of, params)):
             for p in params:
@@ -419,7 +423,7 @@ class MasterWeights:
 
     def __repr__(self): return f'MasterWeights({len(self.params)} parameters in {str(self.dtype).removeprefix("torch.")}, {len(self.kept)} modules kept float32)'
 
-# %% ../nbs/03_master.ipynb #0c0dbd07
+# %% ../nbs/03_master.ipynb #a5fd7b7a
 def _run_hooks(p, g):
     for h in list((p._backward_hooks or {}).values()):
         res = h(g)
@@ -427,10 +431,12 @@ def _run_hooks(p, g):
     return g
 
 def _add_grads(params, grads):
-    dense = [*grads] if not any(map(is_sparse, grads)) else [g for g in grads if not g.is_sparse]
+    dense = [g for g in grads if not g.is_sparse]
     new = [torch.empty_like(g, dtype=torch.float32) for g in dense]
     if dense: foreach_copy_(new, dense)
-    if len(dense)<len(grads): new = [g.float() if g.is_sparse else next(rest) for rest in [iter(new)] for g in grads]
+    if len(dense)<len(grads):
+        rest = iter(new)
+        new = [g.float() if g.is_sparse else next(rest) for g in grads]
     if any(map(hooks_of, params)): new = [*map(_run_hooks, params, new)]
     now = [*map(grad_of, params)]
     add = [(g,o) for g,o in zip(now,new) if g is not None]

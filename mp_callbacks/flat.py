@@ -182,7 +182,7 @@ class FlatGrads(GradList):
     def mul_(self, mult):
         for b in self.buckets: b.flat.grad.mul_(mult)
 
-# %% ../nbs/07_flat.ipynb #7b63f725
+# %% ../nbs/07_flat.ipynb #186ba3b1
 class FlatStep:
     "Let the steppers of `opt` work on flat tensors instead of on each parameter"
     def __init__(self,
@@ -270,8 +270,8 @@ class FlatStep:
         return self._grads
 
     @torch.no_grad()
-    def zero_grad(self):
-        "Set all gradients to zero if they are known to be where they belong. Were they?"
+    def zero_grad(self)->bool: # Were they?
+        "Set all gradients to zero if they are known to be where they belong"
         if not self.sure: return False
         for b in self.buckets: b.flat.grad.zero_()
         self.sure = False

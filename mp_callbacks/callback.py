@@ -429,7 +429,7 @@ def _check_bools(**kwargs):
     for k,v in kwargs.items():
         if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
 
-# %% ../nbs/10_callback.ipynb #fb744641
+# %% ../nbs/10_callback.ipynb #af23800f
 class MixedPrecision(PrecisionCallback):
     """Loss scaling and checked steps on float32 weights. With `ModelToHalf`: training in mixed precision
 
@@ -474,9 +474,9 @@ class MixedPrecision(PrecisionCallback):
         finally: _undo()
 
     def _zero_grad(self, opt):
-        known = self._flat is not None and self._flat.zero_grad()
-        if not known: super()._zero_grad(opt)
-        if (half := self._half()) is not None: half.zeroed(None if known else [p for pg in opt.param_lists for p in pg])
+        flat = self._flat is not None and self._flat.zero_grad()
+        if not flat: super()._zero_grad(opt)
+        if (half := self._half()) is not None: half.zeroed([p for pg in opt.param_lists for p in pg], kept=flat)
 
     def _prepare(self, params): return super()._prepare(params if self._flat is None else self._flat.grads(self._trusted()) or params)
 

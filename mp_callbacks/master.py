@@ -281,7 +281,7 @@ def forward_wrappers(
         if output is not None: res.append(ForwardWrapper(m, partial(output_forward, output)))
     return res
 
-# %% ../nbs/03_master.ipynb #811eef97
+# %% ../nbs/03_master.ipynb #3ac03b65
 _unknown,_nothing_zeroed = torch.empty(0),((),()) # in place of a gradient that isn't known to be zero; of all of them
 
 class MasterWeights:
@@ -367,12 +367,13 @@ class MasterWeights:
         for m in self.rnns: m._flat_weights = [getattr(m, n, None) for n in m._flat_weights_names]
 
     def zeroed(self,
-        params=None, # Whose; None: of all, and that nobody has given them others since they were pulled
+        params, # Whose
+        kept:bool=False, # Has nobody given them other gradients since they were pulled?
     ):
         "Be told that gradients have just been set to zero"
-        zero,self._pulled = self._pulled if params is None else (),()
+        zero,self._pulled = self._pulled if kept else (),()
         if len(zero)<len(self.params):
-            ids = {*map(id, self.params if params is None else params)}
+            ids = {*map(id, params)}
             zero = [g if g is not None and id(p) in ids else _unknown for p,g in zip(self.params, map(grad_of, self.params))]
         self._zeroed = zero,[*map(version_of, zero)]
 

@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 __all__ = ['fit_device', 'LeanCallback', 'LoopCallback', 'is_precision', 'PrecisionCallback', 'ModelToHalf', 'check_device',
            'MixedPrecision', 'NativeMixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #69113609
+# %% ../nbs/10_callback.ipynb #37b04537
 import math,re,torch
 from contextlib import contextmanager
 from dataclasses import asdict,replace
@@ -24,9 +24,9 @@ from torch import nn
 
 from .dtypes import as_dtype,cast_tree,half_dtypes,map_tree,supports
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
-from .grads import LateStats,check_clip,prepare_grads,unique,version,zero_grads
+from .grads import LateStats,check_clip,prepare_grads,same_objects,unique,version,zero_grads
 from .master import BufferSnapshot,ForwardWrapper,MasterWeights,effective_policy,half_forward,is_norm
-from .flat import FlatStep,same_objects
+from .flat import FlatStep
 from .compact_masters import CompactMasters,check_master
 
 # %% ../nbs/10_callback.ipynb #f983760f
@@ -37,7 +37,7 @@ def fit_device(learn):
     dev = getattr(learn.dls, 'device', default_device())
     return torch.device(dev) if dev is not None else next(learn.model.parameters(), torch.empty(0)).device
 
-# %% ../nbs/10_callback.ipynb #c26375ef
+# %% ../nbs/10_callback.ipynb #457cd970
 def _has(cb, event_name): return hasattr(type(cb), event_name) or event_name in vars(cb)
 
 class LeanCallback(Callback):
@@ -46,6 +46,11 @@ class LeanCallback(Callback):
         "Call `self.{event_name}` if it's defined"
         if _has(self, event_name): return super().__call__(event_name)
         if event_name=='after_fit': self.run = True
+
+    def __getattr__(self, k):
+        "What isn't here is the learner's; fastai's way there is long"
+        learn = vars(self).get('learn')
+        return vars(learn)[k] if learn is not None and k in vars(learn) else super().__getattr__(k)
 
     def __setattr__(self, name, value):
         "Set an attribute; fastai looks whether one that isn't private hides something in the learner"
@@ -70,7 +75,7 @@ class LoopCallback(LeanCallback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #e10aa7fe
+# %% ../nbs/10_callback.ipynb #568fd289
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -142,9 +147,7 @@ class PrecisionCallback(LoopCallback):
 
     def _zero_grad(self, opt):
         "Do what fastai's `zero_grad` does, for all at once"
-        params = [p for pg in opt.param_lists for p in pg]
-        zero_grads(params)
-        return params
+        zero_grads([p for pg in opt.param_lists for p in pg])
 
     @contextmanager
     def during_batch(self):
@@ -441,12 +444,13 @@ def _check_bools(**kwargs):
     for k,v in kwargs.items():
         if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
 
-# %% ../nbs/10_callback.ipynb #8605dff7
+# %% ../nbs/10_callback.ipynb #ee5a46b1
 class MixedPrecision(PrecisionCallback):
     """Loss scaling and checked steps on float32 weights. With `ModelToHalf`: training in mixed precision
 
     Raises, when it is made, a `ValueError` for arguments out of range; when a fit starts, for a learner it can't train; and when `max_skips` steps in a row were not finite, a `FloatingPointError`."""
     first_scale = 2.**10 # of a step whose gradients are yet to be measured
+    _stateattrs,_flat,_strange = PrecisionCallback._stateattrs+('_flat','_strange'),None,True
 
     def __init__(self,
         loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # The scale if it is not `dynamic`; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
@@ -475,9 +479,10 @@ class MixedPrecision(PrecisionCallback):
     def during_fit(self):
         for cb in self.learn.cbs:
             if isinstance(cb, ModelToHalf): check_master(cb.master, cb.dtype, self.flat_master)
-        flat = FlatStep(self.opt, self.fused) if self.flat_master else None
+        self._flat = flat = FlatStep(self.opt, self.fused) if self.flat_master else None
         def _undo():
             if flat: flat.remove(); flat.release()
+            self._flat,self._strange = None,True
             if (half := self._half()) is not None: half.zeroed([]) # it would keep the gradients alive
         try:
             try:
@@ -487,8 +492,16 @@ class MixedPrecision(PrecisionCallback):
         finally: _undo()
 
     def _zero_grad(self, opt):
-        params = super()._zero_grad(opt)
-        if (half := self._half()) is not None: half.zeroed(params)
+        flat = self._flat is not None and self._flat.zero_grad()
+        if not flat: super()._zero_grad(opt)
+        if (half := self._half()) is not None: half.zeroed([p for pg in opt.param_lists for p in pg], kept=flat)
+
+    def _prepare(self, params): return super()._prepare(params if self._flat is None else self._flat.grads(self._trusted()) or params)
+
+    def _trusted(self):
+        "Are there only callbacks of fastai's and of our own now and have been before the last step, so that only the model's own code can have touched parameters since?"
+        was,self._strange = self._strange,any(type(cb).__module__.split('.')[0] not in ('fastai','mp_callbacks') or type(cb) is Callback for cb in self.learn.cbs)
+        return not was and not self._strange
 
     @property
     def half_dtype(self):

@@ -125,7 +125,7 @@ def _step(x): return 2**17 if x.device.type=='cpu' else 2**22 # as many numbers 
 
 def _slices(x): return [slice(a, min(a+_step(x), len(x))) for a in range(0, len(x), _step(x))]
 
-# %% ../nbs/09_compact_masters.ipynb #4fe4f798
+# %% ../nbs/09_compact_masters.ipynb #a31c6606
 class CompactMasters(MasterWeights):
     """`MasterWeights` that give up the memory of the real weights while the copies are lent for training
 
@@ -200,11 +200,11 @@ class CompactMasters(MasterWeights):
 
     def _clear(self):
         "Take away gradients that are known to be zero. They come back with the weights."
-        for p,(zero,v) in zip(self.params,self._zeroed):
-            if zero is not None and p.grad is zero and version(zero)==v and not p._backward_hooks:
+        for p,zero,v in zip(self.params,*self._zeroed):
+            if p.grad is zero and version(zero)==v and not p._backward_hooks:
                 self.cleared.append(p)
                 p.grad = None
-        self._zeroed = []
+        self._zeroed = (),()
 
     def _views(self, i, flat):
         "The parts of `flat`, the numbers of portion `i`, in the shapes of its parameters"

@@ -27,7 +27,7 @@ from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionC
 from .recorder import PrecisionRecorder
 from .smooth_loss import LossOnDevice,latest_loss
 
-# %% ../nbs/13_learner.ipynb #1e5e8abc
+# %% ../nbs/13_learner.ipynb #e47af107
 _with_events = getattr(Learner._with_events, 'plain', Learner._with_events) # the same after a reload
 
 def _nesting(): torch.autocast_increment_nesting(); return torch.autocast_decrement_nesting()
@@ -42,7 +42,8 @@ def _settle(cms, grad, nesting):
 @wraps(_with_events)
 def _unwinding(self, f, event_type, ex, *args, **kwargs):
     name = f'during_{event_type}'
-    cms = [vars(c)[name](cb) for cb in sorted(self.cbs, key=lambda o: o.order) for c in reversed(type(cb).__mro__) if name in vars(c)]
+    cbs = sorted([cb for cb in self.cbs if hasattr(type(cb), name)], key=lambda o: o.order)
+    cms = [vars(c)[name](cb) for cb in cbs for c in reversed(type(cb).__mro__) if name in vars(c)]
     if not cms: return _with_events(self, f, event_type, ex, *args, **kwargs)
     grad,nesting = torch.is_grad_enabled(),_nesting()
     try:

@@ -11,12 +11,13 @@ __all__ = ['batch_norm_modules', 'norm_modules', 'is_norm', 'kept_modules', 'For
            'convert_network', 'get_master', 'to_master_grads', 'to_model_params', 'test_overflow', 'grad_overflow',
            'copy_clone']
 
-# %% ../nbs/03_master.ipynb #6ae1d617
+# %% ../nbs/03_master.ipynb #a40dc20e
 import re,torch,warnings
 from fnmatch import fnmatchcase
 from functools import lru_cache,partial,update_wrapper
 from html import escape
-from itertools import repeat
+from itertools import compress,repeat
+from operator import is_not
 from typing import NamedTuple
 from fastcore.foundation import L
 from torch import nn
@@ -26,7 +27,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from .dtypes import Policy,as_dtype,cast_tree,get_policy,half_dtypes
-from .grads import foreach_add_,foreach_copy_,foreach_mul,foreach_mul_,unique,version
+from .grads import foreach_add_,foreach_copy_,foreach_mul,foreach_mul_,grad_of,hooks_of,is_sparse,is_trainable,late_hooks_of,same_objects,unique,version_of
 
 # %% ../nbs/03_master.ipynb #068b963a
 batch_norm_modules = (nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d,nn.SyncBatchNorm)
@@ -323,7 +324,9 @@ def forward_wrappers(
         if output is not None: res.append(ForwardWrapper(m, partial(output_forward, output)))
     return res
 
-# %% ../nbs/03_master.ipynb #4e1c68c8
+# %% ../nbs/03_master.ipynb #3300dabf
+_unknown,_nothing_zeroed = torch.empty(0),((),()) # in place of a gradient that isn't known to be zero; of all of them
+
 class MasterWeights:
     """Low-precision copies of the parameters of `model`, to be lent to it while it computes
 
@@ -349,7 +352,7 @@ class MasterWeights:
         self.strides = [p.stride() for p in self.params]
         copy_of = {id(p):c for p,c in zip(self.params,self.copies)}
         self.slots = [(d,n,p,copy_of[id(p)]) for d,n,p in slots]
-        self._zeroed = []
+        self._zeroed,self._pulled = _nothing_zeroed,()
         self.rnns = [m for m in self.modules if isinstance(m, nn.RNNBase)]
         self.wrappers = [*forward_wrappers(self.model, self.device_type, self.dtype, self.keep), ForwardWrapper(self.model, self._forward)]
 
@@ -360,7 +363,7 @@ class MasterWeights:
                 all(p.device==c.device and p.shape==c.shape and p.dtype==torch.float32 and p.stride()==s for p,c,s in zip(self.params,self.copies,self.strides)))
         if not same: self._plan()
 
-    def _in_place(self): return all(d.get(n) is p for d,n,p,_ in self.slots)
+    def _in_place(self): return all([d.get(n) is p for d,n,p,_ in self.slots])
 
     @torch.no_grad()
     def push_weights(self):
@@ -383,6 +386,7 @@ class MasterWeights:
         self._flat_rnns()
 
     def _mirror(self):
+        if [*map(is_trainable, self.params)]==[*map(is_trainable, self.copies)]: return
         for p,c in zip(self.params,self.copies):
             if c.requires_grad!=p.requires_grad: c.requires_grad_(p.requires_grad)
 
@@ -408,35 +412,36 @@ class MasterWeights:
         # A recurrent layer remembers its weights in a list that only its own `__setattr__` keeps up to date, and it has no other name
         for m in self.rnns: m._flat_weights = [getattr(m, n, None) for n in m._flat_weights_names]
 
-    def zeroed(self, params):
-        "Be told that the gradients of `params` have just been set to zero"
-        ids = {id(p) for p in params}
-        self._zeroed = [(p.grad,version(p.grad)) if id(p) in ids else (None,None) for p in self.params]
+    def zeroed(self,
+        params, # Whose
+        kept:bool=False, # Has nobody given them other gradients since they were pulled?
+    ):
+        "Be told that gradients have just been set to zero"
+        zero,self._pulled = self._pulled if kept else (),()
+        if len(zero)<len(self.params):
+            ids = {*map(id, params)}
+            zero = [g if g is not None and id(p) in ids else _unknown for p,g in zip(self.params, map(grad_of, self.params))]
+        self._zeroed = zero,[*map(version_of, zero)]
 
     @torch.no_grad()
     def pull_grads(self):
         "Add the gradients of the copies, in float32, to those of the real parameters, and take them away from the copies"
-        pairs,over,dense,sparse = [],[],[],[]
-        for p,c,(zero,v) in zip(self.params, self.copies, self._zeroed or repeat((None,None))):
-            if (g := c.grad) is None: continue
-            c.grad = None
-            if not p.requires_grad: continue # it has been frozen after the forward pass
-            pairs.append((p,g))
-            if g.is_sparse: sparse.append((p,g.float()))
-            elif zero is not None and p.grad is zero and version(zero)==v and not p._backward_hooks: over.append((zero,g))
-            else: dense.append((p,g))
-        self._zeroed = []
-        if over: foreach_copy_([o for o,_ in over], [g for _,g in over])
-        new = [torch.empty_like(g, dtype=torch.float32) for _,g in dense]
-        if dense: foreach_copy_(new, [g for _,g in dense])
-        new = [(p,_run_hooks(p, g)) for p,g in [*((p,g) for (p,_),g in zip(dense,new)), *sparse]]
-        add = [(p,g) for p,g in new if p.grad is not None]
-        if add: foreach_add_([p.grad for p,_ in add], [g for _,g in add])
-        for p,g in new:
-            if p.grad is None: p.grad = g
-        for p,_ in pairs:
-            if p._post_accumulate_grad_hooks:
-                for h in list(p._post_accumulate_grad_hooks.values()): h(p)
+        params,grads,(zero,versions) = self.params,[*map(grad_of, self.copies)],self._zeroed
+        self._zeroed = _nothing_zeroed
+        for c in self.copies: c.grad = None
+        if not all(map(is_not, grads, repeat(None))) or not all(map(is_trainable, params)): # unused, or it has been frozen
+            usable = [g is not None and p.requires_grad for p,g in zip(params,grads)]
+            params,grads,zero,versions = ([*compress(o, usable)] for o in (params,grads,zero,versions))
+            if not params: return
+        now = [*map(grad_of, params)]
+        known = same_objects(now, zero) and [*map(version_of, zero)]==versions
+        if known and not any(map(hooks_of, params)) and not any(map(is_sparse, grads)):
+            foreach_copy_(now, grads)
+            self._pulled = now
+        else: _add_grads(params, grads)
+        if any(map(late_hooks_of, params)):
+            for p in params:
+                for h in list((p._post_accumulate_grad_hooks or {}).values()): h(p)
 
     def state_dict(self):
         "What a model needs to compute in half precision, and what it needs to go on learning: its state with the copies for the weights, and the `masters` by name"
@@ -464,12 +469,26 @@ class MasterWeights:
 
     def __repr__(self): return f'MasterWeights({len(self.params)} parameters in {str(self.dtype).removeprefix("torch.")}, {len(self.kept)} modules kept float32)'
 
-# %% ../nbs/03_master.ipynb #75a8b63f
+# %% ../nbs/03_master.ipynb #a5fd7b7a
 def _run_hooks(p, g):
     for h in list((p._backward_hooks or {}).values()):
         res = h(g)
         if res is not None: g = res
     return g
+
+def _add_grads(params, grads):
+    dense = [g for g in grads if not g.is_sparse]
+    new = [torch.empty_like(g, dtype=torch.float32) for g in dense]
+    if dense: foreach_copy_(new, dense)
+    if len(dense)<len(grads):
+        rest = iter(new)
+        new = [g.float() if g.is_sparse else next(rest) for g in grads]
+    if any(map(hooks_of, params)): new = [*map(_run_hooks, params, new)]
+    now = [*map(grad_of, params)]
+    add = [(g,o) for g,o in zip(now,new) if g is not None]
+    if add: foreach_add_([g for g,_ in add], [o for _,o in add])
+    for p,g,o in zip(params,now,new):
+        if g is None: p.grad = o
 
 # %% ../nbs/03_master.ipynb #e0dbf2f7
 class ModulePolicy(NamedTuple):

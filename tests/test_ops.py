@@ -1,0 +1,146 @@
+"""What our part of a step asks of PyTorch and of Python does not grow with the number of parameters
+
+Our part is everything but forward, backward and an optimizer that steps on each parameter."""
+import sys
+from collections import Counter
+
+import pytest,torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from learners import *
+from fastai.optimizer import Adam
+
+class Ops(TorchDispatchMode):
+    "Counts operations. One that lays tensors side by side, in C++, may take a view of each."
+    def __init__(self): super().__init__(); self.ops = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if str(func)!='aten.view.default': self.ops[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+class Calls:
+    "Counts calls of functions written in Python"
+    def __init__(self): self.calls = Counter()
+    def __enter__(self): sys.setprofile(self._event)
+    def __exit__(self, *_): sys.setprofile(None)
+    def _event(self, frame, event, arg):
+        if event=='call': self.calls[frame.f_code.co_qualname if hasattr(frame.f_code, 'co_qualname') else frame.f_code.co_name] += 1
+
+class Many(nn.Module):
+    "`n` parameters, all used"
+    def __init__(self, n):
+        super().__init__()
+        self.ps = nn.ParameterList([torch.randn(8) for _ in range(n)])
+    def forward(self, x): return (x*torch.stack([*self.ps]).sum(0)).sum(1, keepdim=True)
+
+events = 'before_batch after_pred after_loss before_backward after_backward before_step after_step after_batch'.split()
+
+def count(n, mode, counter, opt_func=Adam, opt=False, **kwargs):
+    "What `counter` sees of our part of some steps in the middle of a fit; with `opt`, of the optimizer's, too"
+    torch.manual_seed(0)
+    learn = get_learner(Many(n), opt_func=opt_func)
+    modes[mode](learn, **kwargs)
+    learn.create_opt()
+    on = [False]
+    def _watch(obj, name, until=lambda: True):
+        f = getattr(obj, name)
+        def _f(*args, **kwargs):
+            if not on[0] or not until(): return f(*args, **kwargs)
+            with counter: return f(*args, **kwargs)
+        vars(obj)[name] = _f
+    ours = [cb for cb in learn.cbs if isinstance(cb, (ModelToHalf,PrecisionCallback))]
+    for cb in ours:
+        for o in events:
+            if hasattr(type(cb), o): _watch(cb, o)
+    _watch(next(cb for cb in ours if isinstance(cb, PrecisionCallback)), '_zero_grad')
+    if opt: _watch(learn, '_step')
+    steps = iter(range(100))
+    before = learn.one_batch
+    def _one_batch(i, b):
+        on[0] = next(steps)>=4 # the first ones gather
+        before(i, b)
+    learn.one_batch = _one_batch
+    with learn.no_bar(): learn.fit(2)
+    return learn
+
+@pytest.mark.parametrize('mode,kwargs', [('fp16',{}), ('fp16',dict(clip=1.)), ('bf16',{}), ('native_fp16',{}), ('native_bf16',{}), ('alone',{})])
+def test_operations(mode, kwargs):
+    "As many operations for 200 parameters as for 20"
+    few,many = Ops(),Ops()
+    for n,ops in ((20,few),(200,many)): count(n, mode, ops, **kwargs)
+    assert few.ops==many.ops and few.ops.total()
+
+@pytest.mark.parametrize('mode', ['fp16','bf16'])
+def test_operations_flat(mode):
+    "With flat tensors that is true of the optimizer, too"
+    few,many = Ops(),Ops()
+    for n,ops in ((20,few),(200,many)): count(n, mode, ops, opt=True, flat_master=True)
+    assert few.ops==many.ops and few.ops['aten.addcdiv_.default']
+    assert not any('_foreach' in k for k in few.ops if k not in ('aten._foreach_copy_.default',))
+
+@pytest.mark.parametrize('mode,kwargs', [('fp16',{}), ('bf16',{}), ('fp16',dict(flat_master=True)), ('native_bf16',{}), ('alone',{})])
+def test_calls(mode, kwargs):
+    "Nor does a function of ours run for each parameter"
+    few,many = Calls(),Calls()
+    for n,calls in ((20,few),(200,many)): count(n, mode, calls, opt=bool(kwargs), **kwargs)
+    assert few.calls==many.calls and few.calls.total()
+
+class Stranger(Callback):
+    "Not one of fastai's or ours, so everything is looked at"
+    def __init__(self, f=noop): self.f = f
+    def after_batch(self):
+        if self.training: self.f(self.learn)
+
+moves = dict(
+    weight        = lambda p: setattr(p, 'data', p.data*.9),
+    no_gradient   = lambda p: setattr(p, 'grad', None),
+    new_gradient  = lambda p: setattr(p, 'grad', torch.ones_like(p)),
+    moved_gradient= lambda p: setattr(p.grad, 'data', p.grad.data+1.),
+    gradient      = lambda p: p.grad.add_(1.),
+    hook          = lambda p: p.register_hook(lambda g: g*2),
+    late_hook     = lambda p: p.register_post_accumulate_grad_hook(lambda p: setattr(p, 'grad', p.grad*2)),
+    frozen        = lambda p: p.requires_grad_(False))
+
+class Moves(nn.Module):
+    "A model whose own code does something to its real parameters in some batches"
+    def __init__(self, how):
+        super().__init__()
+        self.net,self.n,self.how = mlp(),0,moves[how]
+    def forward(self, x):
+        self.n += 1
+        if self.n in (3,6): self.how(self.real[2])
+        return self.net(x)
+
+def move_state(learn):
+    "What a stranger may do to the optimizer's state"
+    for p in learn.opt.all_params().itemgot(0)[:2]:
+        for k,v in learn.opt.state[p].items():
+            if isinstance(v, torch.Tensor): v.data = v.data*.5
+
+def trained(flat, mode='fp16', model=None, cbs=None, **kwargs):
+    learn = get_learner(model() if model else mlp(), cbs=cbs() if cbs else None)
+    if model: object.__setattr__(learn.model, 'real', [*learn.model.parameters()])
+    modes[mode](learn, flat_master=flat, **kwargs)
+    with learn.no_bar(): learn.fit(2); learn.fit(1)
+    return weights(learn)
+
+@pytest.mark.parametrize('mode', ['fp16','bf16','alone'])
+@pytest.mark.parametrize('kwargs', [{}, *[dict(model=partial(Moves, o)) for o in moves], dict(clip=.1), dict(cbs=lambda: [Stranger()]), dict(cbs=lambda: [Stranger(move_state)]), dict(cbs=lambda: [GradientAccumulation(32)]),
+                                    dict(cbs=lambda: [GradientClip(.1)])], ids=['',*moves,'clip','stranger','state','accumulated','clipped'])
+def test_whoever_looks(mode, kwargs):
+    "The same bits, whether steps are flat or not, and whoever changes what between them"
+    assert all(map(torch.equal, trained(True, mode, **kwargs), trained(False, mode, **kwargs)))
+
+def test_stranger_comes_and_goes():
+    "What a callback has done before it went is seen"
+    def _run(flat):
+        learn = get_learner()
+        learn.to_fp16(flat_master=flat, max_loss_scale=2.**10)
+        class Once(Stranger):
+            def after_batch(self):
+                if self.training and self.train_iter==6: move_state(self.learn); self.learn.remove_cb(self)
+        learn.add_cb(Once())
+        learn.fit(3)
+        return weights(learn)
+    assert all(map(torch.equal, _run(True), _run(False)))

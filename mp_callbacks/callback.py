@@ -75,7 +75,7 @@ class LoopCallback(LeanCallback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #568fd289
+# %% ../nbs/10_callback.ipynb #060c040a
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -237,7 +237,7 @@ class PrecisionCallback(LoopCallback):
                 self._pending is not None and not self._unscaled and self._now[0].device.type in ('cuda','cpu') and all(o.get('fused') for o in inner.param_groups) and
                 not self._scaling.wants_amax and getattr(self._scaling, 'at_min', 'clip')=='clip' and
                 not any(p.requires_grad for p in self._strangers) and not hasattr(self.model, 'reset') and self._snapshot.can_choose(self._now[0].device) and
-                not self._meddlers() and not any(type(cb) is GradientClip or _needs_to_know(cb) for cb in self.learn.cbs))
+                not self._watched() and not any(map(_needs_to_know, self.learn.cbs)))
 
     def _judge(self, params):
         "Let the device decide about this step, and about the scale of the next; False if it can't"
@@ -262,6 +262,10 @@ class PrecisionCallback(LoopCallback):
         if isinstance(self._pending, torch.Tensor): new['_pending'] = scaling.loss_scale
         vars(self).update(new) # all of it or nothing, even if there is an interrupt
         if speak and not stats.finite: self._look_at_inputs(); self._speak(stats)
+
+    def _watched(self):
+        "May anybody else look at the gradients between the check and the step?"
+        return bool(self._meddlers()) or any(type(cb) is GradientClip for cb in self.learn.cbs)
 
     def last_look(self):
         "Skip the step after all if another callback has changed the gradients since they were checked, and not for the better"
@@ -444,7 +448,7 @@ def _check_bools(**kwargs):
     for k,v in kwargs.items():
         if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
 
-# %% ../nbs/10_callback.ipynb #ee5a46b1
+# %% ../nbs/10_callback.ipynb #cd07973d
 class MixedPrecision(PrecisionCallback):
     """Loss scaling and checked steps on float32 weights. With `ModelToHalf`: training in mixed precision
 
@@ -496,7 +500,11 @@ class MixedPrecision(PrecisionCallback):
         if not flat: super()._zero_grad(opt)
         if (half := self._half()) is not None: half.zeroed([p for pg in opt.param_lists for p in pg], kept=flat)
 
-    def _prepare(self, params): return super()._prepare(params if self._flat is None else self._flat.grads(self._trusted()) or params)
+    def _prepare(self, params):
+        if self._flat is not None:
+            trusted = self._trusted()
+            params = self._flat.grads(trusted, trusted and not self._watched()) or params
+        return super()._prepare(params)
 
     def _trusted(self):
         "Are there only callbacks of fastai's and of our own now and have been before the last step, so that only the model's own code can have touched parameters since?"

@@ -167,11 +167,11 @@ def _portions(ps):
         size += p.numel()
     return res
 
-# %% ../nbs/07_flat.ipynb #1f2110c5
+# %% ../nbs/07_flat.ipynb #8a7cc198
 class FlatGrads(GradList):
     "The gradients of `params`, as long as they lie in `buckets`"
     def __init__(self, buckets, params):
-        self.buckets,self.params = buckets,params
+        self.buckets,self.params,self.later = buckets,params,None # `later`: the `FlatStep` that multiplies them on its way
         where = {id(p):i for i,p in enumerate(p for b in buckets for p in b.params)}
         self.order = torch.tensor([where[id(p)] for p in params]) # of the norms, which come by bucket
 
@@ -185,9 +185,11 @@ class FlatGrads(GradList):
 
     @torch.no_grad()
     def mul_(self, mult):
-        for b in self.buckets: b.flat.grad.mul_(mult)
+        if self.later is not None: self.later.mult = torch.full((), mult, device=self.buckets[0].flat.device)
+        else:
+            for b in self.buckets: b.flat.grad.mul_(mult)
 
-# %% ../nbs/07_flat.ipynb #3e848951
+# %% ../nbs/07_flat.ipynb #a028e67a
 class FlatStep:
     "Let the steppers of `opt` work on flat tensors instead of on each parameter"
     def __init__(self,
@@ -267,13 +269,14 @@ class FlatStep:
 
     def grads(self,
         trusted:bool=False, # Is the optimizer's state certain to be what the last step left, and will nobody change anything before the next? Then step and `zero_grad` won't look again.
+        later:bool=False, # Will nobody look at the gradients before the step? Then a compiled one does what `mul_` asks for on its way.
     )->GradList|None: # What `step` would work on; None if something else or something more is to be looked at
         "The flat gradients, to be checked before the step"
-        self.sure = False
+        self.sure,self.mult = False,None
         now = self._steppers() if trusted else self._about()
         if self._grads is None or not same_objects(now, self.about[:len(now)] if trusted else self.about) or self._late_comers(): return
         if not self._grads.in_place(): return
-        self.sure = trusted
+        self.sure,self._grads.later = trusted,self if later and self.fused else None
         return self._grads
 
     @torch.no_grad()

@@ -154,6 +154,23 @@ def test_resume():
         FlatStep(lone, fused=True).step()
     assert torch.equal(lone.param_lists[0][0], whole.param_lists[0][0])
 
+@pytest.mark.parametrize('cb', [None,GradientClip(1e3)], ids=['alone','watched'])
+def test_unscaled_in_the_kernel(cb, monkeypatch, no_compiler):
+    "Unscaling and clipping wait for the step if nobody looks at the gradients before; they are seen after it, and weights are the same"
+    mults = []
+    def spied(self, buckets, mult): mults.append(mult); return own(self, buckets, mult)
+    own = FlatStep._compiled
+    monkeypatch.setattr(FlatStep, '_compiled', spied)
+    def run(fused):
+        torch.manual_seed(1)
+        learn = get_learner(nn.Sequential(nn.Linear(8,2048), nn.ReLU(), nn.Linear(2048,1)), lr=1e-3).to_fp16(flat_master=True, fused=fused, max_loss_scale=2.**10, clip=.5)
+        learn.fit(2, cbs=[] if cb is None else [cb])
+        return learn
+    a,b = run(False),run(True)
+    assert [o is not None for o in mults]==[False,*[cb is None]*7] # before the first step there are no buckets
+    assert apart(a, b)<1e-6 and a.precision_recorder.log.step.equals(b.precision_recorder.log.step) and (a.precision_recorder.log.norm>.5).all()
+    torch.testing.assert_close(*(torch.tensor(o.precision_recorder.log.norm) for o in (a,b)), rtol=1e-4, atol=0)
+
 def test_mult(no_compiler):
     "Gradients are multiplied once, in flat tensors and out of them, compiled or not, and are seen so afterwards"
     for fused in (True,False):

@@ -324,7 +324,7 @@ def forward_wrappers(
         if output is not None: res.append(ForwardWrapper(m, partial(output_forward, output)))
     return res
 
-# %% ../nbs/03_master.ipynb #3300dabf
+# %% ../nbs/03_master.ipynb #5278b66e
 _unknown,_nothing_zeroed = torch.empty(0),((),()) # in place of a gradient that isn't known to be zero; of all of them
 
 class MasterWeights:
@@ -386,8 +386,7 @@ class MasterWeights:
         self._flat_rnns()
 
     def _mirror(self):
-        if [*map(is_trainable, self.params)]==[*map(is_trainable, self.copies)]: return
-        for p,c in zip(self.params,self.copies):
+        for p,c in zip(self.params,self.copies): # one by one: `torch.compile` can follow that
             if c.requires_grad!=p.requires_grad: c.requires_grad_(p.requires_grad)
 
     def _forward(self, forward, /, *args, **kwargs):

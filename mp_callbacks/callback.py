@@ -75,7 +75,7 @@ class LoopCallback(LeanCallback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #060c040a
+# %% ../nbs/10_callback.ipynb #d5b77caa
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -96,7 +96,7 @@ class PrecisionCallback(LoopCallback):
     _snapshot,_strangers,_steps,_skips,clip,look_skips,warn_skips = None,None,0,0,None,8,32
     may_wait = True # may the host learn a step late what the optimizer's own kernel has done, where that can find out by itself?
     _late = None # a `LateStats` that the host has yet to read; the scalings after a good and after a bad step; the scale in force, on the device
-    _stepped = () # the parameters that the last step was for
+    _stepped = () # the parameters that the last step was for, and whose state
     vars().update(_window)
 
     def __init__(self,
@@ -231,12 +231,14 @@ class PrecisionCallback(LoopCallback):
         "Can the optimizer find out by itself whether to step, with nobody else to be told at once?"
         inner = getattr(self.opt, 'opt', None)
         if not (self.may_wait and isinstance(self.opt, OptimWrapper) and getattr(inner, '_step_supports_amp_scaling', False)): return False # which is what `GradScaler` asks for
-        self._now = [p for p in params if p.grad is not None]
+        now = [p for p in params if p.grad is not None]
+        self._now = [inner.state, *(bool(o.get('momentum')) for o in inner.param_groups), *now]
         def _needs_to_know(cb): return not getattr(type(cb), 'may_wait', False) and _has(cb, 'after_cancel_step')
-        return (same_objects(self._now, self._stepped) and len(self._now)>0 and # the first step makes the optimizer's state, and a skipped one would leave it behind
-                self._pending is not None and not self._unscaled and self._now[0].device.type in ('cuda','cpu') and all(o.get('fused') for o in inner.param_groups) and
+        return (same_objects(self._now, self._stepped) and len(now)>0 and # the first step makes the optimizer's state, and a skipped one would leave it behind
+                self._pending is not None and not self._unscaled and now[0].device.type in ('cuda','cpu') and all(o.get('fused') for o in inner.param_groups) and
+                not inner._optimizer_step_pre_hooks and 'step' not in vars(inner) and # which would find gradients that are still scaled
                 not self._scaling.wants_amax and getattr(self._scaling, 'at_min', 'clip')=='clip' and
-                not any(p.requires_grad for p in self._strangers) and not hasattr(self.model, 'reset') and self._snapshot.can_choose(self._now[0].device) and
+                not any(p.requires_grad for p in self._strangers) and not hasattr(self.model, 'reset') and self._snapshot.can_choose(now[0].device) and
                 not self._watched() and not any(map(_needs_to_know, self.learn.cbs)))
 
     def _judge(self, params):
@@ -269,10 +271,10 @@ class PrecisionCallback(LoopCallback):
 
     def last_look(self):
         "Skip the step after all if another callback has changed the gradients since they were checked, and not for the better"
+        if self._judged is None and self._pending is not None and not self._unscaled: self.before_step() # a callback has kept the event from us, as fastai lets StopIteration do
         if self._judged is not None:
             self._armed = self.opt.opt
             return self._judged[0].arm(self._armed)
-        if self._pending is not None and not self._unscaled: self.before_step() # a callback has kept the event from us, as fastai lets StopIteration do
         checked,self._checked = self._checked,() # a reference would keep the gradients alive
         if any(p.grad is not g or version(g)!=v for p,g,v in checked):
             stats = prepare_grads(self._params(), step=self._steps-1)
@@ -327,7 +329,7 @@ class PrecisionCallback(LoopCallback):
         story = (f"{self._skips} steps in a row have been skipped, since step {stats.step+1-self._skips}, because gradients were not finite; the loss scale is {self.loss_scale:g}. "
                  f"The first to overflow on the way back is that of {names[0] if names else 'a parameter outside the model'}. No weight has been changed since. ")
         if self._skips<self.max_skips: return warn(story+f"After {self.max_skips} training will stop.")
-        self._skips = 0
+        vars(self).update(_skips=0, _before=self._before and (*self._before[:2],0)) # whatever is undone after this, they have been counted
         raise FloatingPointError(story+"Look for nan or huge values in the data and for a loss that is not finite; lower the learning rate; name a module that overflows in keep= so that it stays float32; or use to_bf16(), which has the range of float32.")
 
     def precision_state(self):
@@ -448,7 +450,9 @@ def _check_bools(**kwargs):
     for k,v in kwargs.items():
         if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
 
-# %% ../nbs/10_callback.ipynb #cd07973d
+# %% ../nbs/10_callback.ipynb #33692735
+_events = {o for o in vars(event) if o.startswith(('before_','after_'))}
+
 class MixedPrecision(PrecisionCallback):
     """Loss scaling and checked steps on float32 weights. With `ModelToHalf`: training in mixed precision
 
@@ -507,8 +511,9 @@ class MixedPrecision(PrecisionCallback):
         return super()._prepare(params)
 
     def _trusted(self):
-        "Are there only callbacks of fastai's and of our own now and have been before the last step, so that only the model's own code can have touched parameters since?"
-        was,self._strange = self._strange,any(type(cb).__module__.split('.')[0] not in ('fastai','mp_callbacks') or type(cb) is Callback for cb in self.learn.cbs)
+        "Are learner and callbacks fastai's or our own, and were before the last step, so that no other code than the model's can have touched the optimizer's state since?"
+        def _foreign(o): return type(o).__module__.split('.')[0] not in ('fastai','mp_callbacks') or type(o) is Callback
+        was,self._strange = self._strange,_foreign(self.learn) or any(_foreign(cb) or not _events.isdisjoint(vars(cb)) for cb in self.learn.cbs)
         return not was and not self._strange
 
     @property

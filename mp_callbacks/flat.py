@@ -189,7 +189,7 @@ class FlatGrads(GradList):
         else:
             for b in self.buckets: b.flat.grad.mul_(mult)
 
-# %% ../nbs/07_flat.ipynb #a028e67a
+# %% ../nbs/07_flat.ipynb #ed067073
 class FlatStep:
     "Let the steppers of `opt` work on flat tensors instead of on each parameter"
     def __init__(self,
@@ -232,9 +232,8 @@ class FlatStep:
 
     def _about(self):
         "What must be the same objects as when the buckets were made"
-        return [*self._steppers(), *chain(*((None,*pg) for pg in self.opt.param_lists)), *self.opt.state.values()]
-
-    def _steppers(self): return [*self.opt.cbs, *(bool(h.get('beta')) for h in self.opt.hypers)]
+        opt = self.opt
+        return [*opt.cbs, *(bool(h.get('beta')) for h in opt.hypers), *chain(*((None,*pg) for pg in opt.param_lists)), *opt.state.values()]
 
     def _refresh(self):
         if self.sure: return
@@ -273,8 +272,7 @@ class FlatStep:
     )->GradList|None: # What `step` would work on; None if something else or something more is to be looked at
         "The flat gradients, to be checked before the step"
         self.sure,self.mult = False,None
-        now = self._steppers() if trusted else self._about()
-        if self._grads is None or not same_objects(now, self.about[:len(now)] if trusted else self.about) or self._late_comers(): return
+        if self._grads is None or not same_objects(self._about(), self.about) or self._late_comers(): return
         if not self._grads.in_place(): return
         self.sure,self._grads.later = trusted,self if later and self.fused else None
         return self._grads

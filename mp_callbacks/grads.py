@@ -194,7 +194,7 @@ def prepare_grads(
 # %% ../nbs/02_grads.ipynb #450e929a
 found_inf_ = torch._amp_foreach_non_finite_check_and_unscale_ # `GradScaler`'s own check: one kernel, and the result stays on the device
 
-# %% ../nbs/02_grads.ipynb #4ab49bca
+# %% ../nbs/02_grads.ipynb #4ff23c9e
 class LateStats:
     """What one optimizer step saw, known to the device now and to the host when it asks: it has all attributes of `StepStats`, and the first that is read waits for the device
 
@@ -215,11 +215,12 @@ class LateStats:
         idxs,norms = zip(*_norm_parts(grads, torch.float32))
         norms = torch.cat(norms)
         dev = norms.device
-        self.found_inf,self.grad_scale = torch.zeros((), device=dev),None # for the optimizer
-        found_inf_([norms], self.found_inf, torch.ones((), device=dev))
+        def _number(x): return torch.full((), x, dtype=torch.float32, device=dev)
+        self.found_inf,self.grad_scale = _number(0.),None # for the optimizer
+        found_inf_([norms], self.found_inf, _number(1.))
         if clip is not None: self.grad_scale = (scale/(clip/(norms.double().norm()/scale+1e-6)).clamp(max=1.)).float()
-        elif scale!=1:       self.grad_scale = torch.full((), scale, device=dev)
-        host = torch.tensor([0.]).repeat(len(norms))
+        elif scale!=1:       self.grad_scale = _number(scale)
+        host = torch.tensor([torch.nan], dtype=torch.float32).repeat(len(norms))
         if dev.type=='cuda': host = host.pin_memory()
         host.copy_(norms, non_blocking=True)
         self._pending = params,scale,step,[i for o in idxs for i in o],host,_event(dev)
@@ -239,6 +240,8 @@ class LateStats:
         if k in StepStats._fields: return getattr(self.read(), k)
         raise AttributeError(k)
 
+    def __getstate__(self): return dict(known=self.read(), _pending=None) # an event can't be copied or pickled
+
     def arm(self,
         opt, # PyTorch optimizer with a fused kernel
     ):
@@ -255,5 +258,5 @@ class LateStats:
 def _event(device):
     if device.type!='cuda': return None # a CPU has done it already
     res = torch.cuda.Event()
-    res.record()
+    res.record(torch.cuda.current_stream(device)) # its own, which needn't be the current device's
     return res

@@ -13,12 +13,12 @@ import pandas as pd
 
 from .callback import LeanCallback
 
-# %% ../nbs/11_recorder.ipynb #32753850
+# %% ../nbs/11_recorder.ipynb #3dd97ddd
 class PrecisionRecorder(LeanCallback):
     "Remember the loss scale, the gradient norm and the fate of every step"
     order,_cols = 55,('step','scale','norm','finite','skipped')
     may_wait = True # a step may be skipped without `after_cancel_step`: the statistics will tell
-    _stateattrs,_seen,_new,_cancelled = ('_new',),None,None,False
+    _stateattrs,_seen,_new,_cancelled = ('_new','_seen'),None,None,False
 
     def __init__(self): self.rows = []
     def after_cancel_step(self): self._cancelled = True

@@ -144,3 +144,24 @@ def test_stranger_comes_and_goes():
         learn.fit(3)
         return weights(learn)
     assert all(map(torch.equal, _run(True), _run(False)))
+
+class Clears(Learner):
+    "Forgets the optimizer's state between two batches of a fit, without any callback"
+    def one_batch(self, i, b):
+        if self.training and self.train_iter==5: self.opt.clear_state()
+        super().one_batch(i, b)
+
+@pytest.mark.parametrize('how', ['class','instance','hook'])
+def test_state_cleared_by_others(how):
+    "A learner of another class, a function put into a callback of fastai's, a hook of the model's: what they do to the optimizer counts"
+    def _run(flat):
+        learn = get_learner()
+        if how=='class': learn.__class__ = Clears
+        learn.to_bf16(flat_master=flat)
+        def _clear(*_):
+            if learn.training and learn.train_iter==5: learn.opt.clear_state()
+        if how=='instance': object.__setattr__(learn.train_eval, 'before_batch', _clear)
+        if how=='hook': learn.model[0].register_forward_pre_hook(_clear)
+        learn.fit(3)
+        return weights(learn)
+    assert all(map(torch.equal, _run(True), _run(False)))

@@ -48,7 +48,8 @@ def count(n, mode, counter, opt_func=Adam, opt=False, **kwargs):
         def _f(*args, **kwargs):
             if not on[0] or not until(): return f(*args, **kwargs)
             with counter: return f(*args, **kwargs)
-        vars(obj)[name] = _f
+        if not isinstance(obj, Callback): vars(obj)[name] = _f
+        else: object.__setattr__(obj, '__class__', type(type(obj).__name__, (type(obj),), {name:staticmethod(_f), '__module__':type(obj).__module__})) # in the callback itself it would count as somebody else's
     ours = [cb for cb in learn.cbs if isinstance(cb, (ModelToHalf,PrecisionCallback))]
     for cb in ours:
         for o in events:

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from learners import *
 from fastai.optimizer import Adam
+from test_syncs import casts
 
 class Ops(TorchDispatchMode):
     "Counts operations. One that lays tensors side by side, in C++, may take a view of each."
@@ -68,6 +69,7 @@ def count(n, mode, counter, opt_func=Adam, opt=False, **kwargs):
 @pytest.mark.parametrize('mode,kwargs', [('fp16',{}), ('fp16',dict(clip=1.)), ('bf16',{}), ('native_fp16',{}), ('native_bf16',{}), ('alone',{})])
 def test_operations(mode, kwargs):
     "As many operations for 200 parameters as for 20"
+    if not casts(): pytest.skip('PyTorch is too old')
     few,many = Ops(),Ops()
     for n,ops in ((20,few),(200,many)): count(n, mode, ops, **kwargs)
     assert few.ops==many.ops and few.ops.total()
@@ -75,6 +77,7 @@ def test_operations(mode, kwargs):
 @pytest.mark.parametrize('mode', ['fp16','bf16'])
 def test_operations_flat(mode):
     "With flat tensors that is true of the optimizer, too"
+    if not casts(): pytest.skip('PyTorch is too old')
     few,many = Ops(),Ops()
     for n,ops in ((20,few),(200,many)): count(n, mode, ops, opt=True, flat_master=True)
     assert few.ops==many.ops and few.ops['aten.addcdiv_.default']

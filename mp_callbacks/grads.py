@@ -194,7 +194,7 @@ def prepare_grads(
 # %% ../nbs/02_grads.ipynb #450e929a
 found_inf_ = torch._amp_foreach_non_finite_check_and_unscale_ # `GradScaler`'s own check: one kernel, and the result stays on the device
 
-# %% ../nbs/02_grads.ipynb #4ff23c9e
+# %% ../nbs/02_grads.ipynb #962591c7
 class LateStats:
     """What one optimizer step saw, known to the device now and to the host when it asks: it has all attributes of `StepStats`, and the first that is read waits for the device
 
@@ -220,9 +220,7 @@ class LateStats:
         found_inf_([norms], self.found_inf, _number(1.))
         if clip is not None: self.grad_scale = (scale/(clip/(norms.double().norm()/scale+1e-6)).clamp(max=1.)).float()
         elif scale!=1:       self.grad_scale = _number(scale)
-        host = torch.tensor([torch.nan], dtype=torch.float32).repeat(len(norms))
-        if dev.type=='cuda': host = host.pin_memory()
-        host.copy_(norms, non_blocking=True)
+        host = torch.full((len(norms),), torch.nan, dtype=torch.float32, pin_memory=dev.type=='cuda').copy_(norms, non_blocking=True)
         self._pending = params,scale,step,[i for o in idxs for i in o],host,_event(dev)
 
     def read(self)->StepStats: # What `prepare_grads` would have returned
@@ -230,8 +228,8 @@ class LateStats:
         if self.known is None:
             params,scale,step,idxs,host,event = self._pending
             if event is not None: event.synchronize()
-            norms = torch.zeros(len(idxs), dtype=torch.float64)
-            norms[idxs] = host.double()
+            norms = host.double()
+            if idxs!=[*range(len(idxs))]: norms = norms.new_empty(len(idxs)).index_copy_(0, torch.tensor(idxs), norms)
             self.known = _seen(step, scale, norms/scale, params)
         self._pending = None # it would keep gradients' owners and the event alive
         return self.known

@@ -7,7 +7,7 @@ Docs: https://example.github.io/mp_callbacks/learner.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/13_learner.ipynb #2c8fe88f
+# %% ../nbs/13_learner.ipynb #c937f5c9
 import os,torch
 from contextlib import ExitStack,contextmanager
 from functools import cached_property,wraps
@@ -15,15 +15,16 @@ from pathlib import Path
 from warnings import warn
 
 import fastai.callback.channelslast,fastai.callback.fp16 # they change `Learner` when they are imported: let that be over
+from fastai.callback.core import Callback,event
 from fastai.learner import Learner
 from fastai.torch_core import rank_distrib
-from fastcore.basics import patch
+from fastcore.basics import GetAttr,patch
 from fastcore.xtras import join_path_file
 
 from .loss_scale import DynamicLossScale,StaticLossScale
 from .master import check_float32,is_norm,lendable
 from .compact_masters import check_master
-from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback,check_device,fit_device,is_precision
+from .callback import LeanCallback,MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback,check_device,fit_device,is_precision,responds
 from .recorder import PrecisionRecorder
 from .smooth_loss import LossOnDevice,latest_loss
 
@@ -69,6 +70,29 @@ def _looked_over(self):
 
 _looked_over.plain = _step
 Learner._step = _looked_over
+
+# %% ../nbs/13_learner.ipynb #cba0cdcc
+_call,_call_one = getattr(Learner.__call__, 'plain', Learner.__call__),Learner._call_one
+
+def _all_as_usual(learn, event_name):
+    "Must `event_name` be left to fastai?"
+    return (not isinstance(event_name, str) or not hasattr(event, event_name) or responds(learn, event_name) or responds(learn.model, event_name) or
+            type(learn)._call_one is not _call_one or '_call_one' in vars(learn) or not any([isinstance(cb, PrecisionCallback) for cb in learn.cbs]))
+
+def _is_idle(cb, event_name):
+    "Would calling `cb` do nothing?"
+    return event_name!='after_fit' and type(cb).__call__ is Callback.__call__ and type(cb).__getattr__ in (GetAttr.__getattr__,LeanCallback.__getattr__) and not responds(cb, event_name)
+
+@wraps(_call)
+def _call_some(self, event_name):
+    if _all_as_usual(self, event_name): return _call(self, event_name)
+    try:
+        for cb in sorted(self.cbs, key=lambda o: getattr(o, 'order', 0)):
+            if not _is_idle(cb, event_name): cb(event_name)
+    except StopIteration: pass # which ends fastai's own loop, too
+
+_call_some.plain = _call
+Learner.__call__ = _call_some
 
 # %% ../nbs/13_learner.ipynb #97226ecf
 def _check_between_batches(cbs):

@@ -8,9 +8,9 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 __all__ = ['fit_device', 'responds', 'LeanCallback', 'LoopCallback', 'is_precision', 'PrecisionCallback', 'ModelToHalf',
            'check_device', 'MixedPrecision', 'NativeMixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #0674df97
+# %% ../nbs/10_callback.ipynb #41dbe764
 import math,re,torch
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict,replace
 from functools import partial
 from itertools import chain
@@ -77,7 +77,7 @@ class LoopCallback(LeanCallback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #9ca6cac3
+# %% ../nbs/10_callback.ipynb #18c5424f
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -157,8 +157,7 @@ class PrecisionCallback(LoopCallback):
         if self._strangers is None and learn.training and learn.opt is not None:
             mine = {id(p) for p in self._params()}
             self._strangers = [p for p in learn.model.parameters() if id(p) not in mine]
-        device_type = next(learn.model.parameters()).device.type
-        with torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext(): # so that the loss is in float32 whatever was left open
+        with torch.autocast(next(learn.model.parameters()).device.type, enabled=False): # so that the loss is in float32 whatever was left open
             try: yield
             except BaseException as e:
                 _float_state(learn.model)

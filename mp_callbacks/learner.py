@@ -71,13 +71,13 @@ def _looked_over(self):
 _looked_over.plain = _step
 Learner._step = _looked_over
 
-# %% ../nbs/13_learner.ipynb #cba0cdcc
+# %% ../nbs/13_learner.ipynb #4a107242
 _call,_call_one = getattr(Learner.__call__, 'plain', Learner.__call__),Learner._call_one
 
 def _all_as_usual(learn, event_name):
     "Must `event_name` be left to fastai?"
-    return (not isinstance(event_name, str) or not hasattr(event, event_name) or responds(learn, event_name) or responds(learn.model, event_name) or
-            type(learn)._call_one is not _call_one or '_call_one' in vars(learn) or not any([isinstance(cb, PrecisionCallback) for cb in learn.cbs]))
+    return (not any([isinstance(cb, PrecisionCallback) for cb in learn.cbs]) or type(learn)._call_one is not _call_one or '_call_one' in vars(learn) or
+            not isinstance(event_name, str) or not hasattr(event, event_name) or responds(learn, event_name) or responds(learn.model, event_name))
 
 def _is_idle(cb, event_name):
     "Would calling `cb` do nothing?"

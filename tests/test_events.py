@@ -1,0 +1,121 @@
+"The calls of callbacks while a precision is on, against fastai's own: the same ones, in the same order, whatever is done to them"
+from unittest import mock
+
+import pytest
+from fastai.callback.core import event
+from fastai.learner import Learner
+from learners import *
+
+events = [o for o in vars(event) if o.startswith(('before_','after_'))]
+log = []
+pytestmark = pytest.mark.filterwarnings('ignore:float16 on a CPU')
+
+def note(cb, name): log.append((type(cb).__name__,cb.order,name,bool(cb.learn.training) if hasattr(cb.learn, 'training') else None))
+
+class Notes(Callback):
+    "Writes down all its events"
+    def __init__(self, order): self.order = order
+for o in events: setattr(Notes, o, lambda self, o=o: note(self, o))
+
+class Some(Callback):
+    "Only two, the second in the object itself"
+    def __init__(self): self.before_step = lambda: note(self, 'before_step')
+    def before_batch(self): note(self, 'before_batch')
+
+class Catches(Callback):
+    def __call__(self, event_name): note(self, event_name)
+
+class Answers(Callback):
+    "Has every attribute that it is asked for"
+    def __getattr__(self, k):
+        if k in events: return lambda: note(self, k)
+        return super().__getattr__(k)
+
+class Ordered(Callback):
+    "Comes first from the third batch on"
+    order = 70
+    def before_batch(self): note(self, 'before_batch')
+    def after_batch(self):
+        if self.training and self.iter==2: self.order = -70
+
+class Brings(Callback):
+    "Adds a callback in the middle of an event, and removes it in a later one"
+    order = 1
+    def before_batch(self):
+        if self.training and self.iter==2: self.other = Notes(2); self.learn.add_cb(self.other)
+    def after_backward(self):
+        if self.iter==4: self.learn.remove_cb(self.other)
+
+class Rests(Callback):
+    "Does nothing for the rest of the fit"
+    def after_batch(self): note(self, 'after_batch'); self.run = False
+
+class Validates(Callback):
+    run_train = False
+    def after_batch(self): note(self, 'after_batch')
+
+class Stops(Callback):
+    order = 5
+    def before_batch(self):
+        if self.training and self.iter==1: raise StopIteration('asked')
+    def after_loss(self):
+        if self.training and self.iter==3: raise CancelBatchException
+
+class Asked(nn.Module):
+    "A model with a method that is called like an event, which fastai calls for each callback that has none"
+    def __init__(self): super().__init__(); self.inner = mlp()
+    def forward(self, x): return self.inner(x)
+    def after_pred(self): log.append('model')
+
+class Overrides(Learner):
+    def _call_one(self, event_name): log.append(event_name); super()._call_one(event_name)
+
+class Shows(Learner):
+    def before_loss(self): log.append('learner')
+    def after_loss(self): log.append('learner')
+
+def mlp(): return nn.Sequential(nn.Linear(8,4), nn.Linear(4,1))
+
+def seen(call, mode, cbs=(), model=mlp, cls=Learner, then=None):
+    "What is written down in two fits, with events that come by `call`"
+    log.clear()
+    set_seed(0)
+    learn = get_learner(model())
+    learn.__class__ = cls
+    modes[mode](learn)
+    learn.add_cbs([Notes(50), *(o() for o in cbs), Notes(-1), Notes(50)])
+    with mock.patch.object(Learner, '__call__', call), learn.no_bar(), learn.no_logging():
+        for _ in range(2): learn.fit(1)
+        if then: then(learn)
+    return [*log, [p.tolist() for p in learn.model.parameters()]]
+
+@pytest.mark.parametrize('mode', ['bf16','native_bf16','fp16'])
+@pytest.mark.parametrize('case', [dict(), *(dict(cbs=[o]) for o in (Some,Catches,Answers,Ordered,Brings,Rests,Validates,Stops)), dict(cbs=[Brings,Stops,Some,Ordered]), dict(model=Asked), dict(cls=Overrides), dict(cls=Shows),
+                                  dict(then=lambda learn: learn(['before_epoch','after_epoch']))], ids=lambda o: '-'.join(getattr(v, '__name__', None) or '-'.join(c.__name__ for c in v) for v in o.values()) or 'plain')
+def test_same_calls(case, mode):
+    ours,theirs = seen(Learner.__call__, mode, **case),seen(Learner.__call__.plain, mode, **case)
+    assert len(ours)>100 and ours==theirs
+
+def calls_in_vain(learn):
+    "How often in a fit a callback is called that has no method for the event"
+    n,call = 0,Callback.__call__
+    def _count(self, event_name):
+        nonlocal n
+        n += event_name!='after_fit' and not hasattr(type(self), event_name)
+        return call(self, event_name)
+    with mock.patch.object(Callback, '__call__', _count), learn.no_bar(), learn.no_logging(): learn.fit(1)
+    return n
+
+def test_idle_ones_are_not_called():
+    learn = get_learner(mlp()).to_native_bf16()
+    assert calls_in_vain(learn)==0
+    assert calls_in_vain(learn.to_fp32())>100
+
+def test_missing_event():
+    learn = get_learner(mlp()).to_native_bf16()
+    with pytest.raises(Exception, match='missing before_lunch'): learn('before_lunch')
+
+def test_error_names_the_callback():
+    class Fails(Callback):
+        def before_step(self): raise KeyError('lost')
+    with pytest.raises(KeyError, match='Exception occured in `Fails` when calling event `before_step`'): get_learner(mlp()).to_native_bf16().fit(1, cbs=Fails())

@@ -7,7 +7,7 @@ Docs: https://example.github.io/mp_callbacks/smooth_loss.html.md"""
 # %% auto #0
 __all__ = ['LateNumbers', 'DeviceSmoothLoss', 'DeviceAvgLoss', 'latest_loss', 'LossOnDevice']
 
-# %% ../nbs/12_smooth_loss.ipynb #092c2f54
+# %% ../nbs/12_smooth_loss.ipynb #8a411715
 import torch
 from collections import deque
 from contextlib import contextmanager
@@ -18,9 +18,10 @@ from fastai.learner import AvgLoss,AvgSmoothLoss,Metric,Recorder
 from fastai.torch_core import find_bs,to_detach
 from fastcore.basics import noop
 
+from .grads import event_on
 from .callback import LeanCallback,fit_device
 
-# %% ../nbs/12_smooth_loss.ipynb #b3a3e102
+# %% ../nbs/12_smooth_loss.ipynb #81a15c1e
 class LateNumbers:
     "Scalars that a device computes, and that come to the host in order, some time later. What has come is in `ready`: pairs of the scalar and what `put` got with it."
     every = .2 # seconds from one copy to the next, at least
@@ -51,11 +52,8 @@ class LateNumbers:
 
     def _mark(self, device):
         "A function that tells whether `device` has done all that it has been given by now"
-        if device.type=='cpu': return lambda: True
-        mod = torch.get_device_module(device)
-        event = mod.Event()
-        event.record(*([mod.current_stream(device)] if hasattr(mod, 'current_stream') else [])) # its own, which needn't be the current device's
-        return event.query
+        event = event_on(device)
+        return lambda: event is None or event.query()
 
     def _stack(self): return torch.stack([x for x,_ in self.waiting])
     def _receive(self, host):

@@ -189,7 +189,7 @@ class FlatGrads(GradList):
         else:
             for b in self.buckets: b.flat.grad.mul_(mult)
 
-# %% ../nbs/07_flat.ipynb #ed067073
+# %% ../nbs/07_flat.ipynb #22970d67
 class FlatStep:
     "Let the steppers of `opt` work on flat tensors instead of on each parameter"
     def __init__(self,
@@ -310,7 +310,7 @@ class FlatStep:
         try:
             opt.param_lists,opt.state = lists,state
             type(opt).step(opt, closure)
-            for o in scripts: o.run()
+            [*map(_Script.run, scripts)] # a loop would let a tracer's interrupt pass by, see [learner](13_learner.ipynb)
         finally:
             try: self._put_back(*own)
             finally: self._put_back(*own) # an interrupt in the first is the case for a second

@@ -28,7 +28,7 @@ from .callback import LeanCallback,MixedPrecision,ModelToHalf,NativeMixedPrecisi
 from .recorder import PrecisionRecorder
 from .smooth_loss import LossOnDevice,latest_loss
 
-# %% ../nbs/13_learner.ipynb #e47af107
+# %% ../nbs/13_learner.ipynb #826d7eea
 _with_events = getattr(Learner._with_events, 'plain', Learner._with_events) # the same after a reload
 
 def _nesting(): torch.autocast_increment_nesting(); return torch.autocast_decrement_nesting()
@@ -50,7 +50,7 @@ def _unwinding(self, f, event_type, ex, *args, **kwargs):
     try:
         try:
             with ExitStack() as stack:
-                for cm in cms: stack.enter_context(cm)
+                [*map(stack.enter_context, cms)] # no loop: since Python 3.12 what a tracer raises at its end passes by `with` and `finally`
                 return _with_events(self, f, event_type, ex, *args, **kwargs)
         finally: _settle(cms, grad, nesting)
     finally: _settle(cms, grad, nesting) # an interrupt in the first is the case for a second

@@ -7,13 +7,13 @@ Docs: https://example.github.io/mp_callbacks/flat.html.md"""
 # %% auto #0
 __all__ = ['fastai_elementwise', 'is_elementwise', 'check_flat', 'FlatBucket', 'FlatStep']
 
-# %% ../nbs/07_flat.ipynb #d0b4a2a1
+# %% ../nbs/07_flat.ipynb #6f24a5ec
 import torch,traceback
 from functools import cache,partial
 from inspect import ismethoddescriptor
 from itertools import chain,pairwise,repeat
 from numbers import Number,Real
-from operator import getitem,is_not,itemgetter
+from operator import getitem,is_not,itemgetter,methodcaller
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes,is_traceable_wrapper_subclass
 from typing import NamedTuple
@@ -189,7 +189,7 @@ class FlatGrads(GradList):
         else:
             for b in self.buckets: b.flat.grad.mul_(mult)
 
-# %% ../nbs/07_flat.ipynb #22970d67
+# %% ../nbs/07_flat.ipynb #065c7a12
 class FlatStep:
     "Let the steppers of `opt` work on flat tensors instead of on each parameter"
     def __init__(self,
@@ -310,7 +310,7 @@ class FlatStep:
         try:
             opt.param_lists,opt.state = lists,state
             type(opt).step(opt, closure)
-            [*map(_Script.run, scripts)] # a loop would let a tracer's interrupt pass by, see [learner](13_learner.ipynb)
+            [*map(methodcaller('run'), scripts)] # a loop would let a tracer's interrupt pass by, see [learner](13_learner.ipynb)
         finally:
             try: self._put_back(*own)
             finally: self._put_back(*own) # an interrupt in the first is the case for a second

@@ -187,7 +187,7 @@ def test_copied_before_it_is_known(monkeypatch):
     class Event:
         def synchronize(self): pass
         def __reduce__(self): raise TypeError('cannot pickle')
-    monkeypatch.setattr('mp_callbacks.grads._event', lambda device: Event())
+    monkeypatch.setattr('mp_callbacks.grads.event_on', lambda device: Event())
     cb = Copies()
     learn = get_learner(mlp(True), opt_func=fused_adam, lr=1e-3, cbs=cb).to_native_bf16()
     learn.fit(1)

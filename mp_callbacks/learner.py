@@ -258,7 +258,7 @@ Learner.to_channelslast = _to_channelslast_native
 Learner.to_native_fp32 = Learner.to_non_native_fp32 = Learner.to_fp32
 Learner.to_non_native_fp16 = Learner.to_fp16
 
-# %% ../nbs/13_learner.ipynb #97afc499
+# %% ../nbs/13_learner.ipynb #a7fab781
 @contextmanager
 def _own_weights(learn, changed=False):
     "`learn` with its own parameters in its model, even in the middle of a batch; afterwards as it was, but with new copies if the weights have `changed`"
@@ -274,14 +274,18 @@ def _own_weights(learn, changed=False):
                 for c,g in zip(o.copies, grads): c.grad = g
             o.lend()
 
-_create_opt = getattr(Learner.create_opt, 'plain', Learner.create_opt)
+_create_opt,_export = (getattr(f, 'plain', f) for f in (Learner.create_opt,Learner.export))
 
 @wraps(_create_opt)
 def _create_own(self):
     with _own_weights(self): return _create_opt(self)
 
-_create_own.plain = _create_opt
-Learner.create_opt = _create_own
+@wraps(_export)
+def _export_own(self, *args, **kwargs):
+    with _own_weights(self): return _export(self, *args, **kwargs)
+
+_create_own.plain,_export_own.plain = _create_opt,_export
+Learner.create_opt,Learner.export = _create_own,_export_own
 
 # %% ../nbs/13_learner.ipynb #201e20db
 _key = 'mp_callbacks'

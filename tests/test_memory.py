@@ -351,10 +351,10 @@ def test_faults(mode, tmp_path):
 def all_real(learn):
     for p in learn.model.parameters(): assert p.dtype==torch.float32 and p.isfinite().all() and p.untyped_storage().nbytes()==4*p.numel()
 
-@pytest.mark.parametrize('to_fp32', [False,True])
+@pytest.mark.parametrize('then', ['save','export','to_fp32'])
 @each_mode
-def test_no_memory_to_come_back(mode, to_fp32, tmp_path, monkeypatch):
-    "Out of memory while the float32 weights are made again: the next fit, the next save, or `to_fp32`, make them then"
+def test_no_memory_to_come_back(mode, then, tmp_path, monkeypatch):
+    "Out of memory while the float32 weights are made again: the next fit, the next save or export, or `to_fp32`, make them then"
     learn,other = make_learner(mode, tmp_path),make_learner(mode, tmp_path)
     for o in (learn,other): o.fit(1)
     params,want = list(learn.model.parameters()),None
@@ -367,7 +367,10 @@ def test_no_memory_to_come_back(mode, to_fp32, tmp_path, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError): learn.fit(1, cbs=Full())
     monkeypatch.setattr(CompactMasters, '_decoded', own)
     assert learn.model_to_half.masters.given_up
-    if to_fp32: return modes[mode](learn.to_fp32()) and all_real(learn)
+    if then=='to_fp32': return modes[mode](learn.to_fp32()) and all_real(learn)
+    if then=='export':
+        learn.export()
+        return all_real(load_learner(tmp_path/'export.pkl', cpu=False))
     learn.save('mid')
     other.load('mid')
     for o in (learn,other): o.fit(1)

@@ -5,6 +5,7 @@ import argparse,ast,base64,inspect,json,os,re,shutil,sys
 from functools import lru_cache
 from html import escape
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from textwrap import dedent
 
@@ -153,16 +154,21 @@ def param_table(func, d):
     lines = [f'| {" | ".join(o)} |' for o in zip(*cols)]
     return '\n'.join([lines[0], '|---'*len(cols)+'|', *lines[1:]]) if rows else ''
 
+def subject(call, ns):
+    "What a `show_doc` call is about, its name, and the line where it begins"
+    name = ast.unparse(call.args[0])
+    sym = eval(name, ns)
+    func = sym.fget if isinstance(sym, property) else inspect.unwrap(sym)
+    return func,name,inspect.getsourcelines(func)[1]
+
 def symbol_md(call, ns, shown, d):
     "For a `show_doc` call: heading, link to the source, signature, docstring, table of parameters"
-    name = ast.unparse(call.args[0])
-    kw   = {o.arg: ast.literal_eval(o.value) for o in call.keywords}
-    sym,lookup = eval(name, ns),NbdevLookup()
-    func  = sym.fget if isinstance(sym, property) else inspect.unwrap(sym)
+    (func,name,line),lookup = subject(call, ns),NbdevLookup()
+    kw    = {o.arg: ast.literal_eval(o.value) for o in call.keywords}
     title = kw.get('name', name)
     # nbdev's index has links to every method of a class: they need somewhere to lead
     anchors = [name, *(o for o in lookup.syms if o.startswith(f'{name}.') and o not in shown)]
-    source = f'{lookup[name][2]}#L{inspect.getsourcelines(func)[1]}' if isinstance(lookup[name], tuple) else None
+    source = f'{lookup[name][2]}#L{line}' if isinstance(lookup[name], tuple) else None
     res = [d.symbol(title, kw.get('title_level', 3), [o.lower() for o in anchors], source)]
     if not callable(func): return '\n\n'.join([*res, to_dialect(docstring(func), d)])
     res += [f'```python\n{signature(func, title)}\n```', to_dialect(docstring(func), d, [o.name for o in parameters(func)]), param_table(func, d)]
@@ -205,8 +211,10 @@ def convert(fn, d, files):
     calls = {o.id: options(o)[1] for o in nb.cells if o.cell_type=='code'}
     calls = {k: ast.parse(v).body[0].value for k,v in calls.items() if v.startswith('show_doc(')}
     shown = {ast.unparse(o.args[0]) for o in calls.values()}
-    res = []
-    for c in nb.cells:
+    res,cells = [],[]
+    for is_call,run in groupby(nb.cells, key=lambda c: c.id in calls): # nbdev documents what a cell defines from the last to the first
+        cells += sorted(run, key=lambda c: subject(calls[c.id], ns)[-1]) if is_call and d.show_docs else run
+    for c in cells:
         opts,src = options(c)
         if c.cell_type=='markdown' and not src.startswith('<!-- WARNING'): res.append(to_dialect(src, d))
         if c.cell_type!='code': continue

@@ -211,9 +211,10 @@ class PrecisionCallback(LoopCallback):
             if p.grad is None: p.grad = g
             else: p.grad = p.grad/self._pending if g is None else g + p.grad/self._pending
 
-# %% ../nbs/10_callback.ipynb #1b88af9f
+# %% ../nbs/10_callback.ipynb #d8488be2
 @patch
 def before_step(self:PrecisionCallback):
+    "Unscale, measure, check and clip the gradients, and skip the step if they are not finite; or let the device do so"
     self._learn_late(speak=True)
     self._judged,params = None,self._params()
     if self._can_wait(params) and self._judge(params): return
@@ -254,12 +255,15 @@ def last_look(self:PrecisionCallback):
 
 @patch
 def stepped(self:PrecisionCallback):
+    "Be told that the optimizer has made its step"
     late,now = self._judged,self._now
     self._close()
     vars(self).update(_late=late, _stepped=now)
 
 @patch
-def after_step(self:PrecisionCallback): self._close() # it may have been cancelled
+def after_step(self:PrecisionCallback):
+    "Be done with the step, also if another callback has cancelled it"
+    self._close()
 
 # %% ../nbs/10_callback.ipynb #0e89677a
 @patch
@@ -288,7 +292,7 @@ def after_batch(self:PrecisionCallback):
     if math.isfinite(known): self.learn.loss = self.loss.nan_to_num(known, known, known)
     else: smooth.reset() # there was nothing to take its place with
 
-# %% ../nbs/10_callback.ipynb #ba231d04
+# %% ../nbs/10_callback.ipynb #b98590b4
 class LateStep:
     "A step that the device decides about: the host has worked out the scaling after either outcome, and learns later which it was"
     def __init__(self,
@@ -359,7 +363,9 @@ def _learn_late(self:PrecisionCallback, speak=False):
     if speak and not stats.finite: self._look_at_inputs(); self._speak(stats)
 
 @patch
-def after_train(self:PrecisionCallback): self._learn_late(speak=True)
+def after_train(self:PrecisionCallback):
+    "Learn what became of the last step of all"
+    self._learn_late(speak=True)
 
 # %% ../nbs/10_callback.ipynb #f1cea34e
 @patch

@@ -48,6 +48,7 @@ class Lines:
 def test_any_moment(mode, tmp_path):
     "An interrupt before any line, sixty of them: the learner, and the switches of this process, are what they were"
     rng,patient = random.Random(0),Patient(mode, tmp_path)
+    patient.learn.fit(1) # which runs some lines that a later one doesn't
     with Lines() as all_lines: patient.learn.fit(1)
     assert all_lines.n>1000
     for at in sorted(rng.sample(range(all_lines.n), 60)):

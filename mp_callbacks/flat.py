@@ -71,7 +71,7 @@ def _key(p, group, state):
 
 def _alone(p, hyper): return p.device.type=='cpu' and (p.dtype in half_dtypes or bool(hyper.get('beta')))
 
-# %% ../nbs/07_flat.ipynb #6f79275a
+# %% ../nbs/07_flat.ipynb #7fef5d93
 class FlatBucket:
     "Parameters that are stepped on together, with their gradients and their state, side by side in flat tensors"
     def __init__(self,
@@ -109,25 +109,27 @@ class FlatBucket:
         "Let the parameters, their gradients and their state be views from now on"
         for t,v in self.moves: t.data = v
         for p,g in zip(self.params,self.grads): p.grad = g
-        self.moves,self.where = [],self._where()
-        self.starts = self.where[0][:2*len(self.params)]
+        self.moves,self.starts,self.places,self.shapes = [],self._starts(),self._places(),self._shapes()
 
     def _tensors(self): return {k:v for k,v in self.seen.items() if isinstance(v, Tensor)}
 
-    def _where(self):
-        ts = chain(self.params, self.grads, *(self.cols[k] for k in self._tensors()))
-        return [[*map(Tensor.data_ptr, ts)], [*map(Tensor.stride, self.params)], [*map(Tensor.numel, self.params)]]
+    def _starts(self): return [*map(Tensor.data_ptr, chain(self.params, self.grads))]
+    def _places(self): return [*map(Tensor.data_ptr, chain(*(self.cols[k] for k in self._tensors())))]
+    def _shapes(self): return [[*map(Tensor.stride, self.params)], [*map(Tensor.numel, self.params)]]
 
     def in_place(self):
         "Is everything where `attach` and `push_state` left it, and is there a gradient for all or for none?"
         new = not same_objects([*map(grad_of, self.params)], self.grads)
-        if new and len({p.grad is None for p in self.params})==2 or sum(map(len, self.states))!=len(self.cols)*len(self.states): return False
-        try: return all(same_objects([*map(itemgetter(k), self.states)], col) for k,col in self.cols.items()) and self._where()==self.where
+        return not (new and len({p.grad is None for p in self.params})==2) and self._starts()==self.starts and self._shapes()==self.shapes and self._state_in_place()
+
+    def _state_in_place(self):
+        if sum(map(len, self.states))!=len(self.cols)*len(self.states): return False
+        try: return all(same_objects([*map(itemgetter(k), self.states)], col) for k,col in self.cols.items()) and self._places()==self.places
         except KeyError: return False # something else has taken the place of what was there
 
-    def grads_in_place(self):
-        "Are the parameters and all gradients where `attach` left them?"
-        return same_objects([*map(grad_of, self.params)], self.grads) and [*map(Tensor.data_ptr, chain(self.params, self.grads))]==self.starts
+    def all_in_place(self):
+        "Are parameters, state, and a gradient for each where `attach` and `push_state` left them?"
+        return same_objects([*map(grad_of, self.params)], self.grads) and self._starts()==self.starts and self._state_in_place()
 
     def norms(self):
         "The norm of each gradient"
@@ -151,7 +153,7 @@ class FlatBucket:
             col = self._views(v) if isinstance(v, Tensor) else [v]*len(self.params)
             for d,o in zip(self.states,col): d[k] = o
             self.cols[k],self.seen[k] = col,v
-        if any(isinstance(v, Tensor) for v in new.values()): self.where = self._where()
+        if any(isinstance(v, Tensor) for v in new.values()): self.places = self._places()
 
 # %% ../nbs/07_flat.ipynb #d123aba0
 _portion = 2**16 # numbers
@@ -167,7 +169,7 @@ def _portions(ps):
         size += p.numel()
     return res
 
-# %% ../nbs/07_flat.ipynb #8a7cc198
+# %% ../nbs/07_flat.ipynb #24792b2d
 class FlatGrads(GradList):
     "The gradients of `params`, as long as they lie in `buckets`"
     def __init__(self, buckets, params):
@@ -178,7 +180,7 @@ class FlatGrads(GradList):
     @property
     def values(self): return [*map(grad_of, self.params)]
 
-    def in_place(self): return all(b.grads_in_place() for b in self.buckets)
+    def in_place(self): return all(b.all_in_place() for b in self.buckets)
 
     @torch.no_grad()
     def norms(self, amax=False): return super().norms(amax) if amax else torch.cat([b.norms() for b in self.buckets]).cpu().double()[self.order]
@@ -189,7 +191,7 @@ class FlatGrads(GradList):
         else:
             for b in self.buckets: b.flat.grad.mul_(mult)
 
-# %% ../nbs/07_flat.ipynb #065c7a12
+# %% ../nbs/07_flat.ipynb #77af582b
 class FlatStep:
     "Let the steppers of `opt` work on flat tensors instead of on each parameter"
     def __init__(self,
@@ -267,7 +269,7 @@ class FlatStep:
             self._grads = FlatGrads(self.buckets, [p for p in unique(chain(*opt.param_lists)) if id(p) in flat])
 
     def grads(self,
-        trusted:bool=False, # Is the optimizer's state certain to be what the last step left, and will nobody change anything before the next? Then step and `zero_grad` won't look again.
+        trusted:bool=False, # Will nobody put anything else in the place of what there is before `zero_grad`? Then neither it nor the step will look again.
         later:bool=False, # Will nobody look at the gradients before the step? Then a compiled one does what `mul_` asks for on its way.
     )->GradList|None: # What `step` would work on; None if something else or something more is to be looked at
         "The flat gradients, to be checked before the step"

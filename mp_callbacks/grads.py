@@ -194,9 +194,9 @@ def prepare_grads(
 # %% ../nbs/02_grads.ipynb #450e929a
 found_inf_ = torch._amp_foreach_non_finite_check_and_unscale_ # `GradScaler`'s own check: one kernel, and the result stays on the device
 
-# %% ../nbs/02_grads.ipynb #3b7dda70
+# %% ../nbs/02_grads.ipynb #4f283849
 class LateStats:
-    """What one optimizer step saw, known to the device now and to the host when it asks: it has all attributes of `StepStats`, and the first that is read waits for the device
+    """What one optimizer step saw, known to the device now and to the host when it asks: it can be used like a `StepStats`, and whoever does so first waits for the device
 
     The gradients are float32, dense and on one device (`ValueError` for a `clip` that isn't positive, or other gradients). They are left as they are."""
     known = None # the `StepStats`, once they have been read
@@ -235,8 +235,13 @@ class LateStats:
         return self.known
 
     def __getattr__(self, k):
-        if k in StepStats._fields: return getattr(self.read(), k)
+        if k in (*StepStats._fields,'_asdict','_replace'): return getattr(self.read(), k)
         raise AttributeError(k)
+
+    def __iter__(self): return iter(self.read())
+    def __len__(self): return len(StepStats._fields)
+    def __getitem__(self, i): return self.read()[i]
+    def __repr__(self): return repr(self.read())
 
     def __getstate__(self): return dict(known=self.read(), _pending=None) # an event can't be copied or pickled
 

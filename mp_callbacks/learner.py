@@ -7,34 +7,34 @@ Docs: https://example.github.io/mp_callbacks/learner.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/13_learner.ipynb #c937f5c9
-import os,torch
+# %% ../nbs/13_learner.ipynb #ba0ec1ec
+import os,sys,torch
 from contextlib import ExitStack,contextmanager
 from functools import cached_property,wraps
 from pathlib import Path
 from warnings import warn
 
 import fastai.callback.channelslast,fastai.callback.fp16 # they change `Learner` when they are imported: let that be over
-from fastai.callback.core import Callback,event
+from fastai.callback.core import event
 from fastai.learner import Learner
 from fastai.torch_core import rank_distrib
-from fastcore.basics import GetAttr,patch
+from fastcore.basics import patch
 from fastcore.xtras import join_path_file
 
 from .loss_scale import DynamicLossScale,StaticLossScale
 from .master import check_float32,is_norm,lendable
 from .compact_masters import check_master
-from .callback import LeanCallback,MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback,check_device,fit_device,is_precision,responds
+from .callback import LeanCallback,MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback,answers,check_device,fit_device,is_idle,is_precision
 from .recorder import PrecisionRecorder
 from .smooth_loss import LossOnDevice,latest_loss
 
-# %% ../nbs/13_learner.ipynb #826d7eea
+# %% ../nbs/13_learner.ipynb #2f41cfc3
 _with_events = getattr(Learner._with_events, 'plain', Learner._with_events) # the same after a reload
 
 def _nesting(): torch.autocast_increment_nesting(); return torch.autocast_decrement_nesting()
 
 def _settle(cms, grad, nesting):
-    "Leave what an interrupt has left open in the middle of a `with`: a generator would go on when it is collected, in the middle of who knows what"
+    "Leave what an interrupt may have left open in the middle of a `with`: a generator would go on when it is collected, in the middle of who knows what. If nothing is open, nothing happens."
     for cm in reversed(cms):
         if hasattr(cm, 'gen'): cm.gen.close() # what `contextmanager` makes of a generator
     torch.set_grad_enabled(grad)
@@ -43,7 +43,7 @@ def _settle(cms, grad, nesting):
 @wraps(_with_events)
 def _unwinding(self, f, event_type, ex, *args, **kwargs):
     name = f'during_{event_type}'
-    cbs = sorted([cb for cb in self.cbs if hasattr(type(cb), name)], key=lambda o: o.order)
+    cbs = sorted([cb for cb in self.cbs if isinstance(cb, LeanCallback) and hasattr(type(cb), name)], key=lambda o: o.order)
     cms = [vars(c)[name](cb) for cb in cbs for c in reversed(type(cb).__mro__) if name in vars(c)]
     if not cms: return _with_events(self, f, event_type, ex, *args, **kwargs)
     grad,nesting = torch.is_grad_enabled(),_nesting()
@@ -58,12 +58,12 @@ def _unwinding(self, f, event_type, ex, *args, **kwargs):
 _unwinding.plain = _with_events
 Learner._with_events = _unwinding
 
-# %% ../nbs/13_learner.ipynb #3377652a
+# %% ../nbs/13_learner.ipynb #e5306495
 _step = getattr(Learner._step, 'plain', Learner._step)
 
 @wraps(_step)
 def _looked_over(self):
-    cbs = [cb for cb in self.cbs if hasattr(type(cb), 'last_look')]
+    cbs = [cb for cb in self.cbs if isinstance(cb, PrecisionCallback)]
     for cb in cbs: cb.last_look()
     _step(self)
     for cb in cbs: cb.stepped()
@@ -71,28 +71,34 @@ def _looked_over(self):
 _looked_over.plain = _step
 Learner._step = _looked_over
 
-# %% ../nbs/13_learner.ipynb #4a107242
+# %% ../nbs/13_learner.ipynb #6193e6b4
 _call,_call_one = getattr(Learner.__call__, 'plain', Learner.__call__),Learner._call_one
 
 def _all_as_usual(learn, event_name):
     "Must `event_name` be left to fastai?"
     return (not any([isinstance(cb, PrecisionCallback) for cb in learn.cbs]) or type(learn)._call_one is not _call_one or '_call_one' in vars(learn) or
-            not isinstance(event_name, str) or not hasattr(event, event_name) or responds(learn, event_name) or responds(learn.model, event_name))
-
-def _is_idle(cb, event_name):
-    "Would calling `cb` do nothing?"
-    return event_name!='after_fit' and type(cb).__call__ is Callback.__call__ and type(cb).__getattr__ in (GetAttr.__getattr__,LeanCallback.__getattr__) and not responds(cb, event_name)
+            not isinstance(event_name, str) or not hasattr(event, event_name) or answers(learn, event_name))
 
 @wraps(_call)
 def _call_some(self, event_name):
     if _all_as_usual(self, event_name): return _call(self, event_name)
     try:
         for cb in sorted(self.cbs, key=lambda o: getattr(o, 'order', 0)):
-            if not _is_idle(cb, event_name): cb(event_name)
+            if not is_idle(cb, event_name): cb(event_name)
     except StopIteration: pass # which ends fastai's own loop, too
 
 _call_some.plain = _call
 Learner.__call__ = _call_some
+
+# %% ../nbs/13_learner.ipynb #6d01155d
+_loop = {o:getattr(Learner, o) for o in ('__call__','_call_one','_with_events','one_batch','_do_one_batch','_do_grad_opt','_step')}
+_as_it_came = all(getattr(getattr(f, 'plain', f), '__code__', _call.__code__).co_filename==sys.modules['fastai.learner'].__file__ for f in _loop.values()) # or had somebody changed it before us?
+
+@patch
+def _only_known(self:PrecisionCallback):
+    "Is no code but fastai's and ours between the check and the step, leaving callbacks aside?"
+    def _known(k, f): now = getattr(self.learn, k); return getattr(now, '__func__', None) is f or getattr(now, 'may_be_late', False)
+    return _as_it_came and all(_known(k, f) for k,f in _loop.items())
 
 # %% ../nbs/13_learner.ipynb #97226ecf
 def _check_between_batches(cbs):

@@ -17,7 +17,7 @@ from .callback import LeanCallback
 class PrecisionRecorder(LeanCallback):
     "Remember the loss scale, the gradient norm and the fate of every step"
     order,_cols = 55,('step','scale','norm','finite','skipped')
-    may_wait = True # a step may be skipped without `after_cancel_step`: the statistics will tell
+    may_be_late = True # a step may be skipped without `after_cancel_step`: the statistics will tell
     _stateattrs,_seen,_new,_cancelled = ('_new','_seen'),None,None,False
 
     def __init__(self): self.rows = []

@@ -225,7 +225,7 @@ def test_recorder_does_not_wait(mode):
     theirs = [o for o in audit.syncs if o.callback.endswith(('Recorder','Progress','ProgressCallback')) and o.callback!='PrecisionRecorder']
     assert len(theirs)<=1+2*3, audit
 
-class CountSyncs(Callback):
+class CountSyncs(LeanCallback):
     "Syncs in each training batch: with the data on the device, those of fastai and ours"
     order = -200
     def before_fit(self): self.counts = []
@@ -263,7 +263,7 @@ def test_late_is_the_same(mode):
     res = []
     for may in (False,True):
         learn = getattr(get_learner(cbs=Spoil(), opt_func=lambda ps,**kw: OptimWrapper(ps, torch.optim.Adam, fused=True, **kw)), mode)()
-        learn.mixed_precision.may_wait = may
+        learn.mixed_precision.may_be_late = may
         with torch.backends.cudnn.flags(deterministic=True): learn.fit(2)
         res.append(learn)
     a,b = res
@@ -286,7 +286,7 @@ def test_auditor_hears_the_debug_mode():
 
 @pytest.mark.parametrize('mode', modes)
 def test_auditor_names_the_one_sync_of_ours(mode):
-    class Steps(Callback):
+    class Steps(LeanCallback):
         order = -200
         @contextmanager
         def during_batch(self):

@@ -1,4 +1,5 @@
 "The calls of callbacks while a precision is on, against fastai's own: the same ones, in the same order, whatever is done to them"
+import sys
 from unittest import mock
 
 import pytest
@@ -67,6 +68,22 @@ class Asked(nn.Module):
     def forward(self, x): return self.inner(x)
     def after_pred(self): log.append('model')
 
+class Answering(Asked):
+    "A model that finds attributes in its own way"
+    after_pred = property() # not that one
+    def __getattr__(self, k):
+        if k=='after_loss': return lambda: log.append('model')
+        return super().__getattr__(k)
+
+class Delegates(Callback):
+    "Looks for events in an object of its own"
+    _default = 'inner'
+    def __init__(self): self.inner = Other()
+class Other:
+    def __getattr__(self, k):
+        if k in events: return lambda: log.append(k)
+        raise AttributeError(k)
+
 class Overrides(Learner):
     def _call_one(self, event_name): log.append(event_name); super()._call_one(event_name)
 
@@ -90,7 +107,7 @@ def seen(call, mode, cbs=(), model=mlp, cls=Learner, then=None):
     return [*log, [p.tolist() for p in learn.model.parameters()]]
 
 @pytest.mark.parametrize('mode', ['bf16','native_bf16','fp16'])
-@pytest.mark.parametrize('case', [dict(), *(dict(cbs=[o]) for o in (Some,Catches,Answers,Ordered,Brings,Rests,Validates,Stops)), dict(cbs=[Brings,Stops,Some,Ordered]), dict(model=Asked), dict(cls=Overrides), dict(cls=Shows),
+@pytest.mark.parametrize('case', [dict(), *(dict(cbs=[o]) for o in (Some,Catches,Answers,Delegates,Ordered,Brings,Rests,Validates,Stops)), dict(cbs=[Brings,Stops,Some,Ordered]), dict(model=Asked), dict(model=Answering), dict(cls=Overrides), dict(cls=Shows),
                                   dict(then=lambda learn: learn(['before_epoch','after_epoch']))], ids=lambda o: '-'.join(getattr(v, '__name__', None) or '-'.join(c.__name__ for c in v) for v in o.values()) or 'plain')
 def test_same_calls(case, mode):
     ours,theirs = seen(Learner.__call__, mode, **case),seen(Learner.__call__.plain, mode, **case)
@@ -98,18 +115,45 @@ def test_same_calls(case, mode):
 
 def calls_in_vain(learn):
     "How often in a fit a callback is called that has no method for the event"
-    n,call = 0,Callback.__call__
-    def _count(self, event_name):
+    n = 0
+    def _count(frame, kind, _): # `Callback.__call__` itself can't be replaced: that is a reason to call all
         nonlocal n
-        n += event_name!='after_fit' and not hasattr(type(self), event_name)
-        return call(self, event_name)
-    with mock.patch.object(Callback, '__call__', _count), learn.no_bar(), learn.no_logging(): learn.fit(1)
+        if kind!='call' or frame.f_code is not Callback.__call__.__code__: return
+        name = frame.f_locals['event_name']
+        n += name!='after_fit' and not hasattr(type(frame.f_locals['self']), name)
+    with learn.no_bar(), learn.no_logging():
+        sys.setprofile(_count)
+        try: learn.fit(1)
+        finally: sys.setprofile(None)
     return n
 
 def test_idle_ones_are_not_called():
     learn = get_learner(mlp()).to_native_bf16()
     assert calls_in_vain(learn)==0
     assert calls_in_vain(learn.to_fp32())>100
+
+def test_all_calls_are_watched():
+    "Who replaces `Callback.__call__`, to watch, sees each call"
+    def watched(mode):
+        n,call = [],Callback.__call__
+        def _count(self, event_name): n.append(event_name); return call(self, event_name)
+        learn = modes[mode](get_learner(mlp())) if mode else get_learner(mlp())
+        learn.add_cb(Notes(3))
+        with mock.patch.object(Callback, '__call__', _count), learn.no_bar(), learn.no_logging(): learn.fit(1)
+        return [n.count(o)/len(learn.cbs) for o in ('before_batch','before_step','after_pred')]
+    assert watched('native_bf16')==watched(None)
+
+def test_names_that_are_ours_alone():
+    "A callback that isn't ours may have a `during_fit` or a `last_look` of its own, in any precision"
+    class Own(Callback):
+        during_epoch = 3
+        def during_fit(self): return 1
+        def during_batch(self): return 1
+        def last_look(self): return 1
+    for mode in (None,'fp16','native_bf16'):
+        learn = get_learner(mlp(), cbs=Own())
+        if mode: modes[mode](learn)
+        learn.fit(1)
 
 def test_missing_event():
     learn = get_learner(mlp()).to_native_bf16()

@@ -171,6 +171,22 @@ def test_unscaled_in_the_kernel(cb, monkeypatch, no_compiler):
     assert apart(a, b)<1e-6 and a.precision_recorder.log.step.equals(b.precision_recorder.log.step) and (a.precision_recorder.log.norm>.5).all()
     torch.testing.assert_close(*(torch.tensor(o.precision_recorder.log.norm) for o in (a,b)), rtol=1e-4, atol=0)
 
+@pytest.mark.parametrize('kind', [dict(flat_master=True),dict(fused=True)], ids=str)
+def test_own_step_of_a_learner(kind, no_compiler):
+    "It finds the gradients unscaled, and what it puts in their place is stepped on"
+    ends,seen = [],[]
+    for kwargs in ({},kind):
+        learn = get_learner(wide()).to_fp16(512, dynamic=False, **kwargs)
+        own,norms = learn._step,[]
+        def _step():
+            norms.append(learn.model[0].weight.grad.norm().item())
+            learn.model[0].weight.grad = learn.model[0].weight.grad*.5
+            own()
+        learn._step = _step
+        learn.fit(2)
+        ends.append(weights(learn)); seen.append(norms)
+    assert seen[1]==pytest.approx(seen[0], rel=1e-6) and len(seen[0])==8 and (flat(ends[1])-flat(ends[0])).norm()<1e-5*flat(ends[0]).norm()
+
 def test_mult(no_compiler):
     "Gradients are multiplied once, in flat tensors and out of them, compiled or not, and are seen so afterwards"
     for fused in (True,False):

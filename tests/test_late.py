@@ -1,8 +1,10 @@
 """A fused optimizer that finds out by itself whether to step, and a host that learns it a step late: everything is, to the bit, as if the host had waited"""
-import pickle
+import gc,os,pickle,subprocess,sys,weakref
+from pathlib import Path
 
 import pytest
 from fastai.callback.training import GradientAccumulation,GradientClip
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mp_callbacks.grads import LateStats
 from faults import *
 from faults import fused_adam
@@ -31,7 +33,7 @@ def twins(mode, cbs=(), n=1, opt='adam', **kwargs):
     for may in (False,True):
         learn = get_learner(mlp(True), opt_func=optimizers[opt], lr=1e-3, **kwargs)
         late_modes[mode](learn)
-        learn.mixed_precision.may_wait = may
+        learn.mixed_precision.may_be_late = may
         for _ in range(n): learn.fit(2, cbs=[cb() for cb in cbs])
         res.append(learn)
     return res
@@ -60,7 +62,7 @@ def test_about_the_same(mode):
     res = []
     for may in (False,True):
         mode(learn := get_learner(mlp(True), opt_func=fused_adam, lr=1e-3))
-        learn.mixed_precision.may_wait = may
+        learn.mixed_precision.may_be_late = may
         learn.fit(2, cbs=Spoil((3,)))
         res.append(learn)
     a,b = res
@@ -103,7 +105,7 @@ def test_with_the_loss_on_the_device():
     res = []
     for may in (False,True):
         learn = get_learner(mlp(True), opt_func=fused_adam, lr=1e-3).to_native_fp16(2.**12, growth_interval=3, loss_on_device=may)
-        learn.mixed_precision.may_wait = may
+        learn.mixed_precision.may_be_late = may
         learn.fit(2, cbs=Spoil((1,2,7)))
         learn.fit(1, cbs=Spoil((0,)))
         res.append(learn)
@@ -122,7 +124,7 @@ def test_max_skips(mode):
     for may in (False,True):
         learn = get_learner(mlp(True), opt_func=fused_adam, lr=1e-3)
         learn.to_native_fp16(max_skips=5) if mode=='native_fp16' else learn.to_fp16(headroom=None, max_loss_scale=2.**12, max_skips=5)
-        learn.mixed_precision.may_wait = may
+        learn.mixed_precision.may_be_late = may
         learn.fit(1)
         after = flat(weights(learn))
         with pytest.raises(FloatingPointError) as e: learn.fit(3, cbs=Spoil(range(100)))
@@ -171,11 +173,214 @@ def test_hooks_of_the_optimizer():
     norms = []
     for may in (False,True):
         learn = get_learner(mlp(True), opt_func=fused_adam, lr=1e-3).to_native_fp16(2.**10)
-        learn.mixed_precision.may_wait = may
+        learn.mixed_precision.may_be_late = may
         learn.create_opt()
         learn.opt.opt.register_step_pre_hook(lambda opt,*_: norms.append(opt.param_groups[0]['params'][0].grad.norm().item()))
         learn.fit(1)
     assert len(norms)==8 and norms[:4]==norms[4:]
+
+def clipped(params):
+    "What a user may do between the check and the kernel"
+    params = list(params)
+    seen.append(nn.utils.clip_grad_norm_(params, .1).item())
+
+def own_wrapper(learn):
+    class Own(OptimWrapper):
+        def step(self, closure=None): clipped(learn.model.parameters()); self.opt.step(closure)
+    learn.opt.__class__ = Own
+def own_step_of_wrapper(learn): learn.opt.step = lambda *a: (clipped(learn.model.parameters()), learn.opt.opt.step())
+def own_optimizer(learn):
+    class Own(type(learn.opt.opt)):
+        def step(self, closure=None): clipped(learn.model.parameters()); return super().step(closure)
+    learn.opt.opt.__class__ = Own
+def own_learner(learn):
+    class Own(Learner):
+        def _step(self): clipped(self.model.parameters()); super()._step()
+    learn.__class__ = Own
+def sometimes(learn):
+    class Own(Learner):
+        def _step(self): super()._step() if self.iter%2 else self.opt.step()
+    learn.__class__ = Own
+def own_loop(learn):
+    class Own(Learner):
+        def _do_grad_opt(self):
+            self._with_events(self._backward, 'backward', CancelBackwardException)
+            def _clipped_step(): clipped(self.model.parameters()); self._step()
+            self._with_events(_clipped_step, 'step', CancelStepException)
+            self.opt.zero_grad()
+    learn.__class__ = Own
+def own_call(learn):
+    class Own(Learner):
+        def _call_one(self, event_name):
+            super()._call_one(event_name)
+            if event_name=='before_step': clipped(self.model.parameters())
+    learn.__class__ = Own
+def own_events(learn):
+    class Own(Learner):
+        def __call__(self, event_name):
+            super().__call__(event_name)
+            if event_name=='before_step': clipped(self.model.parameters())
+    learn.__class__ = Own
+def own_with(learn):
+    plain = learn._with_events
+    def _clipped(f, *args, **kwargs): plain((lambda: (clipped(learn.model.parameters()), f())) if args[0]=='step' else f, *args, **kwargs)
+    learn._with_events = _clipped
+def own_batch(learn):
+    plain = learn._do_one_batch
+    def _batch():
+        if not learn.training: return plain()
+        learn.pred = learn.model(*learn.xb)
+        learn('after_pred')
+        learn.loss_grad = learn.loss_func(learn.pred.float(), *learn.yb)
+        learn.loss = learn.loss_grad.clone()
+        learn('after_loss')
+        learn._with_events(learn._backward, 'backward', CancelBackwardException)
+        def _clipped_step(): clipped(learn.model.parameters()); learn._step()
+        learn._with_events(_clipped_step, 'step', CancelStepException)
+        learn.opt.zero_grad()
+    learn._do_one_batch = _batch
+class OwnWrapper(OptimWrapper):
+    def __getattr__(self, k): return (lambda *a: (clipped(p for pg in self.opt.param_groups for p in pg['params']), self.opt.step())) if k=='step' else super().__getattr__(k)
+def answering_wrapper(learn): learn.opt.__class__ = OwnWrapper
+def counting_hook(learn): learn.opt.opt.register_step_post_hook(lambda *_: seen.append(next(learn.model.parameters()).grad.norm().item()))
+def own_step(learn):
+    plain = learn._step
+    learn._step = lambda: (clipped(learn.model.parameters()), plain())
+def learners_event(learn):
+    class Own(Learner):
+        def before_step(self): clipped(self.model.parameters())
+    learn.__class__ = Own
+def models_event(learn): learn.model.before_step = lambda: clipped(learn.model.parameters())
+class Catches(Callback):
+    order = 20
+    def __call__(self, event_name):
+        if event_name=='before_step': clipped(self.model.parameters())
+class Answers(Callback):
+    order = 20
+    def __getattr__(self, k):
+        if k=='before_step': return lambda: clipped(self.model.parameters())
+        return super().__getattr__(k)
+def catches(learn): learn.add_cb(Catches())
+def answers(learn): learn.add_cb(Answers())
+def clock(learn):
+    plain = learn._step
+    def _timed(): seen.append(0); plain()
+    _timed.may_be_late,learn._step = True,_timed
+
+@pytest.mark.parametrize('between', [own_wrapper,own_step_of_wrapper,answering_wrapper,own_optimizer,counting_hook,own_learner,sometimes,own_loop,own_call,own_events,own_with,own_batch,own_step,learners_event,models_event,catches,answers,clock], ids=lambda o: o.__name__)
+@pytest.mark.parametrize('opt', ['adam','momentum'])
+def test_code_in_between(between, opt):
+    "It finds unscaled gradients, and nothing steps on others; only a clock that says so doesn't make the host wait"
+    global seen
+    ends = []
+    for may in (False,True):
+        seen = []
+        learn = get_learner(mlp(True), opt_func=optimizers[opt], lr=1e-3).to_native_fp16(2.**10)
+        learn.mixed_precision.may_be_late = may
+        learn.fit(1)
+        between(learn)
+        learn.fit(2, cbs=Spoil((6,)))
+        ends.append((learn, seen))
+    (a,in_a),(b,in_b) = ends
+    check(a, b)
+    assert skipped(b)==1 and was_late(b)==(between is clock)
+    if between is clock: assert len(in_b)==8
+    elif between is not sometimes: assert repr(in_a)==repr(in_b) and len(in_a)>=7 # nan is not nan
+
+def test_hooks_of_all_optimizers():
+    norms = []
+    hook = register_optimizer_step_pre_hook(lambda opt,*_: norms.append(opt.param_groups[0]['params'][0].grad.norm().item()))
+    try: a,b = twins('native_fp16')
+    finally: hook.remove()
+    check(a, b)
+    assert len(norms)==16 and norms[:8]==norms[8:] and not was_late(b)
+
+def test_patched_before_us():
+    "Who changes fastai's loop before this package is imported is between check and step as well"
+    code = """if True:
+        import sys,warnings
+        warnings.simplefilter('ignore')
+        import torch
+        from fastai.basics import *
+        own = Learner._step
+        def _step(self): seen.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), .1).item()); own(self)
+        Learner._step = _step
+        from learners import *
+        from mp_callbacks.grads import LateStats
+        def fused(ps, **kw): return OptimWrapper(ps, torch.optim.SGD, fused=True, **kw)
+        ends = []
+        for may in (False,True):
+            seen = []
+            learn = get_learner(opt_func=fused).to_native_fp16(2.**10)
+            learn.mixed_precision.may_be_late = may
+            learn.fit(1)
+            ends.append(seen)
+        assert ends[0]==ends[1] and len(seen)==4 and not isinstance(learn.step_stats, LateStats), ends
+        """
+    subprocess.run([sys.executable, '-c', code], cwd=Path(__file__).parent, env={**os.environ, 'PYTHONPATH':os.pathsep.join(sys.path)}, check=True)
+
+class Mine(PrecisionRecorder):
+    "A subclass of one of ours that can be late, which can't"
+    def after_cancel_step(self): heard.append(self.step_stats.step)
+
+@pytest.mark.parametrize('says', [False,True])
+def test_subclass_must_know(says):
+    global heard
+    ends = []
+    for may in (False,True):
+        heard = []
+        learn = get_learner(mlp(True), opt_func=fused_adam, lr=1e-3).to_native_fp16(2.**10)
+        learn.mixed_precision.may_be_late = may
+        learn.add_cb(type('Says', (Mine,), dict(may_be_late=True))() if says else Mine())
+        learn.fit(1, cbs=Spoil((2,)))
+        ends.append(heard)
+    assert ends==[[2],[] if says else [2]] and was_late(learn)==says
+
+def test_callback_without_order():
+    class Duck:
+        name,learn = 'duck',None
+        def __call__(self, event_name): pass
+    for mode in ('native_fp16','bf16'): late_modes[mode](get_learner(opt_func=fused_adam)).fit(1, cbs=[Duck()])
+
+class Clears(Callback):
+    "Clears the optimizer's state, in place"
+    order = 90
+    def after_batch(self):
+        if self.training and self.iter==1: self.forget(self.opt.opt.state)
+
+@pytest.mark.parametrize('forget', [lambda state: state.clear(), lambda state: [o.clear() for o in state.values()]], ids=['all','each'])
+@pytest.mark.parametrize('opt', optimizers)
+def test_forgotten_state(opt, forget):
+    "What would be made anew by a step that is skipped is waited for: a momentum would be of whatever was in memory"
+    def cb(): cb = Clears(); cb.forget = forget; return cb
+    a,b = twins('native_fp16', [cb, partial(Spoil, (2,))], opt=opt)
+    check(a, b)
+    assert skipped(b)==1
+
+def test_frees_the_state():
+    "After a fit nothing of ours keeps the optimizer's state"
+    learn = twins('native_fp16')[1]
+    state = weakref.ref(next(iter(learn.opt.opt.state.values()))['exp_avg'])
+    learn.opt = None
+    gc.collect()
+    assert state() is None
+
+class CopiesAll(Callback):
+    order = 90
+    def after_batch(self):
+        if self.training and self.epoch==0 and self.iter==2:
+            cb = self.learn.mixed_precision
+            learn,cb.learn = cb.learn,None
+            try: self.copy = pickle.loads(pickle.dumps(cb))
+            finally: cb.learn = learn
+
+def test_copied_callback():
+    "It knows what became of the last step"
+    cbs = [CopiesAll(),CopiesAll()]
+    it = iter(cbs)
+    check(*twins('native_fp16', [partial(Spoil, (2,)), lambda: next(it)]))
+    a,b = [(o.copy.loss_scale,o.copy._skips,o.copy._steps) for o in cbs]
+    assert a==b==(2.**9,1,3)
 
 class Copies(Callback):
     order = 90
@@ -222,7 +427,7 @@ def test_saved_before_it_is_known(tmp_path):
         late_modes['growing'](learn)
         learn.load('here')
         assert learn.mixed_precision.precision_state()['skips']==1
-        learn.mixed_precision.may_wait = may
+        learn.mixed_precision.may_be_late = may
         learn.fit(1)
         files.append(learn)
     check(*files)
@@ -243,7 +448,7 @@ def test_faults(place, tmp_path):
         ends = []
         for may in (False,True):
             patient = Patient('native_fp16_late', tmp_path)
-            patient.learn.mixed_precision.may_wait = patient.twin.mixed_precision.may_wait = may
+            patient.learn.mixed_precision.may_be_late = patient.twin.mixed_precision.may_be_late = may
             patient.learn.add_cb(spoil := Spoil((1,)))
             fault,out = patient.suffer(name, place)
             patient.learn.remove_cb(spoil)

@@ -50,6 +50,7 @@ def count(n, mode, counter, opt_func=Adam, opt=False, **kwargs):
         def _f(*args, **kwargs):
             if not on[0] or not until(): return f(*args, **kwargs)
             with counter: return f(*args, **kwargs)
+        _f.may_be_late = True # it counts, and changes nothing
         if not isinstance(obj, Callback): vars(obj)[name] = _f
         else: object.__setattr__(obj, '__class__', type(type(obj).__name__, (type(obj),), {name:staticmethod(_f), '__module__':type(obj).__module__})) # in the callback itself it would count as somebody else's
     ours = [cb for cb in learn.cbs if isinstance(cb, (ModelToHalf,PrecisionCallback))]
@@ -63,7 +64,7 @@ def count(n, mode, counter, opt_func=Adam, opt=False, **kwargs):
     def _one_batch(i, b):
         on[0] = next(steps)>=4 # the first ones gather
         before(i, b)
-    learn.one_batch = _one_batch
+    _one_batch.may_be_late,learn.one_batch = True,_one_batch
     with learn.no_bar(): learn.fit(2)
     return learn
 
@@ -170,3 +171,50 @@ def test_state_cleared_by_others(how):
         learn.fit(3)
         return weights(learn)
     assert all(map(torch.equal, _run(True), _run(False)))
+
+def by_metric(learn, f): learn.metrics = [lambda *_: (f(), 0.)[1]]
+def by_loss(learn, f): own = learn.loss_func; learn.loss_func = lambda *args: (f(), own(*args))[1]
+def by_hook(learn, f): learn.model.register_forward_hook(lambda *_: f())
+def by_batch(learn, f): own = learn.one_batch; learn.one_batch = lambda *args: (f(), own(*args))[1]
+def by_step(learn, f): own = learn._step; learn._step = lambda: (f(), own())[1]
+def by_model(learn, f): learn.model.before_step = f
+def by_calls(learn, f):
+    class Own(Learner):
+        def _call_one(self, event_name):
+            super()._call_one(event_name)
+            if event_name=='before_step': f()
+    learn.__class__ = Own
+def by_callback(learn, f): learn.add_cb(Callback(before_step=lambda _: f()))
+
+@pytest.mark.parametrize('move', [False,True], ids=['replaced','moved'])
+@pytest.mark.parametrize('how', [by_metric,by_loss,by_hook,by_batch,by_step,by_model,by_calls,by_callback])
+def test_others_replace_the_state(how, move):
+    "Tensors, or their memory, wherever that code is"
+    ends = []
+    for flat_master in (False,True):
+        learn = get_learner().to_bf16(flat_master=flat_master)
+        def reset():
+            for s in learn.opt.state.values():
+                if 'grad_avg' not in s: continue
+                if move: s['grad_avg'].data = torch.ones_like(s['grad_avg'])
+                else:    s['grad_avg'] = torch.ones_like(s['grad_avg'])
+        how(learn, reset)
+        learn.fit(3)
+        ends.append(weights(learn))
+    assert all(map(torch.equal, *ends)) and flat(ends[0]).isfinite().all()
+
+@pytest.mark.parametrize('event', ['before_step','after_step'])
+@pytest.mark.parametrize('who', ['learn','model','patched'])
+def test_others_replace_gradients_once(who, event, monkeypatch):
+    "In one batch in the middle, when nobody has done so before"
+    ends = []
+    for flat_master in (False,True):
+        learn = get_learner().to_bf16(flat_master=flat_master)
+        def halve(*_):
+            if learn.training and learn.train_iter==6:
+                for p in learn.model.parameters(): p.grad = p.grad*.5
+        if who=='patched': monkeypatch.setattr(Recorder, event, halve, raising=False)
+        else: object.__setattr__({'learn':learn, 'model':learn.model}[who], event, halve)
+        learn.fit(3)
+        ends.append(weights(learn))
+    assert all(map(torch.equal, *ends))

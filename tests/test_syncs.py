@@ -12,7 +12,7 @@ precisions = {**modes, 'bf16_flat': lambda learn: learn.to_bf16(flat_master=True
               'native_fp16_fused': lambda learn: learn.to_native_fp16(init_scale=2.**10), 'native_bf16_fused': lambda learn: learn.to_native_bf16(), 'bf16_fused': lambda learn: learn.to_bf16(),
               'fp16_fused': lambda learn: learn.to_fp16(max_loss_scale=2.**10, clip=.1)}
 
-class Steps(Callback):
+class Steps(LeanCallback):
     "Tell `audit` when a batch begins and ends"
     order,run_valid = -200,True
     def __init__(self, audit): self.audit = audit

@@ -48,13 +48,15 @@ def responds(
     "Does `x`, or its class, have something of its own by the name of an event?"
     return hasattr(type(x), event_name) or event_name in vars(x)
 
-# %% ../nbs/10_callback.ipynb #0808404e
+# %% ../nbs/10_callback.ipynb #6776ad06
 class LeanCallback(Callback):
-    "A callback that finds the attributes of its learner quickly"
+    "A callback that finds the attributes of its learner quickly, and whose `during_batch` and `during_fit` are entered and left"
+    unwound = True # a mark, since other callbacks may have something else by these names
     def __getattr__(self, k):
         "What isn't here is the learner's; fastai's way there is long"
         learn = vars(self).get('learn')
         return vars(learn)[k] if learn is not None and k in vars(learn) else super().__getattr__(k)
+    __getattr__.finds_as_usual = True # what fastai's would, only faster
 
     def __setattr__(self, name, value):
         "Set an attribute; fastai looks whether one that isn't private hides something in the learner"
@@ -79,7 +81,7 @@ class LoopCallback(LeanCallback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #9824e5ec
+# %% ../nbs/10_callback.ipynb #520e840d
 _plain_call = Callback.__call__
 
 def is_idle(
@@ -88,7 +90,7 @@ def is_idle(
 )->bool: # At 'after_fit' none is: fastai lets one that doesn't `run` do so again
     "Would calling `cb` do nothing, if the learner doesn't answer?"
     return (event_name!='after_fit' and type(cb).__call__ is _plain_call and cb._default=='learn' and
-            type(cb).__getattr__ in (GetAttr.__getattr__,LeanCallback.__getattr__) and not responds(cb, event_name))
+            (type(cb).__getattr__ is GetAttr.__getattr__ or getattr(type(cb).__getattr__, 'finds_as_usual', False)) and not responds(cb, event_name))
 
 def answers(
     learn, # `Learner`
@@ -253,7 +255,7 @@ class PrecisionCallback(LoopCallback):
             if p.grad is None: p.grad = g
             else: p.grad = p.grad/self._pending if g is None else g + p.grad/self._pending
 
-# %% ../nbs/10_callback.ipynb #4de045a8
+# %% ../nbs/10_callback.ipynb #5762e2d4
 @patch
 def before_step(self:PrecisionCallback):
     "Unscale, measure, check and clip the gradients, and skip the step if they are not finite; or let the device do so"
@@ -281,8 +283,9 @@ def _meddlers(self:PrecisionCallback):
 
 @patch
 def _only_known(self:PrecisionCallback):
-    "Is no code but fastai's and ours between the check and the step, leaving callbacks aside? Only [learner](13_learner.ipynb) knows."
-    return False
+    "Is no code but fastai's and ours between the check and the step, leaving callbacks and optimizer aside?"
+    known = getattr(type(self.learn), '_loop_is_known', None) # see [learner](13_learner.ipynb)
+    return known is not None and known(self.learn)
 
 @patch
 def _watched(self:PrecisionCallback):

@@ -7,7 +7,7 @@ Docs: https://example.github.io/mp_callbacks/learner.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/13_learner.ipynb #ba0ec1ec
+# %% ../nbs/13_learner.ipynb #c3fce547
 import os,sys,torch
 from contextlib import ExitStack,contextmanager
 from functools import cached_property,wraps
@@ -24,11 +24,11 @@ from fastcore.xtras import join_path_file
 from .loss_scale import DynamicLossScale,StaticLossScale
 from .master import check_float32,is_norm,lendable
 from .compact_masters import check_master
-from .callback import LeanCallback,MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback,answers,check_device,fit_device,is_idle,is_precision
+from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback,answers,check_device,fit_device,is_idle,is_precision
 from .recorder import PrecisionRecorder
 from .smooth_loss import LossOnDevice,latest_loss
 
-# %% ../nbs/13_learner.ipynb #2f41cfc3
+# %% ../nbs/13_learner.ipynb #4525913d
 _with_events = getattr(Learner._with_events, 'plain', Learner._with_events) # the same after a reload
 
 def _nesting(): torch.autocast_increment_nesting(); return torch.autocast_decrement_nesting()
@@ -43,7 +43,7 @@ def _settle(cms, grad, nesting):
 @wraps(_with_events)
 def _unwinding(self, f, event_type, ex, *args, **kwargs):
     name = f'during_{event_type}'
-    cbs = sorted([cb for cb in self.cbs if isinstance(cb, LeanCallback) and hasattr(type(cb), name)], key=lambda o: o.order)
+    cbs = sorted([cb for cb in self.cbs if getattr(type(cb), 'unwound', False) and hasattr(type(cb), name)], key=lambda o: o.order)
     cms = [vars(c)[name](cb) for cb in cbs for c in reversed(type(cb).__mro__) if name in vars(c)]
     if not cms: return _with_events(self, f, event_type, ex, *args, **kwargs)
     grad,nesting = torch.is_grad_enabled(),_nesting()
@@ -58,12 +58,12 @@ def _unwinding(self, f, event_type, ex, *args, **kwargs):
 _unwinding.plain = _with_events
 Learner._with_events = _unwinding
 
-# %% ../nbs/13_learner.ipynb #e5306495
+# %% ../nbs/13_learner.ipynb #af1bc98a
 _step = getattr(Learner._step, 'plain', Learner._step)
 
 @wraps(_step)
 def _looked_over(self):
-    cbs = [cb for cb in self.cbs if isinstance(cb, PrecisionCallback)]
+    cbs = [cb for cb in self.cbs if getattr(type(cb), 'unwound', False) and hasattr(type(cb), 'last_look')]
     for cb in cbs: cb.last_look()
     _step(self)
     for cb in cbs: cb.stepped()
@@ -90,14 +90,14 @@ def _call_some(self, event_name):
 _call_some.plain = _call
 Learner.__call__ = _call_some
 
-# %% ../nbs/13_learner.ipynb #6d01155d
+# %% ../nbs/13_learner.ipynb #a3ddfdd9
 _loop = {o:getattr(Learner, o) for o in ('__call__','_call_one','_with_events','one_batch','_do_one_batch','_do_grad_opt','_step')}
 _as_it_came = all(getattr(getattr(f, 'plain', f), '__code__', _call.__code__).co_filename==sys.modules['fastai.learner'].__file__ for f in _loop.values()) # or had somebody changed it before us?
 
 @patch
-def _only_known(self:PrecisionCallback):
-    "Is no code but fastai's and ours between the check and the step, leaving callbacks aside?"
-    def _known(k, f): now = getattr(self.learn, k); return getattr(now, '__func__', None) is f or getattr(now, 'may_be_late', False)
+def _loop_is_known(self:Learner):
+    "Is no code but fastai's and ours between the check and the step, leaving callbacks and optimizer aside?"
+    def _known(k, f): now = getattr(self, k); return getattr(now, '__func__', None) is f or getattr(now, 'may_be_late', False)
     return _as_it_came and all(_known(k, f) for k,f in _loop.items())
 
 # %% ../nbs/13_learner.ipynb #97226ecf

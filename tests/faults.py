@@ -1,7 +1,7 @@
 """Faults by table: every exception of `errors` and `cancels`, at every place of `places`, in each of `modes`; and what a learner has to be afterwards
 
 A place is an event of training or of validation, before or after the callbacks that change precision; or the model, the loss, the data, the backward pass, or the optimizer."""
-import mp_callbacks.callback
+import mp_callbacks.callback,mp_callbacks.flat
 from learners import *
 from learners import modes as _modes
 
@@ -114,6 +114,7 @@ class Patient:
         for o in (learn.model[2], learn.loss_func, *learn.dls): o.fault = fault
         fault.learn,out = learn,None
         targets = dict(step=(type(learn.opt),'step'), zero_grad=(mp_callbacks.callback,'zero_grads')) # a fit clears gradients with ours
+        if getattr(learn.mixed_precision, 'flat_master', False): targets['zero_grad'] = mp_callbacks.flat.FlatStep,'zero_grad'
         if (inner := getattr(learn.opt, 'opt', None)) is not None: targets = {k:(type(inner),k) for k in targets}
         own = {k:getattr(*o) for k,o in targets.items()}
         if place[1] in own: setattr(*targets[place[1]], self._first(own[place[1]], fault))

@@ -569,7 +569,7 @@ def _check_bools(**kwargs):
     for k,v in kwargs.items():
         if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
 
-# %% ../nbs/10_callback.ipynb #f7820b9a
+# %% ../nbs/10_callback.ipynb #04cc1bb2
 class MixedPrecision(PrecisionCallback):
     """Loss scaling and checked steps on float32 weights. With `ModelToHalf`: training in mixed precision
 
@@ -629,10 +629,10 @@ class MixedPrecision(PrecisionCallback):
 
     def _trusted(self):
         "Is all code from the check until the gradients are cleared fastai's or ours, which puts nothing else in the place of parameters, gradients and state?"
-        def _known(o):
-            f = getattr(type(o), 'after_step', None)
-            return 'after_step' not in vars(o) and (getattr(f, 'may_be_late', False) or getattr(f, '__module__', '').split('.')[0] in ('fastai','mp_callbacks'))
-        return self._only_known() and not self._meddlers() and all(map(_known, listeners(self.learn, 'after_step')))
+        def _known(o, event_name):
+            f = getattr(type(o), event_name, None)
+            return event_name not in vars(o) and (getattr(f, 'may_be_late', False) or getattr(f, '__module__', '').split('.')[0] in ('fastai','mp_callbacks'))
+        return self._only_known() and not self._meddlers() and all(_known(o, k) for k in ('after_step','after_cancel_step') for o in listeners(self.learn, k))
 
     @property
     def half_dtype(self):

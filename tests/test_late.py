@@ -209,18 +209,12 @@ def own_loop(learn):
             self._with_events(_clipped_step, 'step', CancelStepException)
             self.opt.zero_grad()
     learn.__class__ = Own
-def own_call(learn):
-    class Own(Learner):
-        def _call_one(self, event_name):
-            super()._call_one(event_name)
-            if event_name=='before_step': clipped(self.model.parameters())
-    learn.__class__ = Own
-def own_events(learn):
-    class Own(Learner):
-        def __call__(self, event_name):
-            super().__call__(event_name)
-            if event_name=='before_step': clipped(self.model.parameters())
-    learn.__class__ = Own
+def own_events(learn, name='__call__'):
+    def _clipped(self, event_name):
+        getattr(Learner, name)(self, event_name)
+        if event_name=='before_step': clipped(self.model.parameters())
+    learn.__class__ = type('Own', (Learner,), {name:_clipped})
+def own_call(learn): own_events(learn, '_call_one')
 def own_with(learn):
     plain = learn._with_events
     def _clipped(f, *args, **kwargs): plain((lambda: (clipped(learn.model.parameters()), f())) if args[0]=='step' else f, *args, **kwargs)

@@ -203,17 +203,21 @@ def test_others_replace_the_state(how, move):
         ends.append(weights(learn))
     assert all(map(torch.equal, *ends)) and flat(ends[0]).isfinite().all()
 
-@pytest.mark.parametrize('event', ['before_step','after_step'])
-@pytest.mark.parametrize('who', ['learn','model','patched'])
+@pytest.mark.parametrize('event', ['before_step','after_step','after_cancel_step'])
+@pytest.mark.parametrize('who', ['learn','model','callback','patched'])
 def test_others_replace_gradients_once(who, event, monkeypatch):
-    "In one batch in the middle, when nobody has done so before"
+    "In one batch in the middle, when nobody has done so before; also after a step that was skipped"
     ends = []
     for flat_master in (False,True):
         learn = get_learner().to_bf16(flat_master=flat_master)
+        def overflow(cb):
+            if cb.training and cb.train_iter==6 and event=='after_cancel_step': cb.learn.loss_grad = cb.loss_grad*float('inf')
+        learn.add_cb(Callback(after_loss=overflow))
         def halve(*_):
             if learn.training and learn.train_iter==6:
-                for p in learn.model.parameters(): p.grad = p.grad*.5
+                for p in learn.model.parameters(): p.grad = p.grad.nan_to_num(1., 1., 1.)*.5
         if who=='patched': monkeypatch.setattr(Recorder, event, halve, raising=False)
+        elif who=='callback': learn.add_cb(Callback(**{event:halve}))
         else: object.__setattr__({'learn':learn, 'model':learn.model}[who], event, halve)
         learn.fit(3)
         ends.append(weights(learn))

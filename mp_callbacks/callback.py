@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 __all__ = ['fit_device', 'responds', 'LeanCallback', 'LoopCallback', 'is_idle', 'answers', 'listeners', 'is_precision',
            'PrecisionCallback', 'LateStep', 'ModelToHalf', 'check_device', 'MixedPrecision', 'NativeMixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #c9c19508
+# %% ../nbs/10_callback.ipynb #0b63801b
 import math,re,torch
 from contextlib import contextmanager
 from dataclasses import asdict,replace
@@ -27,7 +27,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks,_global_optimizer
 
 from .dtypes import as_dtype,cast_tree,half_dtypes,map_tree,supports
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
-from .grads import LateStats,check_clip,prepare_grads,same_objects,unique,version,zero_grads
+from .grads import GradList,LateStats,check_clip,prepare_grads,same_objects,unique,version,zero_grads
 from .master import BufferSnapshot,ForwardWrapper,MasterWeights,effective_policy,half_forward,is_norm
 from .flat import FlatStep
 from .compact_masters import CompactMasters,check_master
@@ -81,7 +81,7 @@ class LoopCallback(LeanCallback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #520e840d
+# %% ../nbs/10_callback.ipynb #c7ee6112
 _plain_call = Callback.__call__
 
 def is_idle(
@@ -92,12 +92,18 @@ def is_idle(
     return (event_name!='after_fit' and type(cb).__call__ is _plain_call and cb._default=='learn' and
             (type(cb).__getattr__ is GetAttr.__getattr__ or getattr(type(cb).__getattr__, 'finds_as_usual', False)) and not responds(cb, event_name))
 
+def _has(model, k):
+    "`hasattr(model, k)`, without the error message that a module makes up for each attribute that isn't there"
+    if type(model).__getattr__ is not nn.Module.__getattr__: return hasattr(model, k)
+    own = vars(model)
+    return hasattr(type(model), k) or k in own or any([k in own.get(o, ()) for o in ('_parameters','_buffers','_modules')])
+
 def answers(
     learn, # `Learner`
     event_name:str, # Such as 'before_batch'
 )->bool:
     "Would fastai find something by the name of an event in `learn` or its model?"
-    return responds(learn, event_name) or hasattr(learn.model, event_name) or type(learn).__getattr__ is not GetAttr.__getattr__ and hasattr(learn, event_name)
+    return responds(learn, event_name) or _has(learn.model, event_name) or type(learn).__getattr__ is not GetAttr.__getattr__ and hasattr(learn, event_name)
 
 def listeners(
     learn, # `Learner`
@@ -106,7 +112,7 @@ def listeners(
     "Who has something to do at an event"
     return [learn]*answers(learn, event_name) + [cb for cb in learn.cbs if not is_idle(cb, event_name)]
 
-# %% ../nbs/10_callback.ipynb #9a742bd7
+# %% ../nbs/10_callback.ipynb #5021e845
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -132,13 +138,14 @@ class PrecisionCallback(LoopCallback):
         _unscaled=False, # have they been checked by the host, and unscaled?
         _checked=(), # if anybody may change them after that: the parameters, with these gradients and their versions
         _judged=None, # a `LateStep`, if the device is to decide
-        _steps_on=()) # what the step works on, if the optimizer is fused: its state, whether there is momentum, and the parameters with a gradient
-    _stateattrs = LoopCallback._stateattrs+('_snapshot','_strangers','_late','_stepped_on',*_window)
+        _steps_on=()) # what the step works on, if the optimizer is fused: its state, whether there is momentum, and `_known`
+    _stateattrs = LoopCallback._stateattrs+('_snapshot','_strangers','_late','_stepped_on','_known',*_window)
     _steps,_skips,clip,look_skips,warn_skips = 0,0,None,8,32
     _snapshot = _strangers = None # of the buffers; the parameters of the model that the optimizer hasn't
     may_be_late = True # may the host learn a step late what the optimizer's own kernel has done, where that can find out by itself?
     _late = None # a `LateStep` that the host has yet to learn the outcome of
     _stepped_on = () # the last step's `_steps_on`
+    _known = () # the parameters with a gradient, when one last looked: mostly they are the same again
     vars().update(_window)
 
     def __init__(self,
@@ -181,7 +188,7 @@ class PrecisionCallback(LoopCallback):
             if self._open and self._pending is not None: learn.opt.zero_grad() # gradients were accumulated for a step that never came
             self._close()
             self._learn_late()
-            self._stepped_on = () # which would keep the optimizer's state alive
+            self._stepped_on = self._known = () # which would keep the optimizer's state alive
             if ours is not None and vars(opt).get('zero_grad') is ours: del opt.zero_grad
         try:
             try: yield
@@ -255,13 +262,13 @@ class PrecisionCallback(LoopCallback):
             if p.grad is None: p.grad = g
             else: p.grad = p.grad/self._pending if g is None else g + p.grad/self._pending
 
-# %% ../nbs/10_callback.ipynb #5762e2d4
+# %% ../nbs/10_callback.ipynb #62abef10
 @patch
 def before_step(self:PrecisionCallback):
     "Unscale, measure, check and clip the gradients, and skip the step if they are not finite; or let the device do so"
     self._learn_late(speak=True)
     self._judged,params = None,self._params()
-    if self._can_be_late(params) and self._judge(params): return
+    if (grads := self._late_grads(params)) is not None and self._judge(grads): return
     stats = prepare_grads(params, 1., self.clip, self._steps) if self._unscaled else self._prepare(params) # nothing was added since
     self._steps += 1
     self.learn.step_stats = stats
@@ -271,7 +278,16 @@ def before_step(self:PrecisionCallback):
     if self._meddlers(): self._checked = [(p,p.grad,version(p.grad)) for p in self._params()]
 
 @patch
-def _prepare(self:PrecisionCallback, params): return prepare_grads(params, self._pending or 1., self.clip, self._steps, self._scaling.wants_amax)
+def _grads(self:PrecisionCallback, params):
+    "The gradients of `params`, which may be a `GradList` already"
+    if isinstance(params, GradList): return params
+    grads = GradList(params, self._known)
+    if same_objects(grads.params, self._known): grads.params = self._known # to let go of a list takes as long as to make one
+    self._known = grads.params
+    return grads
+
+@patch
+def _prepare(self:PrecisionCallback, params): return prepare_grads(self._grads(params), self._pending or 1., self.clip, self._steps, self._scaling.wants_amax)
 
 @patch
 def _adjusted(self:PrecisionCallback, stats): return self._scaling.adjust(stats.finite, stats.amax) if self._scaling.wants_amax else self._scaling.adjust(stats.finite)
@@ -344,7 +360,7 @@ def after_batch(self:PrecisionCallback):
     if math.isfinite(known): self.learn.loss = self.loss.nan_to_num(known, known, known)
     else: smooth.reset() # there was nothing to take its place with
 
-# %% ../nbs/10_callback.ipynb #c2158c07
+# %% ../nbs/10_callback.ipynb #ec23e7ef
 class LateStep:
     "A step that the device decides about: the host has worked out the scaling after either outcome, and learns later which it was"
     def __init__(self,
@@ -386,22 +402,23 @@ def _must_know(o):
     return not said.get('may_be_late', False)
 
 @patch
-def _can_be_late(self:PrecisionCallback, params):
-    "Can the optimizer find out by itself whether to step, with nobody else to be told at once?"
+def _late_grads(self:PrecisionCallback, params):
+    "The gradients of `params`, if the optimizer can find out by itself whether to step on them, with nobody else to be told at once; or None"
     inner = getattr(self.opt, 'opt', None)
-    if not (self.may_be_late and type(self.opt) is OptimWrapper and 'step' not in vars(self.opt) and _skips_by_itself(inner)): return False
-    now = [p for p in params if p.grad is not None]
-    self._steps_on = [inner.state, *(bool(o.get('momentum')) for o in inner.param_groups), *now]
-    return (len(now)>0 and same_objects(self._steps_on, self._stepped_on) and _has_state(inner, now) and
-            self._pending is not None and not self._unscaled and now[0].device.type in ('cuda','cpu') and
-            not self._scaling.wants_amax and getattr(self._scaling, 'at_min', 'clip')=='clip' and
-            not any(p.requires_grad for p in self._strangers) and not hasattr(self.model, 'reset') and self._snapshot.can_choose(now[0].device) and
-            self._only_known() and not self._watched() and not any(map(_must_know, listeners(self.learn, 'after_cancel_step'))))
+    if not (self.may_be_late and type(self.opt) is OptimWrapper and 'step' not in vars(self.opt) and _skips_by_itself(inner)): return
+    grads = self._grads(params)
+    now,momenta = grads.params,[bool(o.get('momentum')) for o in inner.param_groups]
+    self._steps_on,was = (inner.state,momenta,now),self._stepped_on
+    if (now and was and was[0] is inner.state and was[1]==momenta and was[2] is now and _has_state(inner, now) and
+        self._pending is not None and not self._unscaled and now[0].device.type in ('cuda','cpu') and
+        not self._scaling.wants_amax and getattr(self._scaling, 'at_min', 'clip')=='clip' and
+        not any(p.requires_grad for p in self._strangers) and not hasattr(self.model, 'reset') and self._snapshot.can_choose(now[0].device) and
+        self._only_known() and not self._watched() and not any(map(_must_know, listeners(self.learn, 'after_cancel_step')))): return grads
 
 @patch
-def _judge(self:PrecisionCallback, params):
+def _judge(self:PrecisionCallback, grads):
     "Let the device decide about this step, and about the scale of the next; False if it can't"
-    try: stats = LateStats(params, self._pending, self.clip, self._steps)
+    try: stats = LateStats(grads, self._pending, self.clip, self._steps)
     except ValueError: return False # sparse gradients, or some in another dtype
     self._judged = LateStep(stats, self._scaling)
     self._steps += 1
@@ -653,7 +670,7 @@ class MixedPrecision(PrecisionCallback):
         copies = {} if half is None else {id(p):c for p,c in zip(half.params,half.copies)}
         return [[copies.get(id(p), p) for p in pg] for pg in self.master_pgs]
 
-# %% ../nbs/10_callback.ipynb #96ae13bb
+# %% ../nbs/10_callback.ipynb #2a2ff1e8
 class NativeMixedPrecision(PrecisionCallback):
     """Mixed precision by `torch.autocast` and, for float16, `torch.amp.GradScaler`, whose defaults these are
 
@@ -707,10 +724,6 @@ class NativeMixedPrecision(PrecisionCallback):
         super().after_backward()
         self._take_off()
 
-    def _undo(self):
-        super()._undo()
-        self.scaler = None # it may have been interrupted after it unscaled, and would refuse to do so again
-
     def _take_off(self):
         if self._wrapper is not None and not self._borrowed: self._wrapper.remove()
 
@@ -731,12 +744,3 @@ class NativeMixedPrecision(PrecisionCallback):
         if self.scaler is None or self.scaler[0]!=self._pending:
             self.scaler = self._pending,torch.amp.GradScaler(loss.device.type, init_scale=self._pending, enabled=self._scaling!=StaticLossScale())
         return self.scaler[1].scale(loss)
-
-    def _prepare(self, params):
-        if self._pending is None or self.scaler is None or self.scaler[0]!=self._pending: return super()._prepare(params) # scaled by a number that only the device knew
-        self.scaler[1].unscale_(self.opt)
-        stats = prepare_grads(params, step=self._steps, amax=self._scaling.wants_amax)._replace(scale=self._pending)
-        after = self._adjusted(stats).loss_scale
-        self.scaler[1].update(after)
-        self.scaler = after,self.scaler[1]
-        return stats

@@ -29,10 +29,11 @@ def same_objects(xs, ys):
     "Do `xs` and `ys` hold the very same objects?"
     return len(xs)==len(ys) and all(map(is_, xs, ys))
 
-# %% ../nbs/02_grads.ipynb #d0ad52c9
+# %% ../nbs/02_grads.ipynb #6f9c1817
 def unique(xs):
     "`xs` without those that came before: by identity, in order"
-    return list({id(x):x for x in xs}.values())
+    xs = [*xs]
+    return [*dict(zip(map(id, xs), xs)).values()]
 
 # %% ../nbs/02_grads.ipynb #fa153550
 def version(
@@ -91,7 +92,7 @@ def segment_norms(
     "Euclidean norm of each segment of `flat`, in float32 or better"
     return torch.segment_reduce(flat.to(torch.promote_types(flat.dtype, torch.float32)).square(), 'sum', lengths=lengths, initial=0).sqrt()
 
-# %% ../nbs/02_grads.ipynb #0538af91
+# %% ../nbs/02_grads.ipynb #33c0072e
 def _norm_parts(xs, dtype):
     "Norms of `xs`, which are of one kind, as pairs of indices and one-dimensional tensors where `xs` are"
     sizes = [*map(torch.Tensor.numel, xs)]
@@ -100,21 +101,26 @@ def _norm_parts(xs, dtype):
     res = [(many, torch.stack(foreach_norm(pick(xs, many), 2, dtype=dtype)))] if many else []
     return res + ([(few, segment_norms(flatten_dense(pick(xs, few)), torch.tensor(pick(sizes, few))))] if few else [])
 
-# %% ../nbs/02_grads.ipynb #d3146178
+def _in_order(parts, xs, n):
+    "`n` numbers: `xs` at the indices that `parts` have one after the other, and zeros"
+    return xs if len(parts)==1 else xs.new_zeros(n).index_copy_(0, torch.tensor([i for o in parts for i in o], dtype=torch.long), xs)
+
+# %% ../nbs/02_grads.ipynb #e3772d53
 @torch.no_grad()
 def tensor_norms(
     xs, # Dense real floating tensors
     amax:bool=False, # Find the largest absolute value, too?
 )->torch.Tensor: # One norm for each: float64, on the CPU, in the order of `xs`; with `amax`, one number more, the largest absolute value in all of them
     "Euclidean norm of each of `xs`, with one device-to-host copy per device"
-    kinds,n = by_kind(xs),len(xs)
-    norms,parts = torch.zeros(n+amax*len(kinds), dtype=torch.float64),{}
+    kinds,n,parts = by_kind(xs),len(xs),{}
     for j,((device,dtype),idxs) in enumerate(kinds.items()):
-        dtype = torch.promote_types(dtype, torch.float32)
-        parts.setdefault(device, []).extend((pick(idxs, few), o) for few,o in _norm_parts(pick(xs, idxs), dtype))
+        dtype,here = torch.promote_types(dtype, torch.float32),parts.setdefault(device, [])
+        here += [(pick(idxs, few), o) for few,o in _norm_parts(pick(xs, idxs), dtype)]
         full = [xs[i] for i in idxs if xs[i].numel()] if amax else [] # an empty tensor has no largest value
-        if full: parts[device].append(([n+j], torch.stack(foreach_norm(full, inf, dtype=dtype)).max()[None]))
-    for o in parts.values(): norms[torch.tensor([i for idxs,_ in o for i in idxs])] = torch.cat([res for _,res in o]).cpu().double()
+        if full: here.append(([n+j], torch.stack(foreach_norm(full, inf, dtype=dtype)).max()[None]))
+    host = [torch.empty(0, dtype=torch.float64)]
+    for o in parts.values(): host.append(torch.cat([res for _,res in o]).cpu().double())
+    norms = _in_order([idxs for o in parts.values() for idxs,_ in o], torch.cat(host), n+amax*len(kinds))
     return torch.cat([norms[:n], norms.new_tensor([max([0.,*norms[n:].tolist()])])]) if amax else norms
 
 # %% ../nbs/02_grads.ipynb #ff7ebac3
@@ -142,15 +148,20 @@ def check_clip(clip):
     if isinstance(clip, bool) or not isinstance(clip, Real) or not isfinite(clip) or clip<=0:
         raise ValueError(f"clip={clip!r} must be positive. Use clip=None for no clipping.")
 
-# %% ../nbs/02_grads.ipynb #24c4cd26
+# %% ../nbs/02_grads.ipynb #30d04f7e
 class GradList:
     "The gradients of some parameters: to be measured, and to be multiplied"
     def __init__(self,
         params, # Parameters; those without a gradient, and repetitions, are passed over
+        known=(), # Parameters without repetitions. If they are the same there is less to look at.
     ):
-        self.params = [p for p in unique(params) if grad_of(p) is not None]
+        self.params = [*params]
         self.values = [*map(grad_of, self.params)]
-        if any(map(is_sparse, self.values)) or any(o.is_complex for o in {*map(dtype_of, self.values)}): self.values = [*map(grad_values, self.params)]
+        if not same_objects(self.params, known) or any([g is None for g in self.values]):
+            self.params = [p for p in unique(self.params) if grad_of(p) is not None]
+            self.values = [*map(grad_of, self.params)]
+        self.plain = {*map(layout_of, self.values)}<={torch.strided} and not any(o.is_complex for o in {*map(dtype_of, self.values)}) # are the gradients themselves dense and real?
+        if not self.plain: self.values = [*map(grad_values, self.params)]
 
     def norms(self,
         amax:bool=False, # Find the largest absolute value, too?
@@ -194,7 +205,7 @@ def prepare_grads(
 # %% ../nbs/02_grads.ipynb #450e929a
 found_inf_ = torch._amp_foreach_non_finite_check_and_unscale_ # `GradScaler`'s own check: one kernel, and the result stays on the device
 
-# %% ../nbs/02_grads.ipynb #4f283849
+# %% ../nbs/02_grads.ipynb #8309691a
 class LateStats:
     """What one optimizer step saw, known to the device now and to the host when it asks: it can be used like a `StepStats`, and whoever does so first waits for the device
 
@@ -203,16 +214,15 @@ class LateStats:
 
     @torch.no_grad()
     def __init__(self,
-        params, # Parameters whose `.grad` the optimizer is about to use; those without a gradient, and repetitions, are passed over
+        params, # Parameters whose `.grad` the optimizer is about to use; those without a gradient, and repetitions, are passed over. Or a `GradList` of them.
         scale:float=1., # Loss scale that the gradients carry
         clip:float=None, # Largest norm to allow, after unscaling
         step:int=0, # Number of the step, for the report
     ):
         check_clip(clip)
-        params = [p for p in unique(params) if grad_of(p) is not None]
-        grads = [*map(grad_of, params)]
-        if len(by_kind(grads))!=1 or grads[0].dtype!=torch.float32 or {*map(layout_of, grads)}!={torch.strided}: raise ValueError(f"{len(grads)} gradients must be dense float32 tensors on one device. Use prepare_grads, which takes any.")
-        idxs,norms = zip(*_norm_parts(grads, torch.float32))
+        grads = params if isinstance(params, GradList) else GradList(params)
+        if not grads.plain or [o for _,o in by_kind(grads.values)]!=[torch.float32]: raise ValueError(f"{len(grads.values)} gradients must be dense float32 tensors on one device. Use prepare_grads, which takes any.")
+        idxs,norms = zip(*_norm_parts(grads.values, torch.float32))
         norms = torch.cat(norms)
         dev = norms.device
         def _number(x): return torch.full((), x, dtype=torch.float32, device=dev)
@@ -221,16 +231,14 @@ class LateStats:
         if clip is not None: self.grad_scale = (scale/(clip/(norms.double().norm()/scale+1e-6)).clamp(max=1.)).float()
         elif scale!=1:       self.grad_scale = _number(scale)
         host = torch.full((len(norms),), torch.nan, dtype=torch.float32, pin_memory=dev.type=='cuda').copy_(norms, non_blocking=True)
-        self._pending = params,scale,step,[i for o in idxs for i in o],host,event_on(dev)
+        self._pending = grads.params,scale,step,idxs,host,event_on(dev)
 
     def read(self)->StepStats: # What `prepare_grads` would have returned
         "Wait until it is known"
         if self.known is None:
             params,scale,step,idxs,host,event = self._pending
             if event is not None: event.synchronize()
-            norms = host.double()
-            if idxs!=[*range(len(idxs))]: norms = norms.new_empty(len(idxs)).index_copy_(0, torch.tensor(idxs), norms)
-            self.known = _seen(step, scale, norms/scale, params)
+            self.known = _seen(step, scale, _in_order(idxs, host.double(), len(params))/scale, params)
         self._pending = None # it would keep gradients' owners and the event alive
         return self.known
 

@@ -8,8 +8,8 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 __all__ = ['fit_device', 'responds', 'LeanCallback', 'LoopCallback', 'is_idle', 'answers', 'listeners', 'is_precision',
            'PrecisionCallback', 'LateStep', 'ModelToHalf', 'check_device', 'MixedPrecision', 'NativeMixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #0b63801b
-import math,re,torch
+# %% ../nbs/10_callback.ipynb #34bfadab
+import math,os,re,torch
 from contextlib import contextmanager
 from dataclasses import asdict,replace
 from functools import partial
@@ -360,7 +360,7 @@ def after_batch(self:PrecisionCallback):
     if math.isfinite(known): self.learn.loss = self.loss.nan_to_num(known, known, known)
     else: smooth.reset() # there was nothing to take its place with
 
-# %% ../nbs/10_callback.ipynb #ec23e7ef
+# %% ../nbs/10_callback.ipynb #332e5909
 class LateStep:
     "A step that the device decides about: the host has worked out the scaling after either outcome, and learns later which it was"
     def __init__(self,
@@ -386,10 +386,17 @@ class LateStep:
         stats = self.stats.read()
         return stats,self.good if stats.finite else self.bad
 
+_torch_files = os.path.join(os.path.dirname(torch.__file__), '')
+
+def _is_torchs(f):
+    "Is the function `f`, with all that it is wrapped around, PyTorch's own?"
+    while f is not None and getattr(getattr(f, '__code__', None), 'co_filename', '').startswith(_torch_files): f = getattr(f, '__wrapped__', None)
+    return f is None
+
 def _skips_by_itself(opt):
     "Does `opt`, a PyTorch optimizer, have a kernel that unscales and skips, and nobody who would find gradients that are still scaled before it, or hear of a step that wasn't?"
     return (getattr(opt, '_step_supports_amp_scaling', False) and # which is what `GradScaler` asks for
-            all(o.get('fused') for o in opt.param_groups) and type(opt).step.__module__.startswith('torch.optim.') and 'step' not in vars(opt) and
+            all(o.get('fused') for o in opt.param_groups) and _is_torchs(type(opt).step) and 'step' not in vars(opt) and
             not (opt._optimizer_step_pre_hooks or opt._optimizer_step_post_hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks))
 
 def _has_state(opt, params):

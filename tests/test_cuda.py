@@ -323,6 +323,28 @@ def test_save_load_export_predict(mode, tmp_path):
     cpu = load_learner(tmp_path/'e.pkl')
     assert next(cpu.model.parameters()).device.type=='cpu' and {p.dtype for p in cpu.model.parameters()}=={torch.float32}
 
+class Recurrent(nn.Module):
+    "Two layers, both ways"
+    def __init__(self):
+        super().__init__()
+        self.rnn,self.head = nn.LSTM(48, 32, 2, batch_first=True, bidirectional=True),nn.Linear(64,1)
+    def forward(self, x): return self.head(self.rnn(x.transpose(1,2).flatten(2))[0].mean(1)) # rows, each with 3 channels of 16
+
+@pytest.mark.parametrize('mode,kwargs', [*((o,{}) for o in modes), ('to_fp16',dict(flat_master=True))])
+def test_recurrent_weights_lie_together(mode, kwargs):
+    "cuDNN finds them in one piece of memory, in the copies and after a fit, and has nothing to warn about"
+    def _places(): return {o.untyped_storage().data_ptr() for o in learn.model.rnn._flat_weights}
+    learn,seen = getattr(get_learner(Recurrent), mode)(**kwargs),[]
+    hook = learn.model.register_forward_hook(lambda *_: seen.append(len(_places())))
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', message='RNN module weights are not part of single contiguous chunk')
+        learn.fit(2)
+        learn.validate()
+    hook.remove()
+    healthy(learn)
+    if mode!='to_bf16': assert {*seen}=={1} # cuDNN takes no bfloat16 weights that way
+    assert len(_places())==1
+
 @pytest.mark.parametrize('mode', modes)
 def test_channels_last(mode):
     learn = getattr(get_learner(lambda: nn.Sequential(nn.Conv2d(3,8,3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8,1))), mode)()

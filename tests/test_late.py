@@ -1,5 +1,6 @@
 """A fused optimizer that finds out by itself whether to step, and a host that learns it a step late: everything is, to the bit, as if the host had waited"""
 import gc,os,pickle,subprocess,sys,weakref
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -280,6 +281,18 @@ def test_code_in_between(between, opt):
     assert skipped(b)==1 and was_late(b)==(between is clock)
     if between is clock: assert len(in_b)==8
     elif between is not sometimes: assert repr(in_a)==repr(in_b) and len(in_a)>=7 # nan is not nan
+
+def test_wrapped_class(monkeypatch):
+    "Nor when somebody has put a function around the step of all optimizers of a class, and it says that it is PyTorch's"
+    norms,plain = [],torch.optim.Adam.step
+    @wraps(plain)
+    def _step(self, *args):
+        norms.append(self.param_groups[0]['params'][0].grad.norm().item())
+        return plain(self, *args)
+    monkeypatch.setattr(torch.optim.Adam, 'step', _step)
+    a,b = twins('native_fp16')
+    check(a, b)
+    assert _step.__module__=='torch.optim.adam' and len(norms)==16 and norms[:8]==norms[8:] and not was_late(b)
 
 def test_hooks_of_all_optimizers():
     norms = []

@@ -81,7 +81,7 @@ class LoopCallback(LeanCallback):
         if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
-# %% ../nbs/10_callback.ipynb #c7ee6112
+# %% ../nbs/10_callback.ipynb #84bcafec
 _plain_call = Callback.__call__
 
 def is_idle(
@@ -94,9 +94,10 @@ def is_idle(
 
 def _has(model, k):
     "`hasattr(model, k)`, without the error message that a module makes up for each attribute that isn't there"
-    if type(model).__getattr__ is not nn.Module.__getattr__: return hasattr(model, k)
+    kind = type(model)
+    if getattr(kind, '__getattr__', None) is not nn.Module.__getattr__ or kind.__getattribute__ is not object.__getattribute__ or hasattr(kind, k): return hasattr(model, k)
     own = vars(model)
-    return hasattr(type(model), k) or k in own or any([k in own.get(o, ()) for o in ('_parameters','_buffers','_modules')])
+    return k in own or any([k in own.get(o, ()) for o in ('_parameters','_buffers','_modules')])
 
 def answers(
     learn, # `Learner`
@@ -360,7 +361,7 @@ def after_batch(self:PrecisionCallback):
     if math.isfinite(known): self.learn.loss = self.loss.nan_to_num(known, known, known)
     else: smooth.reset() # there was nothing to take its place with
 
-# %% ../nbs/10_callback.ipynb #332e5909
+# %% ../nbs/10_callback.ipynb #ad93276d
 class LateStep:
     "A step that the device decides about: the host has worked out the scaling after either outcome, and learns later which it was"
     def __init__(self,
@@ -416,10 +417,11 @@ def _late_grads(self:PrecisionCallback, params):
     grads = self._grads(params)
     now,momenta = grads.params,[bool(o.get('momentum')) for o in inner.param_groups]
     self._steps_on,was = (inner.state,momenta,now),self._stepped_on
-    if (now and was and was[0] is inner.state and was[1]==momenta and was[2] is now and _has_state(inner, now) and
+    if (now and was and was[0] is inner.state and was[1]==momenta and same_objects(was[2], now) and _has_state(inner, now) and
+        (len(now)==len(params) or len(now)==len([p for p in params if p.grad is not None])) and # the kernel would unscale one that is there twice twice
         self._pending is not None and not self._unscaled and now[0].device.type in ('cuda','cpu') and
         not self._scaling.wants_amax and getattr(self._scaling, 'at_min', 'clip')=='clip' and
-        not any(p.requires_grad for p in self._strangers) and not hasattr(self.model, 'reset') and self._snapshot.can_choose(now[0].device) and
+        not any(p.requires_grad for p in self._strangers) and not hasattr(self.model, 'reset') and self._snapshot is not None and self._snapshot.can_choose(now[0].device) and
         self._only_known() and not self._watched() and not any(map(_must_know, listeners(self.learn, 'after_cancel_step')))): return grads
 
 @patch
@@ -677,13 +679,13 @@ class MixedPrecision(PrecisionCallback):
         copies = {} if half is None else {id(p):c for p,c in zip(half.params,half.copies)}
         return [[copies.get(id(p), p) for p in pg] for pg in self.master_pgs]
 
-# %% ../nbs/10_callback.ipynb #2a2ff1e8
+# %% ../nbs/10_callback.ipynb #4615f178
 class NativeMixedPrecision(PrecisionCallback):
     """Mixed precision by `torch.autocast` and, for float16, `torch.amp.GradScaler`, whose defaults these are
 
     Raises, when it is made, a `ValueError` for arguments out of range; when a fit starts, for a learner it can't train; and when `max_skips` steps in a row were not finite, a `FloatingPointError`."""
-    _stateattrs = PrecisionCallback._stateattrs+('scaler','_wrapper','_borrowed')
-    scaler,_wrapper,_borrowed = None,None,False
+    _stateattrs = PrecisionCallback._stateattrs+('_scaler','_wrapper','_borrowed')
+    _scaler,_wrapper,_borrowed = None,None,False
 
     def __init__(self,
         init_scale:float|str|StaticLossScale|DynamicLossScale=65536., # Where the scale starts; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
@@ -714,6 +716,8 @@ class NativeMixedPrecision(PrecisionCallback):
         check_device(fit_device(learn), self.dtype)
         rnn = next((type(m).__name__ for m in learn.model.modules() if isinstance(m, nn.RNNBase)), None)
         if rnn and self.dtype==torch.float16 and fit_device(learn).type=='cpu': raise ValueError(f"PyTorch has no {rnn} in float16 on a CPU. Use to_native_bf16(), or to_fp16(), which keeps it in float32.")
+        half = next((n for n,p in learn.model.named_parameters() if p.requires_grad and p.dtype==torch.float16), None)
+        if half and self._scaling!=StaticLossScale(): raise ValueError(f"{half} is in float16, where gradients can't be unscaled without losing small numbers. Call model.float() first: autocast computes in float16 anyway.")
         if isinstance(learn.model, torch.jit.ScriptModule): raise ValueError("Autocast can't be put around a scripted model. Train the model before scripting it.")
 
     def before_batch(self):
@@ -748,6 +752,6 @@ class NativeMixedPrecision(PrecisionCallback):
 
     def _scale(self, loss):
         if isinstance(self._pending, torch.Tensor): return super()._scale(loss)
-        if self.scaler is None or self.scaler[0]!=self._pending:
-            self.scaler = self._pending,torch.amp.GradScaler(loss.device.type, init_scale=self._pending, enabled=self._scaling!=StaticLossScale())
-        return self.scaler[1].scale(loss)
+        if self._scaler is None or self._scaler[0]!=self._pending:
+            self._scaler = self._pending,torch.amp.GradScaler(loss.device.type, init_scale=self._pending, enabled=self._scaling!=StaticLossScale())
+        return self._scaler[1].scale(loss)

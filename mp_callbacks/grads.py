@@ -20,14 +20,14 @@ from .dtypes import half_dtypes
 foreach_norm,foreach_mul,foreach_mul_,foreach_add_,foreach_copy_,foreach_zero_ = (getattr(torch, f'_foreach_{o}') for o in ('norm','mul','mul_','add_','copy_','zero_'))
 flatten_dense = torch._C._nn.flatten_dense_tensors # what `DistributedDataParallel` fills its buckets with: one C++ loop, where `torch.cat` needs a view of each tensor
 
-# %% ../nbs/02_grads.ipynb #c3bd2dfa
+# %% ../nbs/02_grads.ipynb #62a940cb
 grad_of,is_trainable,is_sparse,dtype_of,layout_of,version_of,hooks_of,late_hooks_of = (attrgetter(o) for o in
     ('grad','requires_grad','is_sparse','dtype','layout','_version','_backward_hooks','_post_accumulate_grad_hooks'))
 
 
 def same_objects(xs, ys):
     "Do `xs` and `ys` hold the very same objects?"
-    return len(xs)==len(ys) and all(map(is_, xs, ys))
+    return xs is ys or len(xs)==len(ys) and all(map(is_, xs, ys))
 
 # %% ../nbs/02_grads.ipynb #6f9c1817
 def unique(xs):
@@ -148,9 +148,10 @@ def check_clip(clip):
     if isinstance(clip, bool) or not isinstance(clip, Real) or not isfinite(clip) or clip<=0:
         raise ValueError(f"clip={clip!r} must be positive. Use clip=None for no clipping.")
 
-# %% ../nbs/02_grads.ipynb #30d04f7e
+# %% ../nbs/02_grads.ipynb #9210597f
 class GradList:
     "The gradients of some parameters: to be measured, and to be multiplied"
+    plain = True # are the gradients themselves dense and real?
     def __init__(self,
         params, # Parameters; those without a gradient, and repetitions, are passed over
         known=(), # Parameters without repetitions. If they are the same there is less to look at.
@@ -160,7 +161,7 @@ class GradList:
         if not same_objects(self.params, known) or any([g is None for g in self.values]):
             self.params = [p for p in unique(self.params) if grad_of(p) is not None]
             self.values = [*map(grad_of, self.params)]
-        self.plain = {*map(layout_of, self.values)}<={torch.strided} and not any(o.is_complex for o in {*map(dtype_of, self.values)}) # are the gradients themselves dense and real?
+        self.plain = {*map(layout_of, self.values)}<={torch.strided} and not any(o.is_complex for o in {*map(dtype_of, self.values)})
         if not self.plain: self.values = [*map(grad_values, self.params)]
 
     def norms(self,

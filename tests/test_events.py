@@ -6,6 +6,7 @@ import pytest
 from fastai.callback.core import event
 from fastai.learner import Learner
 from learners import *
+from mp_callbacks import callback
 
 events = [o for o in vars(event) if o.startswith(('before_','after_'))]
 log = []
@@ -163,3 +164,52 @@ def test_error_names_the_callback():
     class Fails(Callback):
         def before_step(self): raise KeyError('lost')
     with pytest.raises(KeyError, match='Exception occured in `Fails` when calling event `before_step`'): get_learner(mlp()).to_native_bf16().fit(1, cbs=Fails())
+
+class Plain(nn.Module):
+    "`before_batch` is somewhere in it, or isn't"
+    def __init__(self, put=noop): super().__init__(); put(self)
+class Method(Plain):
+    def before_batch(self): pass
+class Missing(Plain):
+    @property
+    def before_batch(self): return self.nowhere
+class Failing(Plain):
+    @property
+    def before_batch(self): raise RuntimeError('as asked')
+class Found(Plain):
+    def __getattr__(self, k): return noop if k=='before_batch' else super().__getattr__(k)
+class Given(Plain):
+    def __getattribute__(self, k): return noop if k=='before_batch' else super().__getattribute__(k)
+class Hidden(Method):
+    def __getattribute__(self, k): return self.nowhere if k=='before_batch' else super().__getattribute__(k)
+class Slotted(Plain): __slots__ = 'before_batch'
+class OfItsKind(Plain, metaclass=type('Kind', (type,), dict(before_batch=1))): pass
+class Bare: __slots__ = ()
+class Duck:
+    "No module, but it has all of one's methods that are asked for"
+    def __init__(self, net): self.net = net
+    def __call__(self, x): return self.forward(x)
+    def forward(self, x): return self.net(x)
+    training = property(lambda self: self.net.training)
+for o in 'parameters named_parameters buffers named_buffers modules named_modules children named_children train eval zero_grad state_dict load_state_dict requires_grad_ to apply'.split():
+    setattr(Duck, o, lambda self, *args, o=o, **kwargs: getattr(self.net, o)(*args, **kwargs))
+
+models = dict(none=None, function=noop, bare=Bare(), duck=Duck(nn.Linear(1,1)), plain=Plain(), method=Method(), missing=Missing(), found=Found(), given=Given(), hidden=Hidden(), slotted=Slotted(), of_its_kind=OfItsKind(),
+              attribute=Plain(lambda m: setattr(m, 'before_batch', noop)), module=Plain(lambda m: setattr(m, 'before_batch', nn.Linear(1,1))), no_module=Plain(lambda m: m.register_module('before_batch', None)),
+              parameter=Plain(lambda m: setattr(m, 'before_batch', nn.Parameter(torch.ones(1)))), buffer=Plain(lambda m: m.register_buffer('before_batch', torch.ones(1))),
+              data_parallel=nn.DataParallel(Method()), scripted=torch.jit.trace(nn.Linear(1,1), torch.ones(1)))
+
+@pytest.mark.parametrize('name', models)
+def test_models_that_answer(name):
+    "Whether a model has something by the name of an event is found out as `hasattr` does, only faster"
+    assert [callback._has(models[name], k) for k in ('before_batch','after_step')]==[hasattr(models[name], k) for k in ('before_batch','after_step')]
+
+def test_models_that_fail():
+    with pytest.raises(RuntimeError, match='as asked'): callback._has(Failing(), 'before_batch')
+
+@pytest.mark.parametrize('mode', modes)
+def test_model_that_is_no_module(mode):
+    learn = modes[mode](get_learner(Duck(mlp())))
+    before = learn.validate()[0]
+    learn.fit(2)
+    assert learn.validate()[0]<before

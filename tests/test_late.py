@@ -282,6 +282,14 @@ def test_code_in_between(between, opt):
     if between is clock: assert len(in_b)==8
     elif between is not sometimes: assert repr(in_a)==repr(in_b) and len(in_a)>=7 # nan is not nan
 
+@pytest.mark.parametrize('opt', ['adam','momentum'])
+@pytest.mark.parametrize('mode', ['native_fp16','fp16'])
+def test_twice_in_a_group(mode, opt):
+    "The kernel would unscale a parameter that the optimizer has twice, twice"
+    a,b = twins(mode, opt=opt, splitter=lambda m: [[*m.parameters(), m[0].weight]])
+    check(a, b)
+    assert not was_late(b)
+
 def test_wrapped_class(monkeypatch):
     "Nor when somebody has put a function around the step of all optimizers of a class, and it says that it is PyTorch's"
     norms,plain = [],torch.optim.Adam.step

@@ -311,6 +311,17 @@ def test_refused(keep, error, match):
     with pytest.raises(error, match=match): effective_policy(learn.model, f16, keep)
     unchanged(learn, was)
 
+def test_halved_after_the_call():
+    "In float16 a gradient that is divided by the scale may become zero, so the fit doesn't begin; without a scale it does"
+    learn = get_learner().to_native_fp16()
+    learn.model[2].half()
+    with pytest.raises(ValueError, match='2.weight is in float16.*model.float'): learn.fit(1)
+    learn.model[2].requires_grad_(False)
+    learn.mixed_precision.check(learn) # frozen ones have no gradients
+    learn.model[2].requires_grad_(True)
+    learn.to_native_fp16(enabled=False)
+    learn.mixed_precision.check(learn)
+
 def test_what_stays_float32_anyway():
     "A wide pattern that reaches a batch norm, a parametrization, a recurrent layer in float16 on a CPU: the table says why they don't follow"
     net = seq(rnn=nn.LSTM(8,8,batch_first=True), mean=Mean(), bn=nn.BatchNorm1d(8), lin=nn.utils.parametrizations.orthogonal(nn.Linear(8,8)), head=nn.Linear(8,1))

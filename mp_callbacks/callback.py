@@ -361,7 +361,7 @@ def after_batch(self:PrecisionCallback):
     if math.isfinite(known): self.learn.loss = self.loss.nan_to_num(known, known, known)
     else: smooth.reset() # there was nothing to take its place with
 
-# %% ../nbs/10_callback.ipynb #ad93276d
+# %% ../nbs/10_callback.ipynb #065d44d1
 class LateStep:
     "A step that the device decides about: the host has worked out the scaling after either outcome, and learns later which it was"
     def __init__(self,
@@ -418,10 +418,10 @@ def _late_grads(self:PrecisionCallback, params):
     now,momenta = grads.params,[bool(o.get('momentum')) for o in inner.param_groups]
     self._steps_on,was = (inner.state,momenta,now),self._stepped_on
     if (now and was and was[0] is inner.state and was[1]==momenta and same_objects(was[2], now) and _has_state(inner, now) and
-        (len(now)==len(params) or len(now)==len([p for p in params if p.grad is not None])) and # the kernel would unscale one that is there twice twice
+        (len(now)==len(params) or len(now)==len([p for p in params if p.grad is not None])) and # the kernel would unscale a repeated one more than once
         self._pending is not None and not self._unscaled and now[0].device.type in ('cuda','cpu') and
         not self._scaling.wants_amax and getattr(self._scaling, 'at_min', 'clip')=='clip' and
-        not any(p.requires_grad for p in self._strangers) and not hasattr(self.model, 'reset') and self._snapshot is not None and self._snapshot.can_choose(now[0].device) and
+        not any(p.requires_grad for p in self._strangers) and not hasattr(self.model, 'reset') and self._snapshot.can_choose(now[0].device) and
         self._only_known() and not self._watched() and not any(map(_must_know, listeners(self.learn, 'after_cancel_step')))): return grads
 
 @patch

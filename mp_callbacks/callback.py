@@ -113,7 +113,7 @@ def listeners(
     "Who has something to do at an event"
     return [learn]*answers(learn, event_name) + [cb for cb in learn.cbs if not is_idle(cb, event_name)]
 
-# %% ../nbs/10_callback.ipynb #5021e845
+# %% ../nbs/10_callback.ipynb #9ec98542
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -140,11 +140,12 @@ class PrecisionCallback(LoopCallback):
         _checked=(), # if anybody may change them after that: the parameters, with these gradients and their versions
         _judged=None, # a `LateStep`, if the device is to decide
         _steps_on=()) # what the step works on, if the optimizer is fused: its state, whether there is momentum, and `_known`
-    _stateattrs = LoopCallback._stateattrs+('_snapshot','_strangers','_late','_stepped_on','_known',*_window)
+    _stateattrs = LoopCallback._stateattrs+('_snapshot','_strangers','_late','_unsaid','_stepped_on','_known',*_window)
     _steps,_skips,clip,look_skips,warn_skips = 0,0,None,8,32
     _snapshot = _strangers = None # of the buffers; the parameters of the model that the optimizer hasn't
     may_be_late = True # may the host learn a step late what the optimizer's own kernel has done, where that can find out by itself?
     _late = None # a `LateStep` that the host has yet to learn the outcome of
+    _unsaid = None # one that was skipped, as the host knows by now, and of which it has yet to speak
     _stepped_on = () # the last step's `_steps_on`
     _known = () # the parameters with a gradient, when one last looked: mostly they are the same again
     vars().update(_window)
@@ -190,6 +191,7 @@ class PrecisionCallback(LoopCallback):
             self._close()
             self._learn_late()
             self._stepped_on = self._known = () # which would keep the optimizer's state alive
+            self._unsaid = None
             if ours is not None and vars(opt).get('zero_grad') is ours: del opt.zero_grad
         try:
             try: yield
@@ -334,14 +336,14 @@ def after_step(self:PrecisionCallback):
     "Be done with the step, also if another callback has cancelled it"
     self._close()
 
-# %% ../nbs/10_callback.ipynb #0e89677a
+# %% ../nbs/10_callback.ipynb #1976bb2d
 @patch
 def _skip(self:PrecisionCallback, stats):
     self._undo()
     if hasattr(self.model, 'reset') and not self.loss.isfinite().all(): self.model.reset() # a hidden state, as in fastai's AWD_LSTM, would keep it for ever
     self._close()
     self._skips += 1
-    try: self._look_at_inputs(); self._speak(stats)
+    try: self._look_at_inputs(self.xb); self._speak(stats)
     except BaseException: self.opt.zero_grad(); raise
     raise CancelStepException
 
@@ -361,13 +363,15 @@ def after_batch(self:PrecisionCallback):
     if math.isfinite(known): self.learn.loss = self.loss.nan_to_num(known, known, known)
     else: smooth.reset() # there was nothing to take its place with
 
-# %% ../nbs/10_callback.ipynb #065d44d1
+# %% ../nbs/10_callback.ipynb #742df753
 class LateStep:
     "A step that the device decides about: the host has worked out the scaling after either outcome, and learns later which it was"
     def __init__(self,
         stats:LateStats, # What the device has seen
         scaling:StaticLossScale|DynamicLossScale, # The scaling in force
+        xb=(), # What the model was given, if the host is to look at it when it learns that the step was skipped
     ):
+        self.xb = xb
         self.stats,self.good,self.bad,self.opt = stats,scaling.adjust(True),scaling.adjust(False),None
         self.scale = self.good.loss_scale # of the next step: a number, or if that depends on this one a tensor
         if self.bad.loss_scale!=self.scale: self.scale = (stats.found_inf*self.bad.loss_scale).add_(1-stats.found_inf, alpha=self.scale)
@@ -429,7 +433,7 @@ def _judge(self:PrecisionCallback, grads):
     "Let the device decide about this step, and about the scale of the next; False if it can't"
     try: stats = LateStats(grads, self._pending, self.clip, self._steps)
     except ValueError: return False # sparse gradients, or some in another dtype
-    self._judged = LateStep(stats, self._scaling)
+    self._judged = LateStep(stats, self._scaling, self.xb if self._skips+1==self.look_skips else ())
     self._steps += 1
     self.learn.step_stats = stats
     self._snapshot.restore_if(stats.found_inf)
@@ -437,30 +441,33 @@ def _judge(self:PrecisionCallback, grads):
 
 @patch
 def _learn_late(self:PrecisionCallback, speak=False):
-    "Learn what became of the last step, if nobody knows yet"
-    if self._late is None: return
-    stats,scaling = self._late.outcome()
-    skips = 0 if stats.finite else self._skips+1
-    new = dict(_late=None, _scaling=scaling, _skips=skips, _before=self._before and (scaling,self._before[1],skips))
-    if isinstance(self._pending, torch.Tensor): new['_pending'] = scaling.loss_scale
-    vars(self).update(new) # all of it or nothing, even if there is an interrupt
-    if speak and not stats.finite: self._look_at_inputs(); self._speak(stats)
+    "Learn what became of the last step, if nobody knows yet; and `speak` of it, if it was skipped and nobody has"
+    if self._late is not None:
+        stats,scaling = self._late.outcome()
+        skips = 0 if stats.finite else self._skips+1
+        new = dict(_late=None, _unsaid=None if stats.finite else self._late, _scaling=scaling, _skips=skips, _before=self._before and (scaling,self._before[1],skips))
+        if isinstance(self._pending, torch.Tensor): new['_pending'] = scaling.loss_scale
+        vars(self).update(new) # all of it or nothing, even if there is an interrupt
+    if not speak or self._unsaid is None: return
+    late,self._unsaid = self._unsaid,None
+    self._look_at_inputs(late.xb)
+    self._speak(late.stats)
 
 @patch
 def after_train(self:PrecisionCallback):
     "Learn what became of the last step of all"
     self._learn_late(speak=True)
 
-# %% ../nbs/10_callback.ipynb #f1cea34e
+# %% ../nbs/10_callback.ipynb #e0e6b3b3
 @patch
-def _look_at_inputs(self:PrecisionCallback):
+def _look_at_inputs(self:PrecisionCallback, xb):
     "Warn if the model was given what float16 turns into infinity"
     if self._skips!=self.look_skips or self.half_dtype!=torch.float16: return
     sizes = []
     def _size(t):
         if t.is_floating_point() and t.numel() and t.layout==torch.strided: sizes.append(t.detach().abs().max().item())
         return t
-    map_tree(_size, self.xb)
+    map_tree(_size, xb)
     large = [o for o in sizes if math.isfinite(o) and o>torch.finfo(torch.float16).max]
     if large: warn(f"{self._skips} steps in a row have been skipped, and the batch has values up to {max(large):g}, while float16 ends at 65504. Normalize the inputs, keep the first layer in float32 with keep=, or use to_bf16().")
 
@@ -474,7 +481,7 @@ def _speak(self:PrecisionCallback, stats):
     vars(self).update(_skips=0, _before=self._before and (*self._before[:2],0)) # whatever is undone after this, they have been counted
     raise FloatingPointError(story+"Look for nan or huge values in the data and for a loss that is not finite; lower the learning rate; name a module that overflows in keep= so that it stays float32; or use to_bf16(), which has the range of float32.")
 
-# %% ../nbs/10_callback.ipynb #73037def
+# %% ../nbs/10_callback.ipynb #7b636fe0
 @patch
 def precision_state(self:PrecisionCallback):
     "What a resumed run needs to know: plain numbers"
@@ -485,6 +492,7 @@ def precision_state(self:PrecisionCallback):
 def load_precision_state(self:PrecisionCallback, state):
     "Go on from `state`, with the settings of this callback"
     self._learn_late()
+    self._unsaid = None
     scaling = self._scaling.load_state_dict(state) if 'counter' in state else self._scaling # a static scale has nothing to hand on
     self._scaling,self._steps,self._skips = scaling,int(state.get('steps', 0)),int(state.get('skips', 0))
 

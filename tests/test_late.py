@@ -1,5 +1,5 @@
 """A fused optimizer that finds out by itself whether to step, and a host that learns it a step late: everything is, to the bit, as if the host had waited"""
-import gc,os,pickle,subprocess,sys,weakref
+import gc,os,pickle,subprocess,sys,warnings,weakref
 from functools import wraps
 from pathlib import Path
 
@@ -118,8 +118,20 @@ def test_accumulates():
     check(a, b)
     assert was_late(b) and skipped(b)==1
 
+class Asks(Callback):
+    "What is the scale now? Then the host knows before the next step."
+    def after_batch(self): self.learn.mixed_precision.loss_scale
+class Keeps(Callback):
+    def after_batch(self): self.learn.mixed_precision.precision_state()
+class First(Callback):
+    "What are the weights after the first step? It is a good one; only then can the next be late."
+    def before_fit(self): self.weights = None
+    def after_batch(self):
+        if self.weights is None: self.weights = flat(weights(self.learn))
+
+@pytest.mark.parametrize('cb', [Callback,Asks,Keeps])
 @pytest.mark.parametrize('mode', ['native_fp16','fp16'])
-def test_max_skips(mode):
+def test_max_skips(mode, cb):
     "The same words, but a step later; no weight has changed, and the learner goes on to live"
     said,start = [],flat(weights(get_learner(mlp(True))))
     for may in (False,True):
@@ -127,13 +139,39 @@ def test_max_skips(mode):
         learn.to_native_fp16(max_skips=5) if mode=='native_fp16' else learn.to_fp16(headroom=None, max_loss_scale=2.**12, max_skips=5)
         learn.mixed_precision.may_be_late = may
         learn.fit(1)
-        after = flat(weights(learn))
-        with pytest.raises(FloatingPointError) as e: learn.fit(3, cbs=Spoil(range(100)))
+        with pytest.raises(FloatingPointError) as e: learn.fit(3, cbs=[Spoil(range(1,100)),cb(),first := First()])
+        after = first.weights
         said.append((str(e.value), len(learn.precision_recorder.rows), learn.mixed_precision.loss_scale, learn.mixed_precision._skips))
         assert torch.equal(flat(weights(learn)), after) and not torch.equal(after, start)
         learn.fit(1)
         assert not torch.equal(flat(weights(learn)), after)
     assert said[0]==said[1]
+
+class Huge(Callback):
+    "Skip all steps after the second, and let the model see huge numbers in one of them"
+    order = -50
+    def __init__(self, nth): self.nth,self.n = nth,0
+    def before_batch(self):
+        if not self.training: return
+        self.n += 1
+        if self.n==self.nth: self.learn.xb = (self.xb[0]+1e9,)
+    def after_loss(self):
+        if self.training and self.n>2: self.learn.loss_grad = self.learn.loss_grad*float('inf')
+
+@pytest.mark.parametrize('cb', [Callback,Asks])
+@pytest.mark.parametrize('nth', [9,10,11])
+def test_looks_at_its_own_batch(nth, cb):
+    "Eight steps in a row were skipped, the tenth is the last of them: what was in its batch? The host hears of it when it has another batch already."
+    said = []
+    for may in (False,True):
+        learn = get_learner(mlp(True), opt_func=fused_adam, lr=1e-3).to_native_fp16()
+        learn.mixed_precision.may_be_late = may
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter('always')
+            learn.fit(3, cbs=[Huge(nth),cb()])
+        assert was_late(learn)==may and skipped(learn)==10
+        said.append([m for o in caught if 'in a row' in (m := str(o.message))])
+    assert said[0]==said[1] and len(said[0])==(nth==10)
 
 def test_says_so_at_the_end_of_an_epoch():
     learn = get_learner(mlp(True), opt_func=fused_adam, lr=1e-3).to_native_fp16(max_skips=2)

@@ -19,7 +19,7 @@ class Constant(torch.autograd.Function):
         return x.new_zeros(len(x), 2)
 
     @staticmethod
-    def backward(ctx, g): return None,None,*torch._foreach_mul(ctx.consts, g[0,0])
+    def backward(ctx, g): return None,None,*torch._foreach_mul(ctx.consts, g[0,0].to(ctx.consts[0].dtype)) # with another dtype CUDA would need a kernel for each
 
 class Weights(nn.Module):
     "A model of `n` parameters with `size` numbers each"

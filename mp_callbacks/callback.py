@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 __all__ = ['fit_device', 'responds', 'LeanCallback', 'LoopCallback', 'is_idle', 'answers', 'listeners', 'is_precision',
            'PrecisionCallback', 'LateStep', 'ModelToHalf', 'check_device', 'MixedPrecision', 'NativeMixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #34bfadab
+# %% ../nbs/10_callback.ipynb #ce1c374e
 import math,os,re,torch
 from contextlib import contextmanager
 from dataclasses import asdict,replace
@@ -28,7 +28,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks,_global_optimizer
 from .dtypes import as_dtype,cast_tree,half_dtypes,map_tree,supports
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
 from .grads import GradList,LateStats,check_clip,prepare_grads,same_objects,unique,version,zero_grads
-from .master import BufferSnapshot,ForwardWrapper,MasterWeights,effective_policy,half_forward,is_norm
+from .master import BufferSnapshot,MasterWeights,autocast_wrappers,effective_policy,is_norm
 from .flat import FlatStep
 from .compact_masters import CompactMasters,check_master
 
@@ -113,7 +113,7 @@ def listeners(
     "Who has something to do at an event"
     return [learn]*answers(learn, event_name) + [cb for cb in learn.cbs if not is_idle(cb, event_name)]
 
-# %% ../nbs/10_callback.ipynb #9ec98542
+# %% ../nbs/10_callback.ipynb #a8030232
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -251,11 +251,10 @@ class PrecisionCallback(LoopCallback):
         if self._pending is None: self._pending = self.loss_scale if self._late is None else self._late.scale
         self._batch_outside,self._stashed = [(p,p.grad) for p in self._strangers],True
         for p,_ in self._batch_outside: p.grad = None
-        self.learn.loss_grad = self._scale(self.loss_grad.float() if self.loss_grad.dtype in half_dtypes else self.loss_grad)
+        loss = self.loss_grad.float() if self.loss_grad.dtype in half_dtypes else self.loss_grad
+        self.learn.loss_grad = loss*self._pending if isinstance(self._pending, torch.Tensor) or self._pending!=1 else loss
 
     def _params(self): return [*chain.from_iterable(self.opt.param_lists)]
-    def _scale(self, loss): return loss if self._is_one(self._pending) else loss*self._pending
-    def _is_one(self, scale): return not isinstance(scale, torch.Tensor) and scale==1
 
     def after_backward(self):
         "Unscale the gradients that no optimizer looks after, and nobody clears: they add up over the batches"
@@ -687,13 +686,13 @@ class MixedPrecision(PrecisionCallback):
         copies = {} if half is None else {id(p):c for p,c in zip(half.params,half.copies)}
         return [[copies.get(id(p), p) for p in pg] for pg in self.master_pgs]
 
-# %% ../nbs/10_callback.ipynb #4615f178
+# %% ../nbs/10_callback.ipynb #2d8ca1a9
 class NativeMixedPrecision(PrecisionCallback):
-    """Mixed precision by `torch.autocast` and, for float16, `torch.amp.GradScaler`, whose defaults these are
+    """Mixed precision by `torch.autocast` and, for float16, a loss scale that moves as that of `torch.amp.GradScaler` does, whose defaults these are
 
     Raises, when it is made, a `ValueError` for arguments out of range; when a fit starts, for a learner it can't train; and when `max_skips` steps in a row were not finite, a `FloatingPointError`."""
-    _stateattrs = PrecisionCallback._stateattrs+('_scaler','_wrapper','_borrowed')
-    _scaler,_wrapper,_borrowed = None,None,False
+    _stateattrs = PrecisionCallback._stateattrs+('_wrappers','_borrowed')
+    _wrappers,_borrowed = (),False
 
     def __init__(self,
         init_scale:float|str|StaticLossScale|DynamicLossScale=65536., # Where the scale starts; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
@@ -722,19 +721,19 @@ class NativeMixedPrecision(PrecisionCallback):
 
     def check_model(self, learn):
         check_device(fit_device(learn), self.dtype)
-        rnn = next((type(m).__name__ for m in learn.model.modules() if isinstance(m, nn.RNNBase)), None)
-        if rnn and self.dtype==torch.float16 and fit_device(learn).type=='cpu': raise ValueError(f"PyTorch has no {rnn} in float16 on a CPU. Use to_native_bf16(), or to_fp16(), which keeps it in float32.")
         half = next((n for n,p in learn.model.named_parameters() if p.requires_grad and p.dtype==torch.float16), None)
         if half and self._scaling!=StaticLossScale(): raise ValueError(f"{half} is in float16, where gradients can't be unscaled without losing small numbers. Call model.float() first: autocast computes in float16 anyway.")
         if isinstance(learn.model, torch.jit.ScriptModule): raise ValueError("Autocast can't be put around a scripted model. Train the model before scripting it.")
 
+    def before_fit(self):
+        if not self._in_batch: self._wrappers = () # the model may have been changed since
+
     def before_batch(self):
         super().before_batch()
         if not self.looped(): return
-        device_type = next(self.model.parameters()).device.type
-        if self._wrapper is None or self._wrapper.module is not self.model or self._wrapper.around.args[0]!=device_type:
-            self._wrapper = ForwardWrapper(self.model, partial(half_forward, device_type, self.dtype))
-        self._wrapper.install()
+        device_type,whole = next(self.model.parameters()).device.type,self._wrappers[-1:]
+        if not whole or whole[0].module is not self.model or whole[0].around.args[0]!=device_type: self._wrappers = autocast_wrappers(self.model, device_type, self.dtype)
+        for o in self._wrappers: o.install()
 
     def after_loss(self):
         if not self.training: self._take_off()
@@ -744,22 +743,19 @@ class NativeMixedPrecision(PrecisionCallback):
         self._take_off()
 
     def _take_off(self):
-        if self._wrapper is not None and not self._borrowed: self._wrapper.remove()
+        if not self._borrowed: self._remove()
+
+    def _remove(self):
+        for o in reversed(self._wrappers): o.remove()
 
     @contextmanager
     def during_batch(self):
-        outer,self._borrowed = self._borrowed,self._wrapper is not None and self._wrapper.installed # as for the copies above
+        outer,self._borrowed = self._borrowed,any([o.installed for o in self._wrappers]) # as for the copies above
         borrowed = self._borrowed
         def _undo():
-            if self._wrapper is not None and not borrowed: self._wrapper.remove()
+            if not borrowed: self._remove()
             self._borrowed = outer
         try:
             try: yield
             finally: _undo()
         finally: _undo()
-
-    def _scale(self, loss):
-        if isinstance(self._pending, torch.Tensor): return super()._scale(loss)
-        if self._scaler is None or self._scaler[0]!=self._pending:
-            self._scaler = self._pending,torch.amp.GradScaler(loss.device.type, init_scale=self._pending, enabled=self._scaling!=StaticLossScale())
-        return self._scaler[1].scale(loss)

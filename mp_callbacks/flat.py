@@ -71,7 +71,7 @@ def _key(p, group, state):
 
 def _alone(p, hyper): return p.device.type=='cpu' and (p.dtype in half_dtypes or bool(hyper.get('beta')))
 
-# %% ../nbs/07_flat.ipynb #7fef5d93
+# %% ../nbs/07_flat.ipynb #c75d9758
 class FlatBucket:
     "Parameters that are stepped on together, with their gradients and their state, side by side in flat tensors"
     def __init__(self,
@@ -90,7 +90,7 @@ class FlatBucket:
         self.flat = self._gather(params)
         self.flat.grad = self._gather([*map(grad_of, params)], move=False)
         self.grads = [o.detach() for o in self._stretches(self.flat.grad)] # which count their versions together
-        self.lengths = torch.tensor([*map(Tensor.numel, params)])
+        self.lengths = torch.tensor([*map(Tensor.numel, params)], device='cpu')
         self.cols = {k:[d[k] for d in states] for k in states[0]}
         self.state = {k:self._gather(col) if isinstance(col[0], Tensor) else col[0] for k,col in self.cols.items()}
         self.seen = dict(self.state)
@@ -169,13 +169,13 @@ def _portions(ps):
         size += p.numel()
     return res
 
-# %% ../nbs/07_flat.ipynb #24792b2d
+# %% ../nbs/07_flat.ipynb #faa22b09
 class FlatGrads(GradList):
     "The gradients of `params`, as long as they lie in `buckets`"
     def __init__(self, buckets, params):
         self.buckets,self.params,self.later = buckets,params,None # `later`: the `FlatStep` that multiplies them on its way
         where = {id(p):i for i,p in enumerate(p for b in buckets for p in b.params)}
-        self.order = torch.tensor([where[id(p)] for p in params]) # of the norms, which come by bucket
+        self.order = torch.tensor([where[id(p)] for p in params], device='cpu') # of the norms, which come by bucket
 
     @property
     def values(self): return [*map(grad_of, self.params)]
@@ -187,7 +187,7 @@ class FlatGrads(GradList):
 
     @torch.no_grad()
     def mul_(self, mult):
-        if self.later is not None: self.later.mult = torch.full((), mult, device=self.buckets[0].flat.device)
+        if self.later is not None: self.later.mult = torch.full((), mult, dtype=torch.promote_types(self.buckets[0].flat.dtype, torch.float32), device=self.buckets[0].flat.device)
         else:
             for b in self.buckets: b.flat.grad.mul_(mult)
 
@@ -340,7 +340,7 @@ class FlatStep:
 
     def __repr__(self): return f'FlatStep({sum(len(b.params) for b in self.buckets)} parameters in {len(self.buckets)} flat tensors)'
 
-# %% ../nbs/07_flat.ipynb #cef19ccc
+# %% ../nbs/07_flat.ipynb #82f15007
 _arithmetic = {'add','sub','rsub','mul','div','rdiv','lerp'} # can take a tensor instead of a number
 
 class _Ref(NamedTuple):
@@ -412,7 +412,7 @@ class _Script:
         self.rest = {k:self.tensors[made.pop(k).i] if k in made and made[k].kind=='tensor' else v for k,v in state.items() if k not in made or made[k].kind=='tensor'}
         if not state.keys()<=self.bucket.state.keys(): return False
         flat = self.bucket.flat
-        numbers = torch.tensor(self.numbers, dtype=torch.promote_types(flat.dtype, torch.float32), pin_memory=flat.is_cuda).to(flat.device, non_blocking=True)
+        numbers = torch.tensor(self.numbers, dtype=torch.promote_types(flat.dtype, torch.float32), device='cpu', pin_memory=flat.is_cuda).to(flat.device, non_blocking=True)
         self.inputs,self.made = [numbers,*self.tensors],[*made]
         self.kernel = _kernel(tuple(self.lines), tuple(made.values()), tuple((o.dtype, o.device, None if o.shape==flat.shape else o.shape) for o in self.inputs))
         return True

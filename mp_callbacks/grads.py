@@ -92,20 +92,20 @@ def segment_norms(
     "Euclidean norm of each segment of `flat`, in float32 or better"
     return torch.segment_reduce(flat.to(torch.promote_types(flat.dtype, torch.float32)).square(), 'sum', lengths=lengths, initial=0).sqrt()
 
-# %% ../nbs/02_grads.ipynb #33c0072e
+# %% ../nbs/02_grads.ipynb #3af40c51
 def _norm_parts(xs, dtype):
     "Norms of `xs`, which are of one kind, as pairs of indices and one-dimensional tensors where `xs` are"
     sizes = [*map(torch.Tensor.numel, xs)]
     few = [i for i,n in enumerate(sizes) if n<=few_numbers] if xs[0].device.type=='cpu' else []
     many = [i for i,n in enumerate(sizes) if n>few_numbers] if few else range(len(xs))
     res = [(many, torch.stack(foreach_norm(pick(xs, many), 2, dtype=dtype)))] if many else []
-    return res + ([(few, segment_norms(flatten_dense(pick(xs, few)), torch.tensor(pick(sizes, few))))] if few else [])
+    return res + ([(few, segment_norms(flatten_dense(pick(xs, few)), torch.tensor(pick(sizes, few), device='cpu')))] if few else [])
 
 def _in_order(parts, xs, n):
     "`n` numbers: `xs` at the indices that `parts` have one after the other, and zeros"
-    return xs if len(parts)==1 else xs.new_zeros(n).index_copy_(0, torch.tensor([i for o in parts for i in o], dtype=torch.long), xs)
+    return xs if len(parts)==1 else xs.new_zeros(n).index_copy_(0, torch.tensor([i for o in parts for i in o], dtype=torch.long, device='cpu'), xs)
 
-# %% ../nbs/02_grads.ipynb #e3772d53
+# %% ../nbs/02_grads.ipynb #94eaa355
 @torch.no_grad()
 def tensor_norms(
     xs, # Dense real floating tensors
@@ -118,7 +118,7 @@ def tensor_norms(
         here += [(pick(idxs, few), o) for few,o in _norm_parts(pick(xs, idxs), dtype)]
         full = [xs[i] for i in idxs if xs[i].numel()] if amax else [] # an empty tensor has no largest value
         if full: here.append(([n+j], torch.stack(foreach_norm(full, inf, dtype=dtype)).max()[None]))
-    host = [torch.empty(0, dtype=torch.float64)]
+    host = [torch.empty(0, dtype=torch.float64, device='cpu')]
     for o in parts.values(): host.append(torch.cat([res for _,res in o]).cpu().double())
     norms = _in_order([idxs for o in parts.values() for idxs,_ in o], torch.cat(host), n+amax*len(kinds))
     return torch.cat([norms[:n], norms.new_tensor([max([0.,*norms[n:].tolist()])])]) if amax else norms
@@ -148,7 +148,7 @@ def check_clip(clip):
     if isinstance(clip, bool) or not isinstance(clip, Real) or not isfinite(clip) or clip<=0:
         raise ValueError(f"clip={clip!r} must be positive. Use clip=None for no clipping.")
 
-# %% ../nbs/02_grads.ipynb #9210597f
+# %% ../nbs/02_grads.ipynb #8770cbb1
 class GradList:
     "The gradients of some parameters: to be measured, and to be multiplied"
     plain = True # are the gradients themselves dense and real?
@@ -177,7 +177,7 @@ class GradList:
         "Multiply all gradients in place"
         for (device,dtype),idxs in by_kind(self.values).items():
             # on a CPU a number is made a tensor for every gradient anew, which takes five times as long as the product; but a half-precision gradient would round that tensor
-            by = torch.tensor(mult, dtype=dtype) if device.type=='cpu' and dtype not in half_dtypes else mult
+            by = torch.tensor(mult, dtype=dtype, device='cpu') if device.type=='cpu' and dtype not in half_dtypes else mult
             foreach_mul_(pick(self.values, idxs), by)
 
 # %% ../nbs/02_grads.ipynb #832f77e6
@@ -206,7 +206,7 @@ def prepare_grads(
 # %% ../nbs/02_grads.ipynb #450e929a
 found_inf_ = torch._amp_foreach_non_finite_check_and_unscale_ # `GradScaler`'s own check: one kernel, and the result stays on the device
 
-# %% ../nbs/02_grads.ipynb #8309691a
+# %% ../nbs/02_grads.ipynb #e6171d75
 class LateStats:
     """What one optimizer step saw, known to the device now and to the host when it asks: it can be used like a `StepStats`, and whoever does so first waits for the device
 
@@ -231,7 +231,7 @@ class LateStats:
         found_inf_([norms], self.found_inf, _number(1.))
         if clip is not None: self.grad_scale = (scale/(clip/(norms.double().norm()/scale+1e-6)).clamp(max=1.)).float()
         elif scale!=1:       self.grad_scale = _number(scale)
-        host = torch.full((len(norms),), torch.nan, dtype=torch.float32, pin_memory=dev.type=='cuda').copy_(norms, non_blocking=True)
+        host = torch.full((len(norms),), torch.nan, dtype=torch.float32, device='cpu', pin_memory=dev.type=='cuda').copy_(norms, non_blocking=True)
         self._pending = grads.params,scale,step,idxs,host,event_on(dev)
 
     def read(self)->StepStats: # What `prepare_grads` would have returned

@@ -21,7 +21,7 @@ from fastcore.basics import noop
 from .grads import event_on
 from .callback import LeanCallback,fit_device
 
-# %% ../nbs/12_smooth_loss.ipynb #81a15c1e
+# %% ../nbs/12_smooth_loss.ipynb #c6ab76e5
 class LateNumbers:
     "Scalars that a device computes, and that come to the host in order, some time later. What has come is in `ready`: pairs of the scalar and what `put` got with it."
     every = .2 # seconds from one copy to the next, at least
@@ -43,7 +43,7 @@ class LateNumbers:
             if is_over(): self._receive(host)
         elif self.waiting and perf_counter()>=self._due:
             x = self._stack()
-            host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type=='cuda').copy_(x, non_blocking=True)
+            host = torch.empty(x.shape, dtype=x.dtype, device='cpu', pin_memory=x.device.type=='cuda').copy_(x, non_blocking=True)
             self._copy,self._due = (host,self._mark(x.device)),perf_counter()+self.every
 
     def wait(self):

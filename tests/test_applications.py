@@ -11,6 +11,7 @@ from fastai.tabular.all import Categorify,FillMissing,Normalize,TabularPandas,ta
 from fastai.text.all import (AWD_LSTM,BaseTokenizer,LMDataLoader,Numericalize,SortedDL,awd_lstm_clas_config,awd_lstm_lm_config,language_model_learner,
                              pad_input_chunk,text_classifier_learner,tokenize1)
 from fastai.vision.all import CategoryBlock,DataBlock,ImageBlock,PILImage,PILImageBW,RegressionBlock,Resize,resnet18,unet_learner,vision_learner,xresnet18
+from mp_callbacks.master import float32_rnns
 from learners import *
 from sklearn.datasets import load_diabetes,load_digits,load_sample_images,load_wine
 
@@ -312,8 +313,18 @@ def test_interrupted_language_model(mode):
     learn.fit(1)
     assert skipped(learn)==0
 
-def test_lstm_in_native_float16():
-    "No LSTM computes in float16 on a CPU: it does in float32, or there is an error that says so"
-    learn = quiet(language_model())
-    try: modes['native_fp16'](learn).fit(1)
-    except ValueError as e: assert 'LSTM' in str(e) and 'to_native_bf16' in str(e)
+@pytest.mark.parametrize('mode', ['native_fp16','native_bf16'])
+def test_lstm_stays_float32(mode, monkeypatch):
+    "under autocast to float16 on a CPU, which has no kernel for it, and to bfloat16 on CUDA, where autocast makes it float16. Here the CPU stands for both."
+    learn,inside = quiet(language_model()),[]
+    if mode=='native_bf16': monkeypatch.setitem(float32_rnns, ('cpu',torch.bfloat16), 'as on CUDA')
+    class Spy(nn.LSTM):
+        def forward(self, x, hx=None):
+            res = super().forward(x, hx)
+            inside.append((x.dtype, res[0].dtype, torch.is_autocast_enabled('cpu')))
+            return res
+    for m in learn.model.modules():
+        if type(m) is nn.LSTM: m.__class__ = Spy
+    modes[mode](learn).fit(1)
+    assert {*inside}=={(torch.float32,torch.float32,False)} and skipped(learn)==0
+    assert not [m for m in learn.model.modules() if 'forward' in vars(m)]

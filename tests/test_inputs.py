@@ -717,3 +717,26 @@ def test_odd_buffers(mode, odd):
     assert skipped(learn)==2
     assert all(o.isfinite().all() for o in learn.model.state_dict().values())
     if odd is Grown: assert len(learn.model[1].b)==learn.model[1].n==6
+
+@pytest.mark.parametrize('piece', ['prepare_grads','LateStats','FlatStep','LateNumbers'])
+def test_default_device(piece):
+    "A loop by hand may have `torch.set_default_device('cuda')`: what has to be on the CPU is, whatever that says. Here it says 'meta'."
+    def _params():
+        res = [nn.Parameter(torch.ones(n, device='cpu')) for n in (5,3000)] # a few numbers and many go other ways
+        for p in res: p.grad = torch.ones_like(p)
+        return res
+    def _prepare_grads(): return prepare_grads(_params(), 2., 1.).norm
+    def _LateStats(): return LateStats(_params(), 2., 1.).read().norm
+    def _FlatStep():
+        flat = FlatStep(Adam(_params(), lr=.1))
+        flat.step()
+        return prepare_grads(flat.grads(), 2., 1.).norm
+    def _LateNumbers():
+        late = LateNumbers()
+        late.put(torch.full((), 3005**.5/2, device='cpu'))
+        late.poll(); late.poll()
+        return late.ready[0][0].item()
+    torch.set_default_device('meta')
+    try: res = locals()[f'_{piece}']()
+    finally: torch.set_default_device(None)
+    assert res==pytest.approx(3005**.5/2)

@@ -7,7 +7,7 @@ import pandas as pd,pytest
 from torch.nn.utils import prune
 from learners import *
 from mp_callbacks import jmp,master
-from mp_callbacks.master import half_norm,rounded_norm_forward
+from mp_callbacks.master import float32_rnns,half_norm,rounded_norm_forward
 from test_inputs import state,trains,unchanged
 
 pytestmark = [pytest.mark.filterwarnings('ignore:float16 on a CPU'), pytest.mark.filterwarnings('ignore:enable_nested_tensor')]
@@ -322,7 +322,7 @@ def test_halved_after_the_call():
     learn.to_native_fp16(enabled=False)
     learn.mixed_precision.check(learn)
 
-def test_what_stays_float32_anyway():
+def test_what_stays_float32_anyway(monkeypatch):
     "A wide pattern that reaches a batch norm, a parametrization, a recurrent layer in float16 on a CPU: the table says why they don't follow"
     net = seq(rnn=nn.LSTM(8,8,batch_first=True), mean=Mean(), bn=nn.BatchNorm1d(8), lin=nn.utils.parametrizations.orthogonal(nn.Linear(8,8)), head=nn.Linear(8,1))
     why = {o.module:(o.why,o.compute) for o in effective_policy(net, f16, {'*':'c=f16'})}
@@ -331,6 +331,9 @@ def test_what_stays_float32_anyway():
     assert {o.module:o.compute for o in effective_policy(net, bf16, {'*':'c=bf16'})}['rnn']==bf16
     for k in ('rnn','bn','lin.*'):
         with pytest.raises(ValueError, match='stays float32'): effective_policy(net, f16, {k:'c=f16'})
+    with monkeypatch.context() as m:
+        m.setitem(float32_rnns, ('cpu',bf16), 'as on CUDA')
+        assert {o.module:(o.why,o.compute) for o in effective_policy(net, bf16, {'*':'c=bf16'})}['rnn']==('as on CUDA',f32)
     seen,hooks = watch(net)
     with MasterWeights(net, bf16, {'*':'c=bf16'}): net(torch.randn(4,3,8)).sum().backward()
     agrees(effective_policy(net, bf16, {'*':'c=bf16'}), seen, net)

@@ -7,7 +7,7 @@ Docs: https://example.github.io/mp_callbacks/syncs.html.md"""
 # %% auto #0
 __all__ = ['HostSync', 'needs_host', 'SyncAuditor']
 
-# %% ../nbs/08_syncs.ipynb #4b222d62
+# %% ../nbs/08_syncs.ipynb #c6baf97d
 import linecache,os,sys,torch,warnings
 from collections import Counter
 from contextlib import ExitStack
@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
+
+from . import dtypes
 
 # %% ../nbs/08_syncs.ipynb #0c1e833e
 class HostSync(NamedTuple):
@@ -43,10 +45,11 @@ class HostSync(NamedTuple):
         "Callback and event, or the function if there is no callback"
         return f'{self.callback}.{self.event}' if self.callback else self.function
 
-# %% ../nbs/08_syncs.ipynb #2014b6d2
+# %% ../nbs/08_syncs.ipynb #800eef51
 class _Audits: "What is part of the auditor"
 
 _theirs = os.path.dirname(torch.__file__)+os.sep,warnings.__file__
+_theirs_or_ours = *_theirs,os.path.dirname(dtypes.__file__)+os.sep
 _relays = '__torch_function__','__torch_dispatch__' # through which a tensor subclass hands on what is done to it
 
 def _passed_over(f):
@@ -123,7 +126,7 @@ class _Whereabouts:
         if func is aten.lift_fresh.default: return self.put(_tensors(res), True)
         self.put([o for o in _tensors(res) if not any(o is i for i in ins)], bool(ins) and self.all_on_host(ins))
 
-# %% ../nbs/08_syncs.ipynb #5597dbf4
+# %% ../nbs/08_syncs.ipynb #29b25692
 class _Ops(TorchDispatchMode, _Audits):
     "Tells `audit` of operations that wait"
     def __init__(self, audit): super().__init__(); self.audit = audit
@@ -147,11 +150,12 @@ class _Calls(TorchFunctionMode, _Audits):
     "Tells `audit` of calls that would copy if the CPU were an accelerator"
     def __init__(self, audit): super().__init__(); self.audit = audit
 
-    def _journey(self, name, ins, args, kwargs, by_torch):
+    def _journey(self, name, ins, args, kwargs, sure):
         "Where is what a call takes, and where what it gives? True: on the host"
         on_host,dest = self.audit.whereabouts.on_host,kwargs.get('device')
         if name=='to': dest = next((o for o in (*args[1:],*kwargs.values()) if isinstance(o, (Tensor,torch.device,str))), None)
-        if dest is not None: dest = on_host(dest) if isinstance(dest, Tensor) else by_torch and dest=='cpu' # which means the host in PyTorch's own code
+        if dest is not None: dest = on_host(dest) if isinstance(dest, Tensor) else sure and dest=='cpu' # which means the host in PyTorch's own code, and in ours
+        if 'pin_memory' in kwargs and not ins: return True,True # only the host has memory to pin
         if name=='new_tensor': return True,on_host(args[0]) if dest is None else dest
         if not ins: return name in _from_numbers or dest is not False,dest is not False # made from numbers, or in place
         source = on_host(args[0]) if name=='to' else self.audit.whereabouts.all_on_host(ins)
@@ -159,7 +163,7 @@ class _Calls(TorchFunctionMode, _Audits):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         where,kwargs,name,ins = self.audit.whereabouts,kwargs or {},getattr(func, '__name__', ''),_tensors(args, kwargs)
-        source,dest = self._journey(name, ins, args, kwargs, sys._getframe(1).f_code.co_filename.startswith(_theirs))
+        source,dest = self._journey(name, ins, args, kwargs, sys._getframe(1).f_code.co_filename.startswith(_theirs_or_ours))
         copies = name in _copying and source!=dest
         if copies and (name!='to' or _waits(args, kwargs)): self.audit.add(name)
         res = func(*args, **kwargs)

@@ -113,7 +113,7 @@ def listeners(
     "Who has something to do at an event"
     return [learn]*answers(learn, event_name) + [cb for cb in learn.cbs if not is_idle(cb, event_name)]
 
-# %% ../nbs/10_callback.ipynb #a8030232
+# %% ../nbs/10_callback.ipynb #0432970e
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -140,9 +140,11 @@ class PrecisionCallback(LoopCallback):
         _checked=(), # if anybody may change them after that: the parameters, with these gradients and their versions
         _judged=None, # a `LateStep`, if the device is to decide
         _steps_on=()) # what the step works on, if the optimizer is fused: its state, whether there is momentum, and `_known`
-    _stateattrs = LoopCallback._stateattrs+('_snapshot','_strangers','_late','_unsaid','_stepped_on','_known',*_window)
+    _stateattrs = LoopCallback._stateattrs+('_snapshot','_mine','_strangers','_takes_over','_late','_unsaid','_stepped_on','_known',*_window)
     _steps,_skips,clip,look_skips,warn_skips = 0,0,None,8,32
-    _snapshot = _strangers = None # of the buffers; the parameters of the model that the optimizer hasn't
+    _snapshot = None # of the buffers
+    _mine = _strangers = () # the optimizer's parameters, and those of the model that it hasn't
+    _takes_over = True # may there be gradients from before the first batch, which nobody has scaled?
     may_be_late = True # may the host learn a step late what the optimizer's own kernel has done, where that can find out by itself?
     _late = None # a `LateStep` that the host has yet to learn the outcome of
     _unsaid = None # one that was skipped, as the host knows by now, and of which it has yet to speak
@@ -183,14 +185,17 @@ class PrecisionCallback(LoopCallback):
     def during_fit(self):
         learn = self.learn
         self.check(learn)
-        self._snapshot,self._strangers = None,None # model and optimizer may be others than in the last fit
+        self.settle()
+        self._snapshot,self._mine,self._strangers = None,(),() # model and optimizer may be others than in the last fit
         opt,ours = learn.opt,None
         if 'zero_grad' not in vars(opt) and getattr(type(opt), 'zero_grad', None) is Optimizer.zero_grad: opt.zero_grad = ours = partial(self._zero_grad, opt)
         def _undo():
-            if self._open and self._pending is not None: learn.opt.zero_grad() # gradients were accumulated for a step that never came
+            if self._open:
+                if self._pending is not None: learn.opt.zero_grad() # gradients were accumulated for a step that never came
+                self._mend()
             self._close()
             self._learn_late()
-            self._stepped_on = self._known = () # which would keep the optimizer's state alive
+            self._stepped_on = self._known = self._mine = () # which would keep the optimizer's state alive
             self._unsaid = None
             if ours is not None and vars(opt).get('zero_grad') is ours: del opt.zero_grad
         try:
@@ -209,9 +214,10 @@ class PrecisionCallback(LoopCallback):
     @contextmanager
     def during_batch(self):
         learn = self.learn
-        if self._strangers is None and learn.training and learn.opt is not None:
-            mine = {id(p) for p in self._params()}
-            self._strangers = [p for p in learn.model.parameters() if id(p) not in mine]
+        if learn.training and learn.opt is not None and not same_objects(params := self._params(), self._mine):
+            self.settle() # some have come to the optimizer, or have left it
+            self._mine,ids = params,{*map(id, params)}
+            self._strangers = [p for p in learn.model.parameters() if id(p) not in ids]
         with torch.autocast(next(learn.model.parameters()).device.type, enabled=False): # so that the loss is in float32 whatever was left open
             try: yield
             except BaseException as e:
@@ -233,21 +239,35 @@ class PrecisionCallback(LoopCallback):
         if self._judged is not None: self._judged.disarm()
         vars(self).update(self._window)
 
+    def settle(self):
+        "Be done with gradients whose step is yet to come: whoever comes next finds them unscaled, or zero if they aren't finite"
+        self._learn_late()
+        if self._pending is not None and not self._unscaled and not prepare_grads(self._mine, self._pending).finite:
+            self._undo()
+            zero_grads(self._mine)
+        self._close()
+        self._takes_over = True
+
+    def _mend(self):
+        "Put buffers that are no longer finite back, after batches that had no step"
+        if self._snapshot is not None: self._snapshot.mend()
+
     def after_cancel_batch(self):
         if self.training: self._leave(self.learn, roll_back=False)
 
     def before_batch(self):
         if not self.looped() or not self.training or self._pending is not None: return
+        if self._open: self._mend() # the last batch ended before its backward pass
         if self._snapshot is None or self._snapshot.model is not self.model: self._snapshot = BufferSnapshot(self.model)
         self._snapshot.take()
         self._before,self._outside = (self._scaling,self._steps,self._skips),[(p,p.grad) for p in self._strangers]
         self._open = True
 
     def before_backward(self):
-        if self._unscaled: # a callback after ours has put the step off: what there is by now is to be scaled like what will be added
+        if self._unscaled or self._takes_over and self._pending is None: # what there is by now is to be scaled like what will be added: a callback after ours has put the step off, or it is from before us
             self._pending,self._unscaled = self.loss_scale,False
-            for p in self._params():
-                if p.grad is not None: p.grad.mul_(self._pending)
+            if self._pending!=1: GradList(self._params()).mul_(self._pending)
+        self._takes_over = False
         if self._pending is None: self._pending = self.loss_scale if self._late is None else self._late.scale
         self._batch_outside,self._stashed = [(p,p.grad) for p in self._strangers],True
         for p,_ in self._batch_outside: p.grad = None
@@ -264,11 +284,12 @@ class PrecisionCallback(LoopCallback):
             if p.grad is None: p.grad = g
             else: p.grad = p.grad/self._pending if g is None else g + p.grad/self._pending
 
-# %% ../nbs/10_callback.ipynb #62abef10
+# %% ../nbs/10_callback.ipynb #35b77a80
 @patch
 def before_step(self:PrecisionCallback):
     "Unscale, measure, check and clip the gradients, and skip the step if they are not finite; or let the device do so"
     self._learn_late(speak=True)
+    if self._open and self._pending is None: self._mend() # the backward pass was left out
     self._judged,params = None,self._params()
     if (grads := self._late_grads(params)) is not None and self._judge(grads): return
     stats = prepare_grads(params, 1., self.clip, self._steps) if self._unscaled else self._prepare(params) # nothing was added since
@@ -362,7 +383,7 @@ def after_batch(self:PrecisionCallback):
     if math.isfinite(known): self.learn.loss = self.loss.nan_to_num(known, known, known)
     else: smooth.reset() # there was nothing to take its place with
 
-# %% ../nbs/10_callback.ipynb #742df753
+# %% ../nbs/10_callback.ipynb #e0ad05d9
 class LateStep:
     "A step that the device decides about: the host has worked out the scaling after either outcome, and learns later which it was"
     def __init__(self,
@@ -454,8 +475,9 @@ def _learn_late(self:PrecisionCallback, speak=False):
 
 @patch
 def after_train(self:PrecisionCallback):
-    "Learn what became of the last step of all"
+    "Learn what became of the last step of all, and see that a validation finds finite buffers if there is one to come"
     self._learn_late(speak=True)
+    if self._open: self._mend()
 
 # %% ../nbs/10_callback.ipynb #e0e6b3b3
 @patch
@@ -495,7 +517,7 @@ def load_precision_state(self:PrecisionCallback, state):
     scaling = self._scaling.load_state_dict(state) if 'counter' in state else self._scaling # a static scale has nothing to hand on
     self._scaling,self._steps,self._skips = scaling,int(state.get('steps', 0)),int(state.get('skips', 0))
 
-# %% ../nbs/10_callback.ipynb #116a211b
+# %% ../nbs/10_callback.ipynb #ee614384
 class ModelToHalf(LoopCallback):
     "Let the model compute with copies of its weights in `dtype`, in the forward and the backward pass. Needs `MixedPrecision` to train."
     order = PrecisionCallback.order-1
@@ -532,8 +554,8 @@ class ModelToHalf(LoopCallback):
         yield
 
     def before_fit(self):
-        if self.masters is None: return
-        if not self._in_batch: self.masters.restore() # after a batch without the memory to do so
+        if self.masters is None or self._in_batch: return # a prediction in the middle of a batch, which goes on with the copies there are
+        self.masters.restore() # after a batch without the memory to do so
         self.masters.refresh() # the model may have been changed or moved since
 
     def before_validate(self): self._fresh = False
@@ -602,7 +624,7 @@ def _check_bools(**kwargs):
     for k,v in kwargs.items():
         if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
 
-# %% ../nbs/10_callback.ipynb #04cc1bb2
+# %% ../nbs/10_callback.ipynb #7aef63c4
 class MixedPrecision(PrecisionCallback):
     """Loss scaling and checked steps on float32 weights. With `ModelToHalf`: training in mixed precision
 
@@ -637,7 +659,7 @@ class MixedPrecision(PrecisionCallback):
     def during_fit(self):
         for cb in self.learn.cbs:
             if isinstance(cb, ModelToHalf): check_master(cb.master, cb.dtype, self.flat_master)
-        self._flat = flat = FlatStep(self.opt, self.fused) if self.flat_master else None
+        self._flat = flat = FlatStep(self.opt, self.fused, [*self.model.parameters(), *self.model.buffers()]) if self.flat_master else None
         def _undo():
             if flat: flat.remove(); flat.release()
             self._flat = None
@@ -655,7 +677,7 @@ class MixedPrecision(PrecisionCallback):
         if (half := self._half()) is not None: half.zeroed([p for pg in opt.param_lists for p in pg], kept=flat)
 
     def _prepare(self, params):
-        if self._flat is not None:
+        if self._flat is not None and self._flat.outer is self.opt: # which may be another one than at the start of the fit
             trusted = self._trusted()
             params = self._flat.grads(trusted, trusted and not self._watched()) or params
         return super()._prepare(params)

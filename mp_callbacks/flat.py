@@ -7,20 +7,21 @@ Docs: https://example.github.io/mp_callbacks/flat.html.md"""
 # %% auto #0
 __all__ = ['fastai_elementwise', 'is_elementwise', 'check_flat', 'FlatBucket', 'FlatStep']
 
-# %% ../nbs/07_flat.ipynb #6f24a5ec
+# %% ../nbs/07_flat.ipynb #d4d0e369
 import torch,traceback
 from functools import cache,partial
 from inspect import ismethoddescriptor
-from itertools import chain,pairwise,repeat
+from itertools import chain,repeat
 from numbers import Number,Real
 from operator import getitem,is_not,itemgetter,methodcaller
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes,is_traceable_wrapper_subclass
 from typing import NamedTuple
 from warnings import warn
 
 from .dtypes import half_dtypes
-from .grads import GradList,few_numbers,foreach_copy_,foreach_norm,grad_of,same_objects,segment_norms,unique
+from .grads import GradList,few_numbers,flatten_dense,foreach_copy_,foreach_norm,grad_of,same_objects,segment_norms,unique
 
 # %% ../nbs/07_flat.ipynb #8e66fe31
 fastai_elementwise = {'step', 'weight_decay', 'l2_reg', 'average_grad', 'average_sqr_grad', 'sgd_step', 'momentum_step', 'rms_prop_step',
@@ -34,9 +35,12 @@ def is_elementwise(
     if hasattr(stepper, 'elementwise'): return bool(stepper.elementwise)
     return stepper.__module__=='fastai.optimizer' and getattr(stepper, '__name__', '') in fastai_elementwise and not hasattr(stepper, '__wrapped__')
 
-# %% ../nbs/07_flat.ipynb #dda1d3dc
+# %% ../nbs/07_flat.ipynb #aa7d77bf
+def _is_plain(t): return t.layout==torch.strided and not is_traceable_wrapper_subclass(t) and not is_lazy(t)
+
 def check_flat(
     opt, # fastai optimizer
+    around=(), # Other tensors that there are, such as the model's buffers: they may share memory with each other, but not with a parameter
 ):
     "Raise unless `opt` can work on flat tensors: `ValueError`, or `TypeError` if it is no fastai optimizer"
     if isinstance(inner := getattr(opt, 'opt', opt), torch.optim.Optimizer):
@@ -46,13 +50,18 @@ def check_flat(
         if is_elementwise(f): continue
         while isinstance(f, partial): f = f.func
         raise ValueError(f"flat_master=True can't run {getattr(f, '__name__', type(f).__name__)}: it may need each parameter's own norm. Use flat_master=False, or mark a stepper that works on each number by itself with stepper.elementwise=True.")
-    spans = []
-    for p in unique(chain(*opt.param_lists)):
-        if p.layout!=torch.strided or is_traceable_wrapper_subclass(p): raise ValueError(f"flat_master=True needs plain dense parameters, not a {type(p).__name__} in {p.layout}. Use flat_master=False.")
-        start,n = p.data_ptr(),1+sum((d-1)*s for d,s in zip(p.shape,p.stride()))
-        if p.numel(): spans += [(str(p.device),start,start+n*p.element_size(),p)]*(1 if n>=p.numel() else 2) # an expanded one shares memory with itself
-    for (dev1,_,end,p),(dev2,start,_,q) in pairwise(sorted(spans, key=lambda o:o[:3])):
-        if dev1==dev2 and start<end: raise ValueError(f"Parameters of shapes {tuple(p.shape)} and {tuple(q.shape)} share memory, and flat_master=True would separate them. Use flat_master=False.")
+    params = [*chain(*opt.param_lists)]
+    ids,spans,reach = {*map(id, params)},[],{}
+    if len(ids)<len(params): raise ValueError(f"{len(params)-len(ids)} of {len(params)} parameters are in the optimizer's groups again, and are stepped on again, which flat_master=True doesn't do. Use flat_master=False, or groups that have each parameter once.")
+    for p in params:
+        if not _is_plain(p): raise ValueError(f"flat_master=True needs plain dense parameters, not a {type(p).__name__} in {p.layout}. Use flat_master=False.")
+    for t in (*params, *(o for o in around if id(o) not in ids and _is_plain(o))):
+        start,n,mine = t.data_ptr(),1+sum((d-1)*s for d,s in zip(t.shape,t.stride())),id(t) in ids
+        if t.numel() and not t.is_meta: spans += [(str(t.device),start,start+n*t.element_size(),mine,t)]*(2 if mine and n<t.numel() else 1) # an expanded one shares memory with itself
+    for dev,start,end,mine,t in sorted(spans, key=itemgetter(0,1,2)):
+        far,other = reach.get((dev,not mine), (0,None)) # how far those before it go: for a parameter all of them, for others the parameters
+        if start<far: raise ValueError(f"Tensors of shapes {tuple(other.shape)} and {tuple(t.shape)} share memory, and flat_master=True would separate them. Use flat_master=False.")
+        for only in (False,True)[:1+mine]: reach[dev,only] = max(reach.get((dev,only), (0,None)), (end,t), key=itemgetter(0))
 
 # %% ../nbs/07_flat.ipynb #b0a4b5ba
 def _check_grad(p):
@@ -71,7 +80,7 @@ def _key(p, group, state):
 
 def _alone(p, hyper): return p.device.type=='cpu' and (p.dtype in half_dtypes or bool(hyper.get('beta')))
 
-# %% ../nbs/07_flat.ipynb #c75d9758
+# %% ../nbs/07_flat.ipynb #a8a813ed
 class FlatBucket:
     "Parameters that are stepped on together, with their gradients and their state, side by side in flat tensors"
     def __init__(self,
@@ -90,6 +99,7 @@ class FlatBucket:
         self.flat = self._gather(params)
         self.flat.grad = self._gather([*map(grad_of, params)], move=False)
         self.grads = [o.detach() for o in self._stretches(self.flat.grad)] # which count their versions together
+        self.in_order = all(map(Tensor.is_contiguous, params)) # or does their memory have another?
         self.lengths = torch.tensor([*map(Tensor.numel, params)], device='cpu')
         self.cols = {k:[d[k] for d in states] for k in states[0]}
         self.state = {k:self._gather(col) if isinstance(col[0], Tensor) else col[0] for k,col in self.cols.items()}
@@ -133,7 +143,7 @@ class FlatBucket:
 
     def norms(self):
         "The norm of each gradient"
-        if self.few: return segment_norms(self.flat.grad, self.lengths)
+        if self.few: return segment_norms(self.flat.grad if self.in_order else flatten_dense(self.grads), self.lengths) # bit for bit as `tensor_norms` adds them up
         return torch.stack(foreach_norm(self.grads, 2, dtype=torch.promote_types(self.flat.dtype, torch.float32)))
 
     def pull_grads(self):
@@ -191,18 +201,20 @@ class FlatGrads(GradList):
         else:
             for b in self.buckets: b.flat.grad.mul_(mult)
 
-# %% ../nbs/07_flat.ipynb #77af582b
+# %% ../nbs/07_flat.ipynb #50056d2d
 class FlatStep:
     "Let the steppers of `opt` work on flat tensors instead of on each parameter"
     def __init__(self,
         opt, # fastai `Optimizer`, or `Lookahead` around one (its slow weights stay per parameter); raises as `check_flat` does
         fused:bool=False, # Compile the steppers? See [below](#compiled).
+        around=(), # Other tensors that there are, see `check_flat`
     ):
         self.outer = self.opt = opt
+        self.around = around
         self.fused,self.kernels,self.mult = fused,set(),None # `mult`: a tensor of one number, which the gradients are to be multiplied by in the next step
         while hasattr(self.opt, 'slow_weights'): self.opt = self.opt.opt
         self.buckets,self.alone,self.rest,self.about,self._grads,self.sure = [],{},[],[],None,False
-        check_flat(self.opt)
+        check_flat(self.opt, around)
 
     def install(self):
         "Stand in for the `step` of the optimizer, inside Lookahead for that of the inner one"
@@ -224,13 +236,17 @@ class FlatStep:
     def release(self):
         "Give every parameter, gradient and state tensor its own storage again. Twice is once."
         self._release(self.buckets)
+        for t in self._states(): # loaded from what was saved with the buckets, it comes in one piece, too
+            if isinstance(t, Tensor) and t.layout==torch.strided and t.untyped_storage().nbytes()>t.numel()*t.element_size(): t.data = t.data.clone()
         self.buckets,self.about,self._grads,self.sure = [],[],None,False
 
     @torch.no_grad()
     def _release(self, buckets):
         ours = {t.untyped_storage().data_ptr() for b in buckets for t in (b.flat,b.flat.grad,*b._tensors().values())}
-        for t in chain(*((p,p.grad) for b in buckets for p in b.params), *(d.values() for d in self.opt.state.values())):
+        for t in chain(*((p,p.grad) for b in buckets for p in b.params), self._states()):
             if isinstance(t, Tensor) and t.layout==torch.strided and t.untyped_storage().data_ptr() in ours: t.data = t.data.clone()
+
+    def _states(self): return chain.from_iterable(d.values() for d in self.opt.state.values())
 
     def _about(self):
         "What must be the same objects as when the buckets were made"
@@ -247,7 +263,7 @@ class FlatStep:
 
     def _gather(self, kept):
         opt,groups,alone,rest,done = self.opt,{},{},[],{p for b in kept for p in b.params}
-        check_flat(opt)
+        check_flat(opt, self.around)
         for i,(pg,hyper) in enumerate(zip(opt.param_lists,opt.hypers)):
             for p in pg:
                 state = opt.state[p] # which makes an empty one for a parameter without gradient, as fastai's loop does

@@ -7,8 +7,9 @@ Docs: https://example.github.io/mp_callbacks/learner.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/13_learner.ipynb #c3fce547
+# %% ../nbs/13_learner.ipynb #13676ef9
 import os,sys,torch
+from copy import copy
 from contextlib import ExitStack,contextmanager
 from functools import cached_property,wraps
 from pathlib import Path
@@ -23,6 +24,7 @@ from fastcore.xtras import join_path_file
 
 from .loss_scale import DynamicLossScale,StaticLossScale
 from .master import check_float32,is_norm,lendable
+from .flat import FlatStep
 from .compact_masters import check_master
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback,answers,check_device,fit_device,is_idle,is_precision
 from .recorder import PrecisionRecorder
@@ -100,7 +102,7 @@ def _loop_is_known(self:Learner):
     def _known(k, f): now = getattr(self, k); return getattr(now, '__func__', None) is f or getattr(now, 'may_be_late', False)
     return _as_it_came and all(_known(k, f) for k,f in _loop.items())
 
-# %% ../nbs/13_learner.ipynb #97226ecf
+# %% ../nbs/13_learner.ipynb #d04e5695
 def _check_between_batches(cbs):
     if any(getattr(cb, '_in_batch', False) for cb in cbs): raise RuntimeError("The precision can't change in the middle of a batch. Call to_fp32() and the others between batches, or from after_epoch.")
 
@@ -110,6 +112,7 @@ _remove_cb = getattr(Learner.remove_cb, 'plain', Learner.remove_cb)
 def _remove_one(self, cb):
     _check_between_batches([cb])
     if isinstance(cb, ModelToHalf) and cb.masters is not None: cb.masters.restore() # after a batch without the memory to do so
+    if isinstance(cb, PrecisionCallback): cb.settle() # it may have gradients that were accumulated for a step to come
     _remove_cb(self, cb)
     for o in self.cbs:
         if isinstance(o, PrecisionCallback): vars(self).setdefault(o.name, o)
@@ -292,6 +295,25 @@ def _export_own(self, *args, **kwargs):
 
 _create_own.plain,_export_own.plain = _create_opt,_export
 Learner.create_opt,Learner.export = _create_own,_export_own
+
+# %% ../nbs/13_learner.ipynb #c387d141
+_getstate = getattr(Learner.__getstate__, 'plain', Learner.__getstate__)
+
+def _is_ours(f): return isinstance(getattr(getattr(f, 'func', f), '__self__', None), (PrecisionCallback,FlatStep))
+
+@wraps(_getstate)
+def _getstate_plain(self):
+    if any(isinstance(cb, ModelToHalf) and cb.masters is not None and cb.masters.lent for cb in self.cbs):
+        raise RuntimeError("In the middle of a batch the model has copies for its parameters. Copy or pickle the learner between batches, for instance from after_epoch.")
+    state = _getstate(self)
+    opt = state.get('opt')
+    if opt is not None and (ours := [k for k,f in vars(opt).items() if _is_ours(f)]):
+        state['opt'] = opt = copy(opt)
+        for k in ours: delattr(opt, k)
+    return state
+
+_getstate_plain.plain = _getstate
+Learner.__getstate__ = _getstate_plain
 
 # %% ../nbs/13_learner.ipynb #201e20db
 _key = 'mp_callbacks'

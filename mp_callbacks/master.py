@@ -11,7 +11,7 @@ __all__ = ['batch_norm_modules', 'norm_modules', 'float32_rnns', 'is_norm', 'kep
            'effective_policy', 'BufferSnapshot', 'convert_network', 'get_master', 'to_master_grads', 'to_model_params',
            'test_overflow', 'grad_overflow', 'copy_clone']
 
-# %% ../nbs/03_master.ipynb #a40dc20e
+# %% ../nbs/03_master.ipynb #4f50f219
 import re,torch,warnings
 from fnmatch import fnmatchcase
 from functools import lru_cache,partial,update_wrapper
@@ -27,7 +27,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from .dtypes import Policy,as_dtype,cast_tree,get_policy,half_dtypes
-from .grads import foreach_add_,foreach_copy_,foreach_mul,foreach_mul_,grad_of,hooks_of,is_sparse,is_trainable,late_hooks_of,same_objects,unique,version_of
+from .grads import foreach_add_,foreach_copy_,foreach_mul,grad_of,hooks_of,is_sparse,is_trainable,late_hooks_of,same_objects,unique,version_of
 
 # %% ../nbs/03_master.ipynb #068b963a
 batch_norm_modules = (nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d,nn.SyncBatchNorm)
@@ -570,7 +570,7 @@ def _row(name, m, fate, dtype, full, rounded):
 # %% ../nbs/03_master.ipynb #a600d087
 _bits = {o.itemsize:o for o in (torch.uint8,torch.int16,torch.int32,torch.int64)}
 
-# %% ../nbs/03_master.ipynb #c370faec
+# %% ../nbs/03_master.ipynb #49be801d
 class BufferSnapshot:
     "The buffers of `model`, remembered by `take` and put back by `restore`: bit for bit, the same tensors in the same places"
     def __init__(self,
@@ -610,6 +610,12 @@ class BufferSnapshot:
         for d,_ in self.known:
             for n in [n for n,b in d.items() if b is not None and (id(d),n) not in known and not b.isfinite().all()]: del d[n]
 
+    @torch.no_grad()
+    def mend(self):
+        "`restore` if a buffer isn't finite that was when it was remembered"
+        def _finite(t): return t is None or t.layout!=torch.strided or bool((t.float() if t.is_floating_point() else t).isfinite().all())
+        if self.taken and any(_finite(c) and not _finite(d.get(n)) for o in self.groups for d,n,_,c in o): self.restore()
+
     def can_choose(self,
         device, # Of the tensor that chooses
     ):
@@ -625,8 +631,9 @@ class BufferSnapshot:
         for o in self.groups:
             kind = _bits[o[0][2].dtype.itemsize]
             new,old,f = [b.view(kind) for _,_,b,_ in o],[c.view(kind) for *_,c in o],chosen.to(kind)
-            foreach_mul_(new, 1-f) # of integers, since 0 times infinity is nan
-            foreach_add_(new, foreach_mul(old, f))
+            res = foreach_mul(new, 1-f) # of integers, since 0 times infinity is nan
+            foreach_add_(res, foreach_mul(old, f))
+            foreach_copy_(new, res) # only now: two modules may have the same memory
 
 # %% ../nbs/03_master.ipynb #745ac292
 def convert_network(

@@ -479,7 +479,7 @@ def after_train(self:PrecisionCallback):
     self._learn_late(speak=True)
     if self._open: self._mend()
 
-# %% ../nbs/10_callback.ipynb #e0e6b3b3
+# %% ../nbs/10_callback.ipynb #8c796aa5
 @patch
 def _look_at_inputs(self:PrecisionCallback, xb):
     "Warn if the model was given what float16 turns into infinity"
@@ -490,7 +490,7 @@ def _look_at_inputs(self:PrecisionCallback, xb):
         return t
     map_tree(_size, xb)
     large = [o for o in sizes if math.isfinite(o) and o>torch.finfo(torch.float16).max]
-    if large: warn(f"{self._skips} steps in a row have been skipped, and the batch has values up to {max(large):g}, while float16 ends at 65504. Normalize the inputs, keep the first layer in float32 with keep=, or use to_bf16().")
+    if large: warn(f"{self._skips} steps in a row have been skipped, and the batch has values up to {max(large):g}, while float16 ends at 65504. Normalize the inputs, keep the first layer in float32 with {self._keep}, or use to_bf16().")
 
 @patch
 def _speak(self:PrecisionCallback, stats):
@@ -500,7 +500,10 @@ def _speak(self:PrecisionCallback, stats):
              f"The first to overflow on the way back is that of {names[0] if names else 'a parameter outside the model'}. No weight has been changed since. ")
     if self._skips<self.max_skips: return warn(story+f"After {self.max_skips} training will stop.")
     vars(self).update(_skips=0, _before=self._before and (*self._before[:2],0)) # whatever is undone after this, they have been counted
-    raise FloatingPointError(story+"Look for nan or huge values in the data and for a loss that is not finite; lower the learning rate; name a module that overflows in keep= so that it stays float32; or use to_bf16(), which has the range of float32.")
+    advice = ['Look for nan or huge values in the data and for a loss that is not finite','lower the learning rate']
+    if self.half_dtype is not None:          advice.append(f'keep a module that overflows in float32 with {self._keep}')
+    if self.half_dtype==torch.float16: advice.append('use to_bf16(), which has the range of float32')
+    raise FloatingPointError(story+'; '.join(advice)+'.')
 
 # %% ../nbs/10_callback.ipynb #7b636fe0
 @patch
@@ -624,12 +627,13 @@ def _check_bools(**kwargs):
     for k,v in kwargs.items():
         if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
 
-# %% ../nbs/10_callback.ipynb #7aef63c4
+# %% ../nbs/10_callback.ipynb #879bd57e
 class MixedPrecision(PrecisionCallback):
     """Loss scaling and checked steps on float32 weights. With `ModelToHalf`: training in mixed precision
 
     Raises, when it is made, a `ValueError` for arguments out of range; when a fit starts, for a learner it can't train; and when `max_skips` steps in a row were not finite, a `FloatingPointError`."""
     first_scale = 2.**10 # of a step whose gradients are yet to be measured
+    _keep = 'keep='
     _stateattrs,_flat = PrecisionCallback._stateattrs+('_flat',),None
 
     def __init__(self,
@@ -708,7 +712,7 @@ class MixedPrecision(PrecisionCallback):
         copies = {} if half is None else {id(p):c for p,c in zip(half.params,half.copies)}
         return [[copies.get(id(p), p) for p in pg] for pg in self.master_pgs]
 
-# %% ../nbs/10_callback.ipynb #2d8ca1a9
+# %% ../nbs/10_callback.ipynb #af52c21c
 class NativeMixedPrecision(PrecisionCallback):
     """Mixed precision by `torch.autocast` and, for float16, a loss scale that moves as that of `torch.amp.GradScaler` does, whose defaults these are
 
@@ -740,6 +744,9 @@ class NativeMixedPrecision(PrecisionCallback):
     def half_dtype(self):
         "What the model computes in"
         return self.dtype
+
+    @property
+    def _keep(self): return f"to_{'fp16' if self.dtype==torch.float16 else 'bf16'}(keep=…)"
 
     def check_model(self, learn):
         check_device(fit_device(learn), self.dtype)

@@ -160,12 +160,12 @@ def force_full_precision(
         return res if return_dtype is None else cast_tree(res, return_dtype)
     return _f
 
-# %% ../nbs/00_dtypes.ipynb #1d269356
+# %% ../nbs/00_dtypes.ipynb #04b07608
 def supports(
     device:torch.device|str, # Where, such as 'cuda'
     dtype:torch.dtype|str, # In what
 )->bool: # False too where there is no such device
-    "Does `device` compute in `dtype`, without emulation?"
+    "Does `device` compute in `dtype`? On CUDA: without emulation; other devices aren't asked about that."
     try: dev = torch.device(device)
     except (RuntimeError,TypeError): return False
     return _supports(dev, as_dtype(dtype))

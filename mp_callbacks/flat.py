@@ -201,7 +201,7 @@ class FlatGrads(GradList):
         else:
             for b in self.buckets: b.flat.grad.mul_(mult)
 
-# %% ../nbs/07_flat.ipynb #50056d2d
+# %% ../nbs/07_flat.ipynb #9529cb00
 class FlatStep:
     "Let the steppers of `opt` work on flat tensors instead of on each parameter"
     def __init__(self,
@@ -341,13 +341,13 @@ class FlatStep:
             self._loop(todo)
             scripts = [o for o,(_,_,state) in zip(scripts,todo) if o.end(state)]
             self.kernels |= {id(o.kernel) for o in scripts} # a function can't be pickled
-            if len(self.kernels)>_max_kernels: raise RuntimeError(f"it was another one {len(self.kernels)} times")
+            if len(self.kernels)>_max_kernels: raise RuntimeError(f"they have done something else {len(self.kernels)} times, and each takes seconds to compile")
             return scripts
         except Exception as e:
             self.fused,self.about = False,[] # buckets as large as these are for kernels
             inside = [o.name for o in traceback.extract_tb(e.__traceback__)]
             where = next((o for o in inside[2:] if o!='step'), 'a stepper') if inside[1:2]==['_loop'] else 'the script of the steppers'
-            warn(f"fused=True can't compile {where}, and the flat step goes on uncompiled, with the same results. The reason: {' '.join(f'{type(e).__name__}: {e}'.split())[:300]}")
+            warn(f"fused=True can't compile {where}, and the flat step goes on uncompiled, bit for bit as with flat_master=True. The reason: {' '.join(f'{type(e).__name__}: {e}'.split())[:300]}")
             return []
 
     def _put_back(self, param_lists, state):

@@ -93,7 +93,7 @@ def all_finite(
     if not all(isfinite(o) for o in xs if isinstance(o, (float,complex))): res.append(torch.tensor(False))
     return torch.stack([o.to(res[0].device) for o in res]).all() if res else torch.tensor(True)
 
-# %% ../nbs/04_functional.ipynb #891676c0
+# %% ../nbs/04_functional.ipynb #7f4e8cf5
 def select_tree(
     finite:bool|Tensor, # Which to choose: one bool
     new, # What to take if `finite`
@@ -108,7 +108,7 @@ def select_tree(
     def _pick(a, b):
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)): return a if a is b or finite else b
         if (a.dtype,a.shape)!=(b.dtype,b.shape):
-            raise TypeError(f'{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)} must be alike. Cast the update to the dtype of the parameter.')
+            raise TypeError(f'{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)} must be alike. Cast the update to the dtype of the parameter, and give it its shape.')
         return (a if finite else b) if host else torch.where(finite.to(a.device), a, b)
     return tree_map(_pick, new, old)
 

@@ -141,20 +141,21 @@ def _seen(step, scale, norms, params, amax=None):
     if isfinite(norm): return StepStats(step, scale, norm, True, norms, amax=amax)
     return StepStats(step, scale, norm, False, norms, params[(~norms.isfinite()).nonzero()[-1].item()])
 
-# %% ../nbs/02_grads.ipynb #c2ff7ec4
+# %% ../nbs/02_grads.ipynb #cb396fcd
 def check_clip(clip):
     "Raise a `ValueError` unless `clip` is None or a positive number"
     if clip is None: return
     if isinstance(clip, bool) or not isinstance(clip, Real) or not isfinite(clip) or clip<=0:
-        raise ValueError(f"clip={clip!r} must be positive. Use clip=None for no clipping.")
+        need = 'positive' if isinstance(clip, Real) and not isinstance(clip, bool) and clip<=0 else 'a finite positive number'
+        raise ValueError(f"clip={clip!r} must be {need}. Use clip=None for no clipping.")
 
-# %% ../nbs/02_grads.ipynb #8770cbb1
+# %% ../nbs/02_grads.ipynb #dfb19aa7
 class GradList:
     "The gradients of some parameters: to be measured, and to be multiplied"
     plain = True # are the gradients themselves dense and real?
     def __init__(self,
         params, # Parameters; those without a gradient, and repetitions, are passed over
-        known=(), # Parameters without repetitions. If they are the same there is less to look at.
+        known=(), # The `params` of an earlier `GradList`: if they are these very objects, in this order, nobody looks for repetitions again
     ):
         self.params = [*params]
         self.values = [*map(grad_of, self.params)]

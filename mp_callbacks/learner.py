@@ -151,7 +151,7 @@ def _set_precision(learn, dtype, new, loss_on_device, half=None):
 def _warn_cpu(learn):
     if fit_device(learn).type=='cpu': warn("float16 on a CPU works, but slowly, and convolutions take many times as long as in float32. Use to_bf16() or to_native_bf16().")
 
-# %% ../nbs/13_learner.ipynb #71af1293
+# %% ../nbs/13_learner.ipynb #25413b86
 @patch
 def to_fp16(self:Learner,
     loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # The scale if it is not `dynamic`; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
@@ -172,13 +172,14 @@ def to_fp16(self:Learner,
 )->Learner: # The same learner
     """Train in float16 with float32 master weights and loss scaling
 
-    Defaults are fastai's, but for the start: `headroom=None` is fastai's there, too. Raises `ValueError` if an argument is out of range, or the learner's device or model can't do it; then nothing has changed."""
+    Defaults are fastai's, but for the start: `headroom=None` is fastai's there, too.
+    Raises `ValueError`, or `TypeError`, if an argument isn't what it should be, or the learner's device or model can't do it, and `RuntimeError` in the middle of a batch; then nothing has changed. Whether the optimizer can step on flat tensors is found out at the start of a fit, which raises `ValueError` if it can't."""
     new = MixedPrecision(loss_scale, flat_master, dynamic, max_loss_scale, div_factor, scale_wait, clip, min_loss_scale=min_loss_scale, headroom=headroom, max_skips=max_skips, fused=fused)
     res = _set_precision(self, torch.float16, new, loss_on_device, ModelToHalf(torch.float16, keep, master=master))
     _warn_cpu(self)
     return res
 
-# %% ../nbs/13_learner.ipynb #1eb7d9b2
+# %% ../nbs/13_learner.ipynb #36e74361
 @patch
 def to_bf16(self:Learner,
     flat_master:bool=False, # Step on one flat tensor per parameter group instead of on each parameter?
@@ -192,10 +193,10 @@ def to_bf16(self:Learner,
 )->Learner: # The same learner
     """Train in bfloat16 with float32 master weights
 
-    Raises `ValueError` if an argument is out of range, or the learner's device or model can't do it; then nothing has changed."""
+    Raises `ValueError`, or `TypeError`, if an argument isn't what it should be, or the learner's device or model can't do it, and `RuntimeError` in the middle of a batch; then nothing has changed. Whether the optimizer can step on flat tensors is found out at the start of a fit, which raises `ValueError` if it can't."""
     return _set_precision(self, torch.bfloat16, MixedPrecision(1, flat_master, dynamic=False, clip=clip, max_skips=max_skips, fused=fused), loss_on_device, ModelToHalf(torch.bfloat16, keep, master=master))
 
-# %% ../nbs/13_learner.ipynb #f5fa3b35
+# %% ../nbs/13_learner.ipynb #7ad620a8
 @patch
 def to_native_fp16(self:Learner,
     init_scale:float|str|StaticLossScale|DynamicLossScale=65536., # Where the loss scale starts; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
@@ -209,32 +210,34 @@ def to_native_fp16(self:Learner,
     max_skips:int=250, # After how many skipped steps in a row to stop with an error
     loss_on_device:bool=None, # Leave the loss on the device, and read it when it is shown? None: if that isn't the CPU, see [loss on the device](12_smooth_loss.ipynb)
 )->Learner: # The same learner
-    """Train with autocast to float16 and `GradScaler`, whose defaults these are
+    """Train with autocast to float16 and a loss scale that moves as that of `torch.amp.GradScaler`, whose defaults these are
 
-    Raises `ValueError` if an argument is out of range, or the learner's device can't do it; then nothing has changed."""
+    Raises `ValueError`, or `TypeError`, if an argument isn't what it should be, or the learner's device or model can't do it, and `RuntimeError` in the middle of a batch; then nothing has changed."""
     new = NativeMixedPrecision(init_scale, growth_factor, backoff_factor, growth_interval, enabled, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, max_skips=max_skips)
     res = _set_precision(self, torch.float16, new, loss_on_device)
     _warn_cpu(self)
     return res
 
-# %% ../nbs/13_learner.ipynb #2bded23c
+# %% ../nbs/13_learner.ipynb #d8a8a985
 @patch
 def to_native_bf16(self:Learner,
     *,
     max_skips:int=250, # After how many skipped steps in a row to stop with an error
     loss_on_device:bool=None, # Leave the loss on the device, and read it when it is shown? None: if that isn't the CPU, see [loss on the device](12_smooth_loss.ipynb)
 )->Learner: # The same learner
-    "Train with autocast to bfloat16. Raises `ValueError` if the learner's device can't do it; then nothing has changed."
+    """Train with autocast to bfloat16
+
+    Raises `ValueError`, or `TypeError`, if an argument isn't what it should be, or the learner's device or model can't do it, and `RuntimeError` in the middle of a batch; then nothing has changed."""
     return _set_precision(self, torch.bfloat16, NativeMixedPrecision(dtype=torch.bfloat16, max_skips=max_skips), loss_on_device)
 
 # %% ../nbs/13_learner.ipynb #797b9b8d
 Learner.smooth_loss = cached_property(latest_loss) # where fastai puts its own, that counts
 Learner.smooth_loss.__set_name__(Learner, 'smooth_loss')
 
-# %% ../nbs/13_learner.ipynb #493055c0
+# %% ../nbs/13_learner.ipynb #91f5f64e
 @patch
 def to_fp32(self:Learner)->Learner: # The same learner
-    "Train in plain float32, whatever was on"
+    "Train in plain float32, whatever was on. The record of the steps, `precision_recorder.log`, goes with it."
     _remove_precision(self)
     self.remove_cb(PrecisionRecorder)
     vars(self).pop('step_stats', None)

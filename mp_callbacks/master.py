@@ -210,13 +210,14 @@ def _half_norm(kind, options, device, dtype):
             if got[0].dtype==dtype and exact and not any(d==torch.float32 and k>=n for d,k in saved): return way
     return 'float32'
 
-# %% ../nbs/03_master.ipynb #6fdf27ed
+# %% ../nbs/03_master.ipynb #f72b3942
 def _rules(rules, dtype):
     "`rules` with a `Policy` for each pattern. Raises `ValueError` for what can't be had beside copies in `dtype`."
     res,half = {},str(dtype).removeprefix('torch.')
     for k,v in rules.items():
         if not isinstance(k, str): raise TypeError(f"keep={{{k!r}: …}} must have name patterns for its keys. Name the module, as in {{'encoder.*': 'p=f32,c=f32'}}.")
-        p = res[k] = v if isinstance(v, Policy) else get_policy(v)
+        try: p = res[k] = v if isinstance(v, Policy) else get_policy(v)
+        except ValueError as e: raise ValueError(f"keep={{{k!r}: {v!r}}} isn't a policy: {e}") from None
         def _refuse(msg): raise ValueError(f"keep={{{k!r}: '{p}'}} {msg}")
         if p.param_dtype!=torch.float32: _refuse(f"has {p.param_dtype} parameters, but those that the optimizer changes are float32. Use 'p=f32,c={half}'.")
         if p.compute_dtype not in (torch.float32,dtype): _refuse(f"computes in {p.compute_dtype}, but the copies and autocast are {half}. Use c=f32 or c={half}, or the other dtype for the whole model.")

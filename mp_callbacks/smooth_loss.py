@@ -178,16 +178,16 @@ class _DeviceProgress(_Lent, ProgressCallback):
 
 _lent = {Recorder:_DeviceRecorder, ProgressCallback:_DeviceProgress}
 
-# %% ../nbs/12_smooth_loss.ipynb #a996444e
+# %% ../nbs/12_smooth_loss.ipynb #09f985ce
 class LossOnDevice(LeanCallback):
     """Leave the losses on the device that trains, and read them when they are shown
 
-    `TypeError` if `on` is something else. Needs `mp_callbacks.learner`, as the callbacks for mixed precision do; without it nothing is changed."""
+    `TypeError` if `on` is neither a bool nor None. Needs `mp_callbacks.learner`, as the callbacks for mixed precision do; without it nothing is changed."""
     order = Recorder.order
     def __init__(self,
         on:bool=None, # Do it? None: if the device isn't the CPU, which never waits
     ):
-        if not isinstance(on, (bool,type(None))): raise TypeError(f"on={on!r} must be True, False or None. Use None to do it on accelerators.")
+        if not isinstance(on, (bool,type(None))): raise TypeError(f"loss_on_device={on!r} must be True, False or None. Use None to do it on accelerators.")
         self.on = on
 
     @contextmanager

@@ -201,11 +201,11 @@ def _has_accelerator(): return torch.cuda.is_available() or torch.backends.mps.i
 
 def _plural(n, what): return f'{n} {what}' if n==1 else f'{n} {what}s'
 
-# %% ../nbs/08_syncs.ipynb #50450814
+# %% ../nbs/08_syncs.ipynb #d23bc941
 class SyncAuditor(_Audits):
     """A context manager that lists in `syncs` each host sync of this thread while it is open, with callback and line
 
-    It can be opened again, then it goes on. `TypeError` if `pretend` is something else."""
+    It can be opened again, then it goes on. `TypeError` if `pretend` is neither a bool nor None."""
     def __init__(self,
         pretend:bool=None, # Report where tensors on the CPU would make the host wait, if they were on an accelerator? None: if this machine has none.
     ):

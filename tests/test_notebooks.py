@@ -19,8 +19,10 @@ exports = {'export', 'exports', 'exporti', 'exportd'}
 
 def name(fn): return fn.relative_to(cfg.nbs_path).with_suffix('').as_posix()
 
+def shows(outputs): return any(o['output_type'] in ('execute_result','display_data') for o in outputs)
+
 def run(fn, flags):
-    "Run the notebook at `fn`, and return what its first failing cell has to say"
+    "Run the notebook at `fn`, and return what its first failing cell has to say, or which cell shows readers something that isn't saved"
     os.environ['IN_TEST'] = '1' # as nbdev-test has it
     os.chdir(fn.parent)
     shell = CaptureShell(fn, profile=False)
@@ -28,7 +30,9 @@ def run(fn, flags):
         if mod := cell.directives_.get('default_exp'):
             shell.user_ns.update({k: v for k,v in vars(import_module(f'{cfg.lib_path.name}.{mod}')).items() if not k.startswith('__')})
         if exports & cell.directives_.keys(): continue
+        saved,cell.outputs = shows(cell.outputs),[]
         shell.cell(cell)
+        if not saved and shows(cell.outputs) and 'hide' not in cell.directives_: return f'{name(fn)}, cell {cell.id}: its output is not saved\n{cell.source}'
         if shell.exc: return f'{name(fn)}, cell {cell.id}:\n{cell.source}\n\n{shell.prettytb(fname=fn)}'
 
 @pytest.fixture(scope='module')

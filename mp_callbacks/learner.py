@@ -299,21 +299,27 @@ def _export_own(self, *args, **kwargs):
 _create_own.plain,_export_own.plain = _create_opt,_export
 Learner.create_opt,Learner.export = _create_own,_export_own
 
-# %% ../nbs/13_learner.ipynb #c387d141
+# %% ../nbs/13_learner.ipynb #0a4e9936
 _getstate = getattr(Learner.__getstate__, 'plain', Learner.__getstate__)
 
 def _is_ours(f): return isinstance(getattr(getattr(f, 'func', f), '__self__', None), (PrecisionCallback,FlatStep))
+
+def _without_ours(opt):
+    "`opt`, or a copy of it if it has something of ours standing in for its methods, without that"
+    inner,ours = vars(opt).get('opt'),[k for k,f in vars(opt).items() if _is_ours(f)]
+    plain = inner if inner is None or isinstance(inner, torch.optim.Optimizer) else _without_ours(inner) # in a `Lookahead`
+    if not ours and plain is inner: return opt
+    opt = copy(opt)
+    for k in ours: delattr(opt, k)
+    if plain is not inner: opt.opt = plain
+    return opt
 
 @wraps(_getstate)
 def _getstate_plain(self):
     if any(isinstance(cb, ModelToHalf) and cb.masters is not None and cb.masters.lent for cb in self.cbs):
         raise RuntimeError("In the middle of a batch the model has copies for its parameters. Copy or pickle the learner between batches, for instance from after_epoch.")
     state = _getstate(self)
-    opt = state.get('opt')
-    if opt is not None and (ours := [k for k,f in vars(opt).items() if _is_ours(f)]):
-        state['opt'] = opt = copy(opt)
-        for k in ours: delattr(opt, k)
-    return state
+    return state if state.get('opt') is None else {**state, 'opt':_without_ours(state['opt'])}
 
 _getstate_plain.plain = _getstate
 Learner.__getstate__ = _getstate_plain

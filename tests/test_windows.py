@@ -159,14 +159,15 @@ class Copies(Callback):
         try: self.twin = deepcopy(learn)
         finally: learn.add_cb(self)
 
+@pytest.mark.parametrize('opt', [Adam,ranger])
 @pytest.mark.parametrize('kwargs', [{},dict(flat_master=True),dict(master='split')], ids=str)
-def test_copies_of_a_learner(kwargs):
+def test_copies_of_a_learner(kwargs, opt):
     "From between two batches, one that trains on like the first. In the middle of one there are no real weights to be had, and that is said."
-    learn = get_learner(plain(), lr=.01).to_bf16(**kwargs)
+    learn = get_learner(plain(), lr=.01, opt_func=opt).to_bf16(**kwargs)
     learn.fit(1, cbs=(cb := Copies('after_epoch')))
     learn.opt.clear_state()
     cb.twin.opt.clear_state()
-    assert not {'step','zero_grad'}&set(vars(cb.twin.opt))
+    for o in (cb.twin.opt,getattr(cb.twin.opt, 'opt', cb.twin.opt)): assert not {'step','zero_grad'}&set(vars(o))
     for o in (learn,cb.twin): o.fit(1)
     assert torch.equal(flat(weights(learn)), flat(weights(cb.twin)))
     with pytest.raises(RuntimeError, match='In the middle of a batch'): learn.fit(1, cbs=Copies('before_batch'))

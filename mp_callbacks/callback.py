@@ -113,7 +113,7 @@ def listeners(
     "Who has something to do at an event"
     return [learn]*answers(learn, event_name) + [cb for cb in learn.cbs if not is_idle(cb, event_name)]
 
-# %% ../nbs/10_callback.ipynb #0432970e
+# %% ../nbs/10_callback.ipynb #b79b5bc8
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -143,7 +143,7 @@ class PrecisionCallback(LoopCallback):
     _stateattrs = LoopCallback._stateattrs+('_snapshot','_mine','_strangers','_takes_over','_late','_unsaid','_stepped_on','_known',*_window)
     _steps,_skips,clip,look_skips,warn_skips = 0,0,None,8,32
     _snapshot = None # of the buffers
-    _mine = _strangers = () # the optimizer's parameters, and those of the model that it hasn't
+    _mine,_strangers = None,() # the optimizer's parameters, and those of the model that it hasn't; None: nobody has looked yet
     _takes_over = True # may there be gradients from before the first batch, which nobody has scaled?
     may_be_late = True # may the host learn a step late what the optimizer's own kernel has done, where that can find out by itself?
     _late = None # a `LateStep` that the host has yet to learn the outcome of
@@ -186,7 +186,7 @@ class PrecisionCallback(LoopCallback):
         learn = self.learn
         self.check(learn)
         self.settle()
-        self._snapshot,self._mine,self._strangers = None,(),() # model and optimizer may be others than in the last fit
+        self._snapshot,self._mine,self._strangers = None,None,() # model and optimizer may be others than in the last fit
         opt,ours = learn.opt,None
         if 'zero_grad' not in vars(opt) and getattr(type(opt), 'zero_grad', None) is Optimizer.zero_grad: opt.zero_grad = ours = partial(self._zero_grad, opt)
         def _undo():
@@ -195,7 +195,7 @@ class PrecisionCallback(LoopCallback):
                 self._mend()
             self._close()
             self._learn_late()
-            self._stepped_on = self._known = self._mine = () # which would keep the optimizer's state alive
+            self._stepped_on,self._known,self._mine = (),(),None # which would keep the optimizer's state alive
             self._unsaid = None
             if ours is not None and vars(opt).get('zero_grad') is ours: del opt.zero_grad
         try:
@@ -214,9 +214,10 @@ class PrecisionCallback(LoopCallback):
     @contextmanager
     def during_batch(self):
         learn = self.learn
-        if learn.training and learn.opt is not None and not same_objects(params := self._params(), self._mine):
+        if learn.training and learn.opt is not None and (self._mine is None or not same_objects(self._params(), self._mine)):
             self.settle() # some have come to the optimizer, or have left it
-            self._mine,ids = params,{*map(id, params)}
+            self._mine = self._params()
+            ids = {*map(id, self._mine)}
             self._strangers = [p for p in learn.model.parameters() if id(p) not in ids]
         with torch.autocast(next(learn.model.parameters()).device.type, enabled=False): # so that the loss is in float32 whatever was left open
             try: yield
@@ -232,7 +233,7 @@ class PrecisionCallback(LoopCallback):
             if not roll_back: return
             self._undo()
             self._scaling,self._steps,self._skips = self._before
-        learn.opt.zero_grad()
+        if not self._takes_over: learn.opt.zero_grad()
         self._close()
 
     def _close(self):

@@ -35,7 +35,7 @@ def is_elementwise(
     if hasattr(stepper, 'elementwise'): return bool(stepper.elementwise)
     return stepper.__module__=='fastai.optimizer' and getattr(stepper, '__name__', '') in fastai_elementwise and not hasattr(stepper, '__wrapped__')
 
-# %% ../nbs/07_flat.ipynb #aa7d77bf
+# %% ../nbs/07_flat.ipynb #25f8563a
 def _is_plain(t): return t.layout==torch.strided and not is_traceable_wrapper_subclass(t) and not is_lazy(t)
 
 def check_flat(
@@ -50,12 +50,13 @@ def check_flat(
         if is_elementwise(f): continue
         while isinstance(f, partial): f = f.func
         raise ValueError(f"flat_master=True can't run {getattr(f, '__name__', type(f).__name__)}: it may need each parameter's own norm. Use flat_master=False, or mark a stepper that works on each number by itself with stepper.elementwise=True.")
-    params = [*chain(*opt.param_lists)]
+    everything = [*chain(*opt.param_lists)]
+    params = [p for p in everything if p.requires_grad or p.grad is not None] # the others are never moved
     ids,spans,reach = {*map(id, params)},[],{}
     if len(ids)<len(params): raise ValueError(f"{len(params)-len(ids)} of {len(params)} parameters are in the optimizer's groups again, and are stepped on again, which flat_master=True doesn't do. Use flat_master=False, or groups that have each parameter once.")
-    for p in params:
+    for p in everything:
         if not _is_plain(p): raise ValueError(f"flat_master=True needs plain dense parameters, not a {type(p).__name__} in {p.layout}. Use flat_master=False.")
-    for t in (*params, *(o for o in around if id(o) not in ids and _is_plain(o))):
+    for t in (*params, *(o for o in unique((*everything, *around)) if id(o) not in ids and _is_plain(o))):
         start,n,mine = t.data_ptr(),1+sum((d-1)*s for d,s in zip(t.shape,t.stride())),id(t) in ids
         if t.numel() and not t.is_meta: spans += [(str(t.device),start,start+n*t.element_size(),mine,t)]*(2 if mine and n<t.numel() else 1) # an expanded one shares memory with itself
     for dev,start,end,mine,t in sorted(spans, key=itemgetter(0,1,2)):

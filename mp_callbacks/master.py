@@ -571,7 +571,7 @@ def _row(name, m, fate, dtype, full, rounded):
 # %% ../nbs/03_master.ipynb #a600d087
 _bits = {o.itemsize:o for o in (torch.uint8,torch.int16,torch.int32,torch.int64)}
 
-# %% ../nbs/03_master.ipynb #49be801d
+# %% ../nbs/03_master.ipynb #73848089
 class BufferSnapshot:
     "The buffers of `model`, remembered by `take` and put back by `restore`: bit for bit, the same tensors in the same places"
     def __init__(self,
@@ -600,22 +600,31 @@ class BufferSnapshot:
         self.taken = True
 
     @torch.no_grad()
-    def restore(self):
+    def restore(self,
+        modules=None, # Whose buffers: the ids of their `_buffers`; None: all
+    ):
         "Put back what was remembered last, if anything was. A buffer that came since is removed if it isn't finite."
         if not self.taken: return
         for o in self.groups:
+            o = [s for s in o if modules is None or id(s[0]) in modules]
             own = [(b,c) for _,_,b,c in o if not (0 in b.stride() and b.numel()>1)] # nobody can write into an expanded tensor
             if own: foreach_copy_([b for b,_ in own], [c for _,c in own])
             for d,n,b,_ in o: d[n] = b # a module may have put another tensor in its place
         known = {(id(d),n) for o in self.groups for d,n,*_ in o}
         for d,_ in self.known:
+            if modules is not None and id(d) not in modules: continue
             for n in [n for n,b in d.items() if b is not None and (id(d),n) not in known and not b.isfinite().all()]: del d[n]
 
     @torch.no_grad()
     def mend(self):
-        "`restore` if a buffer isn't finite that was when it was remembered"
-        def _finite(t): return t is None or t.layout!=torch.strided or bool((t.float() if t.is_floating_point() else t).isfinite().all())
-        if self.taken and any(_finite(c) and not _finite(d.get(n)) for o in self.groups for d,n,_,c in o): self.restore()
+        "`restore` the buffers of a module if one of them isn't finite that was when it was remembered. One host sync per device."
+        def _finite(t): return (t.float() if t.itemsize==1 else t).isfinite().all()
+        spoilt = {}
+        for d,n,_,c in (s for o in self.groups for s in o if self.taken):
+            b = d.get(n)
+            if b is not None and b.layout==c.layout==torch.strided and (c.is_floating_point() or c.is_complex()): spoilt.setdefault(b.device, []).append((id(d),_finite(c.to(b.device))&~_finite(b)))
+        modules = {i for o in spoilt.values() for (i,_),bad in zip(o, torch.stack([x for _,x in o]).tolist()) if bad}
+        if modules: self.restore(modules)
 
     def can_choose(self,
         device, # Of the tensor that chooses

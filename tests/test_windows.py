@@ -1,10 +1,11 @@
 """What changes in the middle of a fit: precision, optimizer, parameters, copies of the learner, while gradients are accumulated for a step to come or a batch has no step at all"""
-from copy import deepcopy
+from copy import copy,deepcopy
 from functools import partial
 
 import pytest
 from fastai.callback.training import GradientAccumulation
 from learners import *
+from mp_callbacks.master import BufferSnapshot
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 
@@ -194,3 +195,86 @@ def test_prediction_in_a_batch(flat_master):
         learn.fit(2, cbs=cbs)
         res.append(flat(weights(learn)))
     assert torch.equal(*res) and all(o.isfinite().all() and o.abs().max()<1e3 for o in preds)
+
+class Masked(nn.Module):
+    "Fills a buffer with -inf when it is first called, as models with a causal mask do"
+    def __init__(self):
+        super().__init__()
+        self.lin,self.bn,self.mask = nn.Linear(8,8),nn.BatchNorm1d(8),nn.Module()
+        self.mask.register_buffer('table', torch.zeros(8,8))
+    def forward(self, x):
+        if not self.mask.table.isinf().any(): self.mask.table.copy_(torch.full((8,8), -torch.inf).triu(1))
+        return self.bn(self.lin(x))[:,:1]
+
+@pytest.mark.parametrize('mode', ['fp16','native_bf16'])
+def test_infinity_on_purpose(mode):
+    "is nothing for other modules to forget their statistics for"
+    learn = modes[mode](get_learner(Masked(), opt_func=SGD, lr=.01))
+    learn.fit(1, cbs=GradientAccumulation(10**6))
+    assert learn.model.bn.num_batches_tracked==4
+
+def test_mend_waits_once():
+    learn = get_learner(nn.Sequential(*[nn.BatchNorm1d(8) for _ in range(9)]))
+    snapshot = BufferSnapshot(learn.model)
+    snapshot.take()
+    learn.model(torch.randn(4,8))
+    with SyncAuditor(pretend=True) as audit: snapshot.mend()
+    assert len(audit.syncs)==1 and learn.model[8].num_batches_tracked==1
+    learn.model[3].running_var[0] = torch.nan
+    snapshot.mend()
+    assert [int(o.num_batches_tracked) for o in learn.model]==[1]*3+[0]+[1]*5
+
+def test_empty_optimizer():
+    "Gradients of parameters that no optimizer has aren't scaled, not even where it has none at all"
+    norms = []
+    for to in (lambda o: o, lambda o: o.to_native_fp16(1024.)):
+        learn = to(get_learner(plain(), opt_func=SGD, splitter=lambda m: [[]]))
+        learn.fit(1)
+        norms.append(torch.cat([p.grad.flatten() for p in learn.model.parameters()]).norm().item())
+    assert norms[1]==pytest.approx(norms[0], rel=.02)
+
+class Pretrained(nn.Module):
+    "A frozen table that is a buffer, too"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('table', torch.linspace(-1,1,80).view(10,8))
+        self.emb,self.lin = nn.Embedding.from_pretrained(self.table),plain()
+    def forward(self, x): return self.lin(x+self.emb(x[:,0].abs().long()%10))
+
+@pytest.mark.parametrize('splitter', [lambda m: [list(m.parameters())], lambda m: [[m.emb.weight,*m.lin[0].parameters()],[m.emb.weight,*m.lin[2].parameters()]]], ids=['once','twice'])
+def test_flat_with_frozen_table(splitter):
+    "What isn't trained isn't moved: it may share memory, and be in two groups"
+    res = []
+    for flat_master in (False,True):
+        learn = get_learner(Pretrained(), splitter=splitter).to_bf16(flat_master=flat_master)
+        learn.fit(2)
+        assert learn.model.table.data_ptr()==learn.model.emb.weight.data_ptr()
+        res.append(flat(weights(learn)))
+    assert torch.equal(*res)
+
+def test_shallow_copy():
+    "has the same parts, as in fastai"
+    class Copies(Callback):
+        order = 50
+        def after_pred(self): seen.append(copy(self.learn).opt is self.opt)
+        def after_epoch(self): seen.append(copy(self.learn).opt is self.opt)
+    seen = []
+    get_learner().to_bf16(flat_master=True).fit(1, cbs=Copies())
+    assert seen and all(seen)
+
+@pytest.mark.parametrize('mode', modes)
+def test_gradients_by_hand(mode):
+    "from before a fit whose first batch is left out: the next fit finds them"
+    class Leaves(Callback):
+        order = -100
+        def before_batch(self): raise CancelFitException
+    def _go(to):
+        learn = to(get_learner(plain(), opt_func=SGD, lr=.05))
+        start = flat(weights(learn))
+        x,y = learn.dls.one_batch()
+        (F.mse_loss(learn.model(x), y)*20).backward()
+        learn.fit(1, cbs=Leaves())
+        learn.fit(1)
+        return learn,start
+    learn,start = _go(lambda o: o)
+    close(_go(modes[mode])[0], way(learn, start), start)

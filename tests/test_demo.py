@@ -48,9 +48,12 @@ def test_interrupt(tmp_path):
     with subprocess.Popen([*cmd, '--epochs', '1000', '--precision', 'bf16', '--out', tmp_path], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, preexec_fn=_heed) as p:
         p.stderr.readline() # the first epoch is over
         p.send_signal(signal.SIGINT)
-        rest = p.stderr.read().splitlines()
-    assert p.returncode==130
-    assert rest[-1]=='Interrupted' and not [o for o in rest[:-1] if o and not o.startswith('fp32')]
+        try: rest,lost = p.communicate(timeout=60)[1].splitlines(),False
+        except subprocess.TimeoutExpired: # Python drops an interrupt that comes in a finalizer, and says so; whoever sits there presses the keys again
+            p.send_signal(signal.SIGINT)
+            rest,lost = p.communicate()[1].splitlines(),True
+    assert p.returncode==130, rest
+    assert rest[-1]=='Interrupted' and (lost or not [o for o in rest[:-1] if o and not o.startswith('fp32')]), rest
 
 @pytest.mark.parametrize('args,says', [
     (['--epochs', '-2'],                  "argument --epochs: '-2' must be a whole number above 0"),

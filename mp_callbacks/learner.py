@@ -299,7 +299,7 @@ def _export_own(self, *args, **kwargs):
 _create_own.plain,_export_own.plain = _create_opt,_export
 Learner.create_opt,Learner.export = _create_own,_export_own
 
-# %% ../nbs/13_learner.ipynb #f0cc6e12
+# %% ../nbs/13_learner.ipynb #4a4183e5
 _getstate = getattr(Learner.__getstate__, 'plain', Learner.__getstate__)
 
 def _is_ours(f): return isinstance(getattr(getattr(f, 'func', f), '__self__', None), (PrecisionCallback,FlatStep))
@@ -324,12 +324,13 @@ def _getstate_plain(self):
 _getstate_plain.plain = _getstate
 Learner.__getstate__ = _getstate_plain
 
-@patch
-def __copy__(self:Learner):
-    "A second learner with the very same parts, as in fastai"
+def _shallow(self):
+    "A second learner with the very same parts, as fastai's `copy.copy` makes it"
     res = object.__new__(type(self))
     res.__setstate__(_getstate(self))
     return res
+
+Learner.__copy__ = _shallow
 
 # %% ../nbs/13_learner.ipynb #201e20db
 _key = 'mp_callbacks'

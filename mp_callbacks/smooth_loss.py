@@ -178,17 +178,17 @@ class _DeviceProgress(_Lent, ProgressCallback):
 
 _lent = {Recorder:_DeviceRecorder, ProgressCallback:_DeviceProgress}
 
-# %% ../nbs/12_smooth_loss.ipynb #09f985ce
+# %% ../nbs/12_smooth_loss.ipynb #7e0bb677
 class LossOnDevice(LeanCallback):
     """Leave the losses on the device that trains, and read them when they are shown
 
-    `TypeError` if `on` is neither a bool nor None. Needs `mp_callbacks.learner`, as the callbacks for mixed precision do; without it nothing is changed."""
+    `TypeError` if `loss_on_device` is neither a bool nor None. Needs `mp_callbacks.learner`, as the callbacks for mixed precision do; without it nothing is changed."""
     order = Recorder.order
     def __init__(self,
-        on:bool=None, # Do it? None: if the device isn't the CPU, which never waits
+        loss_on_device:bool=None, # Do it? None: if the device isn't the CPU, which never waits
     ):
-        if not isinstance(on, (bool,type(None))): raise TypeError(f"loss_on_device={on!r} must be True, False or None. Use None to do it on accelerators.")
-        self.on = on
+        if not isinstance(loss_on_device, (bool,type(None))): raise TypeError(f"loss_on_device={loss_on_device!r} must be True, False or None. Use None to do it on accelerators.")
+        self.on = loss_on_device
 
     @contextmanager
     def during_fit(self):

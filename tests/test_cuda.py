@@ -461,3 +461,28 @@ def test_compiled_model(mode):
     learn.fit(2)
     healthy(learn)
     assert learn.recorder.values[-1][0]<learn.recorder.values[0][0]
+
+@pytest.mark.parametrize('mode', modes)
+def test_cuda_graphs(mode, monkeypatch):
+    "What `torch.compile` has recorded of the forward and the backward pass is replayed in every step: copies stay where they are, and gradients are used up by then"
+    count = dict(recorded=0, replayed=0)
+    def _counting(f, what):
+        def _f(*args): count[what] += 1; return f(*args)
+        return _f
+    monkeypatch.setattr(torch.cuda.graph, '__enter__', _counting(torch.cuda.graph.__enter__, 'recorded'))
+    monkeypatch.setattr(torch.cuda.CUDAGraph, 'replay', _counting(torch.cuda.CUDAGraph.replay, 'replayed'))
+    net = lambda: nn.Sequential(nn.Flatten(), nn.Linear(768,64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64,1))
+    def run(make):
+        learn = getattr(get_learner(make, opt_func=partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))), mode)()
+        learn.fit(2)
+        first = {**count}
+        learn.fit(2)
+        healthy(learn)
+        return learn,first
+    want,_ = run(net)
+    assert not any(count.values())
+    torch._dynamo.reset()
+    learn,first = run(lambda: torch.compile(net(), mode='reduce-overhead'))
+    assert count['recorded']==first['recorded']>=2 and count['replayed']-first['replayed']>=2*8*2
+    a,b = [o.recorder.values[-1][-1] for o in (learn,want)]
+    assert abs(a-b)<.1*b, (a,b)

@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 __all__ = ['fit_device', 'responds', 'LeanCallback', 'LoopCallback', 'is_idle', 'answers', 'listeners', 'is_precision',
            'PrecisionCallback', 'LateStep', 'ModelToHalf', 'check_device', 'MixedPrecision', 'NativeMixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #ce1c374e
+# %% ../nbs/10_callback.ipynb #a0533539
 import math,os,re,torch
 from contextlib import contextmanager
 from dataclasses import asdict,replace
@@ -28,7 +28,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks,_global_optimizer
 from .dtypes import as_dtype,cast_tree,half_dtypes,map_tree,supports
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
 from .grads import GradList,LateStats,check_clip,prepare_grads,same_objects,unique,version,zero_grads
-from .master import BufferSnapshot,MasterWeights,autocast_wrappers,effective_policy,is_norm
+from .master import BufferSnapshot,MasterWeights,Parts,autocast_wrappers,check_whole,effective_policy,is_norm,remembering
 from .flat import FlatStep
 from .compact_masters import CompactMasters,check_master
 
@@ -63,7 +63,7 @@ class LeanCallback(Callback):
         if name.startswith('_'): object.__setattr__(self, name, value)
         else: super().__setattr__(name, value)
 
-# %% ../nbs/10_callback.ipynb #2fe77aac
+# %% ../nbs/10_callback.ipynb #f5d6a348
 class LoopCallback(LeanCallback):
     "A callback with something to undo: each class's own `during_batch` and `during_fit`, those of a base class around it, are left in any case"
     _stateattrs,_in_batch = ('_in_batch',),False
@@ -78,7 +78,7 @@ class LoopCallback(LeanCallback):
 
     def looped(self):
         "Is this batch inside `during_batch`? If it is not, prediction may go on in plain float32, but training may not."
-        if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: fastai's training loop doesn't unwind it. Import mp_callbacks.learner, or mp_callbacks.all, first.")
+        if not self._in_batch and self.training: raise RuntimeError(f"{type(self).__name__} can't train here: it isn't inside a batch of fastai's training loop, or that doesn't unwind it. Train by learn.fit and the like, and import mp_callbacks.learner, or mp_callbacks.all, first.")
         return self._in_batch
 
 # %% ../nbs/10_callback.ipynb #84bcafec
@@ -113,18 +113,16 @@ def listeners(
     "Who has something to do at an event"
     return [learn]*answers(learn, event_name) + [cb for cb in learn.cbs if not is_idle(cb, event_name)]
 
-# %% ../nbs/10_callback.ipynb #b79b5bc8
+# %% ../nbs/10_callback.ipynb #771015ff
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
 
-def _float_state(model):
-    "Cast to float32 what recurrent models, which are those that can be `reset`, remember of the batch before outside their buffers"
-    for m in model.modules():
-        if not callable(getattr(m, 'reset', None)): continue
+def _float_state(modules):
+    "Cast to float32 what `modules` remember of the batch before outside their buffers"
+    for m in modules:
         for k,v in list(vars(m).items()):
             if not k.startswith('_'): vars(m)[k] = cast_tree(v, torch.float32, half_dtypes)
-
 
 class PrecisionCallback(LoopCallback):
     "What every precision does around a step: scale the loss, check the gradients, skip the step if they are not finite"
@@ -140,10 +138,12 @@ class PrecisionCallback(LoopCallback):
         _checked=(), # if anybody may change them after that: the parameters, with these gradients and their versions
         _judged=None, # a `LateStep`, if the device is to decide
         _steps_on=()) # what the step works on, if the optimizer is fused: its state, whether there is momentum, and `_known`
-    _stateattrs = LoopCallback._stateattrs+('_snapshot','_mine','_strangers','_takes_over','_late','_unsaid','_stepped_on','_known',*_window)
+    _stateattrs = LoopCallback._stateattrs+('_snapshot','_mine','_parts','_losses','_memory','_strangers','_takes_over','_late','_unsaid','_stepped_on','_known',*_window)
     _steps,_skips,clip,look_skips,warn_skips = 0,0,None,8,32
     _snapshot = None # of the buffers
-    _mine,_strangers = None,() # the optimizer's parameters, and those of the model that it hasn't; None: nobody has looked yet
+    _mine,_strangers = None,() # the optimizer's parameters, and those of the model and of the loss that it hasn't; None: nobody has looked yet
+    _memory = None,() # the model, and its modules that remember something
+    _parts,_losses = None,() # what the model was made of then, and the modules of the loss function
     _takes_over = True # may there be gradients from before the first batch, which nobody has scaled?
     may_be_late = True # may the host learn a step late what the optimizer's own kernel has done, where that can find out by itself?
     _late = None # a `LateStep` that the host has yet to learn the outcome of
@@ -186,7 +186,8 @@ class PrecisionCallback(LoopCallback):
         learn = self.learn
         self.check(learn)
         self.settle()
-        self._snapshot,self._mine,self._strangers = None,None,() # model and optimizer may be others than in the last fit
+        self._snapshot,self._mine,self._strangers,self._memory = None,None,(),(None,()) # model and optimizer may be others than in the last fit
+        self._losses = [o for o in (learn.loss_func, getattr(learn.loss_func, 'func', None)) if isinstance(o, nn.Module)] # a callback may put another in its place
         opt,ours = learn.opt,None
         if 'zero_grad' not in vars(opt) and getattr(type(opt), 'zero_grad', None) is Optimizer.zero_grad: opt.zero_grad = ours = partial(self._zero_grad, opt)
         def _undo():
@@ -195,7 +196,7 @@ class PrecisionCallback(LoopCallback):
                 self._mend()
             self._close()
             self._learn_late()
-            self._stepped_on,self._known,self._mine = (),(),None # which would keep the optimizer's state alive
+            self._stepped_on,self._known,self._mine,self._parts,self._losses = (),(),None,None,() # which would keep the optimizer's state alive
             self._unsaid = None
             if ours is not None and vars(opt).get('zero_grad') is ours: del opt.zero_grad
         try:
@@ -214,17 +215,26 @@ class PrecisionCallback(LoopCallback):
     @contextmanager
     def during_batch(self):
         learn = self.learn
-        if learn.training and learn.opt is not None and (self._mine is None or not same_objects(self._params(), self._mine)):
-            self.settle() # some have come to the optimizer, or have left it
-            self._mine = self._params()
-            ids = {*map(id, self._mine)}
-            self._strangers = [p for p in learn.model.parameters() if id(p) not in ids]
+        if learn.training and learn.opt is not None:
+            if new := self._mine is None or not same_objects(self._params(), self._mine):
+                self.settle() # some have come to the optimizer, or have left it
+                self._mine = self._params()
+            if new or not self._parts.same(): self._strangers = self._find_strangers()
         with torch.autocast(next(learn.model.parameters()).device.type, enabled=False): # so that the loss is in float32 whatever was left open
-            try: yield
-            except BaseException as e:
-                _float_state(learn.model)
-                if learn.training and learn.opt is not None: self._leave(learn, roll_back=not isinstance(e, _cancels))
-                raise
+            try:
+                try: yield
+                except BaseException as e:
+                    if learn.training and learn.opt is not None: self._leave(learn, roll_back=not isinstance(e, _cancels))
+                    raise
+            finally:
+                if self._memory[0] is not learn.model: self._memory = learn.model,remembering(learn.model)
+                _float_state(self._memory[1])
+
+    def _find_strangers(self):
+        "What may get a gradient, though the optimizer doesn't know it"
+        modules,ids = [self.learn.model,*self._losses],{*map(id, self._mine)}
+        self._parts = Parts(self.learn.model.modules(), '_modules', '_parameters')
+        return [p for p in unique(chain.from_iterable((*m.parameters(), *(b for b in m.buffers() if b.requires_grad)) for m in modules)) if id(p) not in ids]
 
     def _leave(self, learn, roll_back):
         "Before the step, undo what the batch has done, if it is to be undone; after it, only clear the gradients, which it has used up"
@@ -261,16 +271,20 @@ class PrecisionCallback(LoopCallback):
         if self._open: self._mend() # the last batch ended before its backward pass
         if self._snapshot is None or self._snapshot.model is not self.model: self._snapshot = BufferSnapshot(self.model)
         self._snapshot.take()
-        self._before,self._outside = (self._scaling,self._steps,self._skips),[(p,p.grad) for p in self._strangers]
+        self._before,self._outside = (self._scaling,self._steps,self._skips),self._put_aside()
         self._open = True
 
+    def _put_aside(self): return [(p, None if p.grad is None else p.grad.clone()) for p in self._strangers] # the memory may be that of a bucket of `DistributedDataParallel`, and written again
+
     def before_backward(self):
+        if not self.looped(): return
+        if self._snapshot is not None: self._snapshot.notice()
         if self._unscaled or self._takes_over and self._pending is None: # what there is by now is to be scaled like what will be added: a callback after ours has put the step off, or it is from before us
             self._pending,self._unscaled = self.loss_scale,False
             if self._pending!=1: GradList(self._params()).mul_(self._pending)
         self._takes_over = False
         if self._pending is None: self._pending = self.loss_scale if self._late is None else self._late.scale
-        self._batch_outside,self._stashed = [(p,p.grad) for p in self._strangers],True
+        self._batch_outside,self._stashed = self._put_aside(),True
         for p,_ in self._batch_outside: p.grad = None
         loss = self.loss_grad.float() if self.loss_grad.dtype in half_dtypes else self.loss_grad
         self.learn.loss_grad = loss*self._pending if isinstance(self._pending, torch.Tensor) or self._pending!=1 else loss
@@ -284,12 +298,18 @@ class PrecisionCallback(LoopCallback):
         for p,g in self._batch_outside:
             if p.grad is None: p.grad = g
             else: p.grad = p.grad/self._pending if g is None else g + p.grad/self._pending
+        if self._parts is not None and self._parts.grown(): # the forward pass has made some
+            known = {*map(id, self._strangers)}
+            self._strangers = self._find_strangers()
+            for p in self._strangers:
+                if id(p) not in known and p.grad is not None: p.grad = p.grad/self._pending
 
-# %% ../nbs/10_callback.ipynb #35b77a80
+# %% ../nbs/10_callback.ipynb #44ac8a7b
 @patch
 def before_step(self:PrecisionCallback):
     "Unscale, measure, check and clip the gradients, and skip the step if they are not finite; or let the device do so"
     self._learn_late(speak=True)
+    if self._stashed: self._withheld()
     if self._open and self._pending is None: self._mend() # the backward pass was left out
     self._judged,params = None,self._params()
     if (grads := self._late_grads(params)) is not None and self._judge(grads): return
@@ -298,7 +318,7 @@ def before_step(self:PrecisionCallback):
     self.learn.step_stats = stats
     if self._pending is not None and not self._unscaled: self._scaling = self._adjusted(stats)
     if not stats.finite: self._skip(stats)
-    self._unscaled = self._open
+    self._unscaled = True
     if self._meddlers(): self._checked = [(p,p.grad,version(p.grad)) for p in self._params()]
 
 @patch
@@ -309,6 +329,11 @@ def _grads(self:PrecisionCallback, params):
     if same_objects(grads.params, self._known): grads.params = self._known # to let go of a list takes as long as to make one
     self._known = grads.params
     return grads
+
+@patch
+def _withheld(self:PrecisionCallback):
+    "Make up for an `after_backward` that another callback has kept from us, as fastai lets StopIteration do"
+    self.after_backward()
 
 @patch
 def _prepare(self:PrecisionCallback, params): return prepare_grads(self._grads(params), self._pending or 1., self.clip, self._steps, self._scaling.wants_amax)
@@ -357,11 +382,10 @@ def after_step(self:PrecisionCallback):
     "Be done with the step, also if another callback has cancelled it"
     self._close()
 
-# %% ../nbs/10_callback.ipynb #1976bb2d
+# %% ../nbs/10_callback.ipynb #e87e0e9b
 @patch
 def _skip(self:PrecisionCallback, stats):
     self._undo()
-    if hasattr(self.model, 'reset') and not self.loss.isfinite().all(): self.model.reset() # a hidden state, as in fastai's AWD_LSTM, would keep it for ever
     self._close()
     self._skips += 1
     try: self._look_at_inputs(self.xb); self._speak(stats)
@@ -384,7 +408,7 @@ def after_batch(self:PrecisionCallback):
     if math.isfinite(known): self.learn.loss = self.loss.nan_to_num(known, known, known)
     else: smooth.reset() # there was nothing to take its place with
 
-# %% ../nbs/10_callback.ipynb #e0ad05d9
+# %% ../nbs/10_callback.ipynb #3f96ced6
 class LateStep:
     "A step that the device decides about: the host has worked out the scaling after either outcome, and learns later which it was"
     def __init__(self,
@@ -446,7 +470,7 @@ def _late_grads(self:PrecisionCallback, params):
         (len(now)==len(params) or len(now)==len([p for p in params if p.grad is not None])) and # the kernel would unscale a repeated one more than once
         self._pending is not None and not self._unscaled and now[0].device.type in ('cuda','cpu') and
         not self._scaling.wants_amax and getattr(self._scaling, 'at_min', 'clip')=='clip' and
-        not any(p.requires_grad for p in self._strangers) and not hasattr(self.model, 'reset') and self._snapshot.can_choose(now[0].device) and
+        not any(p.requires_grad for p in self._strangers) and not self._snapshot.remembering and self._snapshot.can_choose(now[0].device) and
         self._only_known() and not self._watched() and not any(map(_must_know, listeners(self.learn, 'after_cancel_step')))): return grads
 
 @patch
@@ -473,6 +497,11 @@ def _learn_late(self:PrecisionCallback, speak=False):
     late,self._unsaid = self._unsaid,None
     self._look_at_inputs(late.xb)
     self._speak(late.stats)
+
+@patch
+def after_fit(self:PrecisionCallback):
+    "Speak of the last step, if the fit has ended in the middle of an epoch"
+    self._learn_late(speak=True)
 
 @patch
 def after_train(self:PrecisionCallback):
@@ -521,7 +550,7 @@ def load_precision_state(self:PrecisionCallback, state):
     scaling = self._scaling.load_state_dict(state) if 'counter' in state else self._scaling # a static scale has nothing to hand on
     self._scaling,self._steps,self._skips = scaling,int(state.get('steps', 0)),int(state.get('skips', 0))
 
-# %% ../nbs/10_callback.ipynb #ee614384
+# %% ../nbs/10_callback.ipynb #e791c3c1
 class ModelToHalf(LoopCallback):
     "Let the model compute with copies of its weights in `dtype`, in the forward and the backward pass. Needs `MixedPrecision` to train."
     order = PrecisionCallback.order-1
@@ -577,6 +606,7 @@ class ModelToHalf(LoopCallback):
         self.masters.lend()
 
     def after_pred(self):
+        if self.masters is not None and self.masters.lent: self.masters.check_unwritten()
         if self.masters is None or not self.masters.given_up: self._give_back() # what is given up is there again after the backward pass
 
     def before_backward(self):
@@ -628,7 +658,7 @@ def _check_bools(**kwargs):
     for k,v in kwargs.items():
         if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
 
-# %% ../nbs/10_callback.ipynb #879bd57e
+# %% ../nbs/10_callback.ipynb #4fb27739
 class MixedPrecision(PrecisionCallback):
     """Loss scaling and checked steps on float32 weights. With `ModelToHalf`: training in mixed precision
 
@@ -701,6 +731,11 @@ class MixedPrecision(PrecisionCallback):
 
     def _half(self): return next((cb.masters for cb in getattr(self.learn, 'cbs', ()) if isinstance(cb, ModelToHalf)), None)
 
+    def _withheld(self):
+        for cb in self.learn.cbs:
+            if isinstance(cb, ModelToHalf): cb.after_backward()
+        super()._withheld()
+
     @property
     def master_pgs(self):
         "The trainable float32 parameters, by parameter group"
@@ -713,7 +748,7 @@ class MixedPrecision(PrecisionCallback):
         copies = {} if half is None else {id(p):c for p,c in zip(half.params,half.copies)}
         return [[copies.get(id(p), p) for p in pg] for pg in self.master_pgs]
 
-# %% ../nbs/10_callback.ipynb #af52c21c
+# %% ../nbs/10_callback.ipynb #f5510087
 class NativeMixedPrecision(PrecisionCallback):
     """Mixed precision by `torch.autocast` and, for float16, a loss scale that moves as that of `torch.amp.GradScaler` does, whose defaults these are
 
@@ -751,6 +786,7 @@ class NativeMixedPrecision(PrecisionCallback):
 
     def check_model(self, learn):
         check_device(fit_device(learn), self.dtype)
+        check_whole(learn.model)
         half = next((n for n,p in learn.model.named_parameters() if p.requires_grad and p.dtype==torch.float16), None)
         if half and self._scaling!=StaticLossScale(): raise ValueError(f"{half} is in float16, where gradients can't be unscaled without losing small numbers. Call model.float() first: autocast computes in float16 anyway.")
         if isinstance(learn.model, torch.jit.ScriptModule): raise ValueError("Autocast can't be put around a scripted model. Train the model before scripting it.")

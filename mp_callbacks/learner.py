@@ -7,11 +7,12 @@ Docs: https://example.github.io/mp_callbacks/learner.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/13_learner.ipynb #13676ef9
+# %% ../nbs/13_learner.ipynb #a6959ad7
 import os,sys,torch
 from copy import copy
 from contextlib import ExitStack,contextmanager
 from functools import cached_property,wraps
+from inspect import isfunction
 from pathlib import Path
 from warnings import warn
 
@@ -332,7 +333,7 @@ def _shallow(self):
 
 Learner.__copy__ = _shallow
 
-# %% ../nbs/13_learner.ipynb #201e20db
+# %% ../nbs/13_learner.ipynb #fdaa00bd
 _key = 'mp_callbacks'
 
 @contextmanager
@@ -345,7 +346,7 @@ def _standing_in(o, name, f):
         if own is None: del vars(o)[name]
         else: vars(o)[name] = own
 
-_save,_load = (getattr(f, 'plain', f) for f in (Learner.save,Learner.load))
+_save = getattr(Learner.save, 'plain', Learner.save)
 
 @wraps(_save)
 def _save_whole(self, file, **kwargs):
@@ -366,19 +367,37 @@ def _save_whole(self, file, **kwargs):
         finally: part.unlink(missing_ok=True)
         return file
 
-@wraps(_load)
-def _load_scale(self, file, *args, **kwargs):
-    if self.opt is None: self.create_opt()
-    plain,found = self.opt.load_state_dict,{}
-    def _load_state_dict(sd):
-        state = sd.pop(_key, {})
-        plain(sd)
-        found.update(state)
-    with _own_weights(self, changed=True), _standing_in(self.opt, 'load_state_dict', _load_state_dict): res = _load(self, file, *args, **kwargs)
-    if found:
-        if (cb := _precision(self)) is None: self._precision_state = found
-        else: cb.load_precision_state(found)
-    return res
+_save_whole.plain = _save
+Learner.save = _save_whole
 
-_save_whole.plain,_load_scale.plain = _save,_load
-Learner.save,Learner.load = _save_whole,_load_scale
+# %% ../nbs/13_learner.ipynb #8ae8ae4b
+def _loading(load):
+    "`load`, of `Learner` or of a subclass, and the scale with it"
+    load = getattr(load, 'plain', load)
+    @wraps(load)
+    def _load_scale(self, file, *args, **kwargs):
+        if self.opt is None: self.create_opt()
+        plain,found = self.opt.load_state_dict,{}
+        def _load_state_dict(sd):
+            state = sd.pop(_key, {})
+            plain(sd)
+            found.update(state)
+        with _own_weights(self, changed=True), _standing_in(self.opt, 'load_state_dict', _load_state_dict): res = load(self, file, *args, **kwargs)
+        if found:
+            if (cb := _precision(self)) is None: self._precision_state = found
+            else: cb.load_precision_state(found)
+        return res
+    _load_scale.plain = load
+    return _load_scale
+
+def _load_everywhere(cls):
+    if isfunction(vars(cls).get('load')): cls.load = _loading(cls.load)
+    for o in cls.__subclasses__(): _load_everywhere(o)
+
+@classmethod
+def _new_kind(cls, **kwargs):
+    super(Learner, cls).__init_subclass__(**kwargs)
+    _load_everywhere(cls)
+
+_load_everywhere(Learner)
+Learner.__init_subclass__ = _new_kind

@@ -7,27 +7,30 @@ Docs: https://example.github.io/mp_callbacks/master.html.md"""
 # %% auto #0
 __all__ = ['batch_norm_modules', 'norm_modules', 'float32_rnns', 'is_norm', 'kept_modules', 'ForwardWrapper', 'half_forward',
            'kept_forward', 'lent_norm_forward', 'rounded_norm_forward', 'half_norm', 'output_forward', 'check_float32',
-           'lendable', 'forward_wrappers', 'autocast_wrappers', 'MasterWeights', 'ModulePolicy', 'PolicyTable',
-           'effective_policy', 'BufferSnapshot', 'convert_network', 'get_master', 'to_master_grads', 'to_model_params',
-           'test_overflow', 'grad_overflow', 'copy_clone']
+           'check_whole', 'lendable', 'forward_wrappers', 'autocast_wrappers', 'MasterWeights', 'ModulePolicy',
+           'PolicyTable', 'effective_policy', 'BufferSnapshot', 'convert_network', 'get_master', 'to_master_grads',
+           'to_model_params', 'test_overflow', 'grad_overflow', 'copy_clone']
 
-# %% ../nbs/03_master.ipynb #4f50f219
-import re,torch,warnings
+# %% ../nbs/03_master.ipynb #863e5ccf
+import re,sys,torch,warnings
 from fnmatch import fnmatchcase
 from functools import lru_cache,partial,update_wrapper
 from html import escape
-from itertools import compress,repeat
-from operator import is_not
+from itertools import chain,compress,repeat
+from numbers import Number
+from operator import is_not,methodcaller
+from types import NoneType
 from typing import NamedTuple
 from fastcore.foundation import L
 from torch import nn
 from torch.nn.parallel import DataParallel,DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from .dtypes import Policy,as_dtype,cast_tree,get_policy,half_dtypes
-from .grads import foreach_add_,foreach_copy_,foreach_mul,grad_of,hooks_of,is_sparse,is_trainable,late_hooks_of,same_objects,unique,version_of
+from .dtypes import Policy,as_dtype,cast_tree,get_policy,half_dtypes,map_tree
+from .grads import by_kind,event_on,foreach_add_,foreach_copy_,foreach_mul,foreach_norm,grad_of,hooks_of,is_sparse,is_trainable,late_hooks_of,pick,same_objects,unique,version_of
 
 # %% ../nbs/03_master.ipynb #068b963a
 batch_norm_modules = (nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d,nn.SyncBatchNorm)
@@ -275,7 +278,7 @@ def output_forward(
     "Call `forward`, and cast float32 and half-precision tensors that it returns to `dtype`"
     return cast_tree(forward(*args, **kwargs), dtype, (torch.float32,*half_dtypes))
 
-# %% ../nbs/03_master.ipynb #df091f51
+# %% ../nbs/03_master.ipynb #4f8e0799
 def check_float32(
     model:nn.Module, # The model to train in mixed precision
 )->list: # Its float32 parameters
@@ -286,6 +289,15 @@ def check_float32(
     if not any(p.is_floating_point() for p in model.parameters()): raise ValueError(f"This {type(model).__name__} has no floating parameters ({', '.join(dtypes) or 'it has none at all'}), so there is nothing to compute in half precision. Use to_fp32().")
     raise ValueError(f"This {type(model).__name__} has no float32 parameters ({', '.join(dtypes)}). Mixed precision starts from a float32 model: call model.float() first.")
 
+def check_whole(
+    model:nn.Module, # The model to train in mixed precision
+):
+    "Raise a `ValueError` if `model` is sharded, so that no process has a whole gradient to look at"
+    def _kind(module, name): return getattr(sys.modules.get(module), name, ()) # who hasn't imported it, has none
+    kinds = _kind('torch.distributed.fsdp', 'FullyShardedDataParallel'),_kind('torch.distributed.tensor', 'DTensor')
+    found = next((type(o).__name__ for o in (*model.modules(),*model.parameters()) if isinstance(o, kinds)), None)
+    if found: raise ValueError(f"{found} leaves each process only a part of the gradients, so none can tell whether to step. Use DistributedDataParallel with to_native_fp16() or to_native_bf16(), or to_fp32() with FSDP's own mixed precision.")
+
 def lendable(
     model:nn.Module, # A model with float32 parameters
     dtype:torch.dtype, # Half-precision dtype of the copies
@@ -293,6 +305,7 @@ def lendable(
 )->tuple: # The modules that stay float32, by name; and for each place of a parameter to be lent `(its module's parameters, name, parameter)`
     "What can be lent to `model`. Raises `ValueError` if `dtype` isn't half precision, or a rule can't be followed, or its parameters can't be swapped, or if it has none to lend."
     if dtype not in half_dtypes: raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. Without a copy in half precision there is nothing to lend.")
+    check_whole(model)
     for m in model.modules():
         if isinstance(m, (DataParallel,DistributedDataParallel)):
             raise ValueError(f"{type(m).__name__} keeps its own lists of the parameters, so they can't be lent. Use to_native_fp16() or to_native_bf16() with it.")
@@ -339,15 +352,41 @@ def autocast_wrappers(
     rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase) and (device_type,dtype) in float32_rnns]
     return [*(ForwardWrapper(m, partial(kept_forward, device_type, dtype, False)) for m in rnns), ForwardWrapper(model, partial(half_forward, device_type, dtype))]
 
-# %% ../nbs/03_master.ipynb #5278b66e
+# %% ../nbs/03_master.ipynb #814a7503
 _unknown,_nothing_zeroed = torch.empty(0),((),()) # in place of a gradient that isn't known to be zero; of all of them
+
+def _is_plain(p): return type(p.data) is torch.Tensor
+
+def _copy_of(p, dtype):
+    "A parameter in `dtype` for the numbers of `p`, of its class, and with what it has been given by way of attributes"
+    x = torch.empty_like(p, dtype=dtype, requires_grad=False)
+    if not _is_plain(p): return nn.Parameter(x, requires_grad=p.requires_grad) # a class of tensors, which keeps its own things there
+    c = nn.Parameter.__new__(type(p), x, p.requires_grad)
+    c.__dict__ = p.__dict__
+    return c
+
+@torch.no_grad()
+def _norms(xs):
+    "Norms of `xs`, where they are: pairs of those of one kind and a tensor"
+    return [(o := pick(xs, idxs), torch.stack(foreach_norm(o, 2, dtype=torch.float32))) for idxs in by_kind(xs).values()]
+
+def _compared(before, after):
+    "The same tensors, whether they have other norms, in memory of the host, and when that will be known"
+    (xs,a),(_,b) = before,after
+    return xs,torch.empty(len(xs), dtype=torch.bool, device='cpu', pin_memory=a.device.type=='cuda').copy_((a!=b)&(a==a), non_blocking=True),event_on(a.device)
+
+def _changed(xs, other, event):
+    if event is not None: event.synchronize()
+    return [*compress(xs, other.tolist())]
+
+def _places(xs): return [*map(version_of, xs)],[*map(torch.Tensor.data_ptr, xs)]
 
 class MasterWeights:
     """Low-precision copies of the parameters of `model`, to be lent to it while it computes
 
     The float32 parameters outside kept modules are copied, 2 bytes for each number; others stay as they are, and so does every buffer. Devices and memory formats are those of the parameters.
     As a context manager: lent inside, and real outside, however one gets there; at the end of a body that raises nothing the gradients are pulled.
-    Raises `ValueError` for a dtype that isn't a half-precision one, and for models whose parameters can't be swapped: wrapped for data parallelism, scripted, not initialised, or without any float32 parameter to copy."""
+    Raises `ValueError` for a dtype that isn't a half-precision one, and for models whose parameters can't be swapped: wrapped for data parallelism, sharded, scripted, not initialised, or without any float32 parameter to copy; `RuntimeError` at the end of a body that has written into the copies."""
     given_up = False # do the real weights have no memory of their own just now? See `CompactMasters`.
 
     def __init__(self,
@@ -358,12 +397,14 @@ class MasterWeights:
         self.model,self.dtype,self.keep,self.lent = model,as_dtype(dtype),keep,False
         self._plan()
 
+    @torch.inference_mode(False) # what is made in it can't be trained, ever
     def _plan(self):
         "Decide which parameter is lent where, and make the copies"
         self.kept,slots = lendable(self.model, self.dtype, self.keep)
         self.modules,self.device_type = list(self.model.modules()),slots[0][2].device.type
         self.params = unique(p for *_,p in slots)
-        self.copies = [nn.Parameter(torch.empty_like(p, dtype=self.dtype, requires_grad=False), requires_grad=p.requires_grad) for p in self.params]
+        self.copies = [_copy_of(p, self.dtype) for p in self.params]
+        self.watched,self._lent_at,self._norms,self._compared = [c for c in self.copies if _is_plain(c)],None,None,() # None: nobody has seen the model train yet
         self.strides = [p.stride() for p in self.params]
         copy_of = {id(p):c for p,c in zip(self.params,self.copies)}
         self.slots = [(d,n,p,copy_of[id(p)]) for d,n,p in slots]
@@ -388,10 +429,30 @@ class MasterWeights:
 
     def lend(self):
         "Let the model have the copies in place of its own parameters, each as trainable as the parameter is. Twice is once."
-        if self.lent: return
-        if not self._in_place(): self._plan(); self.push_weights()
-        self._mirror()
-        self.relend()
+        if not self.lent:
+            if self._compared: late,self._compared = self._compared,(); self._refuse([c for o in late for c in _changed(*o)])
+            if not self._in_place(): self._plan(); self.push_weights()
+            self._mirror()
+            self.relend()
+        self._lent_at = _places(self.watched)
+        if self._norms is None and torch.is_grad_enabled(): self._norms = _norms(self.watched)
+
+    def check_unwritten(self):
+        "Raise a `RuntimeError` if anybody has written into the copies since they were lent, where nobody would ever read it. What is written through `.data` leaves no mark but other numbers: the first time these are compared, and the next `lend` raises the error, so that nobody waits."
+        if (now := _places(self.watched))!=self._lent_at:
+            cudnn = {id(c) for m in self.rnns for c in m._parameters.values()} # which gives them another memory, but the same numbers
+            self._refuse([c for c,a,b in zip(self.watched, zip(*now), zip(*self._lent_at)) if a!=b and id(c) not in cudnn])
+        if self._norms: self._compared,self._norms = [_compared(*o) for o in zip(self._norms, _norms(self.watched))],()
+
+    def _refuse(self, written):
+        real = {id(c):p for p,c in zip(self.params,self.copies)}
+        ids = {id(o) for c in written for o in (c,real[id(c)])}
+        name = next((n for n,p in self.model.named_parameters() if id(p) in ids), None)
+        if name is None: return
+        self._norms = None # who goes on nevertheless is seen again
+        module,_,_ = name.rpartition('.')
+        keep = f"Keep its module in float32, as in keep=({module!r}, is_norm), or use" if module else 'Use'
+        raise RuntimeError(f"The model's forward pass, or a callback before it, has changed {name}. But the model has a copy in {str(self.dtype).removeprefix('torch.')} for it, which is thrown away, and the change would be lost. {keep} to_native_{'fp16' if self.dtype==torch.float16 else 'bf16'}().")
 
     def relend(self):
         "`lend` once more what has been lent and given back in the same batch: nothing is looked at"
@@ -478,7 +539,7 @@ class MasterWeights:
 
     def __exit__(self, exc_type, exc, tb):
         try:
-            if exc_type is None: self.pull_grads()
+            if exc_type is None: self.check_unwritten(); self.pull_grads()
         finally: self.restore()
 
     def __repr__(self): return f'MasterWeights({len(self.params)} parameters in {str(self.dtype).removeprefix("torch.")}, {len(self.kept)} modules kept float32)'
@@ -568,42 +629,93 @@ def _row(name, m, fate, dtype, full, rounded):
     elif output is None and not kept and isinstance(m, _casting) and type(m).forward.__module__.startswith('torch.nn.'): output = dtype
     return ModulePolicy(name, type(m).__name__, sum(p.numel() for p in ps), params, compute, output if name else torch.float32, why)
 
+# %% ../nbs/03_master.ipynb #0e2cf0ef
+class Parts:
+    "What there is in dicts of `modules`, such as '_parameters', to see whether it is still the same"
+    def __init__(self,
+        modules, # Modules
+        *kinds:str, # The names of their dicts
+    ):
+        self.dicts = [getattr(m, k) for m in modules for k in kinds]
+        self.parts,self.sizes = self._now(),self._sizes()
+
+    def _sizes(self): return [*map(len, self.dicts)]
+    def _now(self): return [*chain.from_iterable(map(_values, self.dicts))]
+
+    def same(self):
+        "Are there the very same objects in the dicts?"
+        return same_objects(self._now(), self.parts)
+
+    def grown(self):
+        "Are there more, or fewer? That is quicker still."
+        return self._sizes()!=self.sizes
+
+_values = methodcaller('values') # of a dict, or of what scripted modules have in its place
+
+# %% ../nbs/03_master.ipynb #266ce4d0
+def remembering(model):
+    "The modules of `model` that have something to `reset`"
+    return [m for m in model.modules() if callable(getattr(m, 'reset', None)) and not isinstance(m, (DataParallel,DistributedDataParallel))] # which only pass it on
+
+def _own_copy(x): return type(x)(map(_own_copy, x)) if type(x) in (list,tuple) else {k:_own_copy(v) for k,v in x.items()} if type(x) is dict else x
+
+def _state(m): return {k:_own_copy(v) for k,v in vars(m).items() if not k.startswith('_') and k!='training' and isinstance(v, (torch.Tensor,Number,str,list,tuple,dict,NoneType))}
+
+def _all_finite(x):
+    seen = []
+    map_tree(lambda t: (seen.append(bool(t.isfinite().all())), t)[1], x)
+    return all(seen)
+
 # %% ../nbs/03_master.ipynb #a600d087
 _bits = {o.itemsize:o for o in (torch.uint8,torch.int16,torch.int32,torch.int64)}
 
-# %% ../nbs/03_master.ipynb #73848089
+# %% ../nbs/03_master.ipynb #9b206851
 class BufferSnapshot:
-    "The buffers of `model`, remembered by `take` and put back by `restore`: bit for bit, the same tensors in the same places"
+    "The buffers of `model`, and what else its forward pass changes, remembered by `take` and put back by `restore`: bit for bit, the same tensors in the same places"
     def __init__(self,
         model:nn.Module, # The model whose buffers are meant
     ):
-        self.model,self.groups,self.known,self.taken = model,[],[],False
+        self.model,self.groups,self.known,self.taken,self.moving = model,[],[],False,[]
 
     def _plan(self):
-        slots,self.known = {},[]
-        for m in self.model.modules():
-            self.known.append((m._buffers,len(m._buffers)))
+        slots,modules,self.stale = {},[*self.model.modules()],False
+        def _add(d, n, x): slots.setdefault((x.device,x.dtype,x.layout), []).append((d,n,x,x.detach().clone()))
+        self.parts,self.known,self.remembering = Parts(modules, '_modules'),[(m._buffers,len(m._buffers)) for m in modules],remembering(self.model)
+        moving,self.frozen = {*map(id, self.moving)},[]
+        for m in modules:
             for n,b in m._buffers.items():
-                if b is not None: slots.setdefault((b.device,b.dtype,b.layout), []).append((m._buffers,n,b,b.detach().clone()))
+                if is_lazy(b): self.stale = True # it has no shape yet
+                elif b is not None: _add(m._buffers, n, b)
+            for n,p in m._parameters.items():
+                if p is None or is_lazy(p): continue
+                if id(p) in moving or getattr(m, 'max_norm', None) is not None: _add({n:p}, n, p) # its numbers are put back, wherever it is by then
+                elif not p.requires_grad and _is_plain(p): self.frozen.append(p)
         self.groups = list(slots.values())
 
     def _current(self):
-        return (all(len(d)==n for d,n in self.known) and
+        return (not self.stale and self.parts.same() and all(len(d)==n for d,n in self.known) and
                 all(d.get(n) is b and b.shape==c.shape and b.device==c.device and b.dtype==c.dtype for o in self.groups for d,n,b,c in o))
 
     @torch.no_grad()
     def take(self):
-        "Remember the buffers as they are"
+        "Remember everything as it is"
         if self.taken and self._current():
             for o in self.groups: foreach_copy_([c for *_,c in o], [b for _,_,b,_ in o])
         else: self._plan()
-        self.taken = True
+        self.states = [(m,_state(m)) for m in self.remembering]
+        self.frozen_at,self.taken = _places(self.frozen),True
+
+    def notice(self):
+        "After a forward pass: what it has changed of the frozen parameters is remembered from the next `take` on"
+        if not self.taken or (now := _places(self.frozen))==self.frozen_at: return
+        self.moving += [p for p,a,b in zip(self.frozen, zip(*now), zip(*self.frozen_at)) if a!=b]
+        self.frozen,self.frozen_at,self.stale = [],_places([]),True
 
     @torch.no_grad()
     def restore(self,
-        modules=None, # Whose buffers: the ids of their `_buffers`; None: all
+        modules=None, # Whose buffers: the ids of their `_buffers`; None: everything
     ):
-        "Put back what was remembered last, if anything was. A buffer that came since is removed if it isn't finite."
+        "Put back what was remembered last, if anything was. A buffer that came since is removed if it isn't finite, and a module whose state wasn't finite then either is reset."
         if not self.taken: return
         for o in self.groups:
             o = [s for s in o if modules is None or id(s[0]) in modules]
@@ -614,6 +726,10 @@ class BufferSnapshot:
         for d,_ in self.known:
             if modules is not None and id(d) not in modules: continue
             for n in [n for n,b in d.items() if b is not None and (id(d),n) not in known and not b.isfinite().all()]: del d[n]
+        for m,state in self.states if modules is None else ():
+            for k in _state(m).keys()-state.keys(): delattr(m, k)
+            vars(m).update({k:_own_copy(v) for k,v in state.items()})
+            if not _all_finite(state): m.reset()
 
     @torch.no_grad()
     def mend(self):

@@ -313,6 +313,46 @@ def test_interrupted_language_model(mode):
     learn.fit(1)
     assert skipped(learn)==0
 
+class Interrupted:
+    "A data loader in which Ctrl-C comes with the third batch"
+    def __init__(self, dl): self.dl = dl
+    def __getattr__(self, k): return getattr(self.dl, k)
+    def __len__(self): return len(self.dl)
+    def __iter__(self):
+        for i,b in enumerate(self.dl):
+            if i==2: raise KeyboardInterrupt
+            yield b
+
+@pytest.mark.parametrize('mode', recurrent)
+def test_interrupted_between_batches(mode):
+    "What a recurrent model remembers is float32 outside a batch"
+    set_seed(0)
+    learn = modes[mode](quiet(language_model()))
+    x,_ = learn.dls.one_batch()
+    learn.dls = DataLoaders(Interrupted(learn.dls.train), learn.dls.valid)
+    with pytest.raises(KeyboardInterrupt): learn.fit(1)
+    with torch.no_grad(): assert {o.dtype for o in learn.model.eval()(x)}=={torch.float32}
+
+@pytest.mark.parametrize('call', ['to_fp16','to_bf16','to_native_bf16'])
+def test_text_learner_loads(call, tmp_path):
+    "fastai's `TextLearner` has its own `load`, which `lr_find` calls, too"
+    def _new():
+        set_seed(0)
+        learn = quiet(language_model())
+        learn.path = tmp_path
+        return getattr(learn, call)()
+    class Bad(Callback):
+        def after_loss(self):
+            if self.training and self.iter in (1,2): self.learn.loss_grad = self.learn.loss_grad*float('inf')
+    learn = _new()
+    learn.fit(1, cbs=Bad())
+    learn.save('a')
+    state = learn.mixed_precision.precision_state()
+    assert state['steps']==len(learn.recorder.losses) and state!=_new().mixed_precision.precision_state()
+    assert _new().load('a').mixed_precision.precision_state()==state
+    learn.lr_find(show_plot=False, suggest_funcs=(), num_it=12, end_lr=1e4)
+    assert learn.mixed_precision.precision_state()==state
+
 @pytest.mark.parametrize('mode', ['native_fp16','native_bf16'])
 def test_lstm_stays_float32(mode, monkeypatch):
     "under autocast to float16 on a CPU, which has no kernel for it, and to bfloat16 on CUDA, where autocast makes it float16. Here the CPU stands for both."

@@ -1,7 +1,7 @@
 """What our part of a step asks of PyTorch and of Python does not grow with the number of parameters
 
 Our part is everything but forward, backward and an optimizer that steps on each parameter."""
-import sys
+import gc,sys
 from collections import Counter
 
 import pytest,torch
@@ -23,8 +23,12 @@ class Ops(TorchDispatchMode):
 class Calls:
     "Counts calls of functions written in Python"
     def __init__(self): self.calls = Counter()
-    def __enter__(self): sys.setprofile(self._event)
-    def __exit__(self, *_): sys.setprofile(None)
+    def __enter__(self):
+        gc.disable() # others are called back when it runs
+        sys.setprofile(self._event)
+    def __exit__(self, *_):
+        sys.setprofile(None)
+        gc.enable()
     def _event(self, frame, event, arg):
         if event=='call' and not frame.f_globals.get('__name__', '').startswith('torch._dynamo'): # which notes whenever a tensor of an earlier test is freed
             self.calls[frame.f_code.co_qualname if hasattr(frame.f_code, 'co_qualname') else frame.f_code.co_name] += 1

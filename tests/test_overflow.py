@@ -413,6 +413,13 @@ def in_one_rank(rank, path):
         new.load(mode)
         assert new.mixed_precision.precision_state()==state and same(weights(new), weights(learn))
         res[mode] = dict(skipped=list(learn.precision_recorder.log.skipped), scale=list(learn.precision_recorder.log.scale), states=states)
+    grads = []
+    for kwargs in ({}, dict(gradient_as_bucket_view=True)): # what the optimizer hasn't, keeps its gradients, here in memory that each backward pass writes anew
+        x,y = numbers()
+        learn = get_learner(DistributedDataParallel(mlp(), **kwargs), dls=DataLoaders(mine := list(zip(x.split(8), y.split(8))), mine[:1]), opt_func=SGD, splitter=lambda o: [[*o.module[-1].parameters()]])
+        modes['native_fp16'](learn).fit(1)
+        grads.append(learn.model.module[0].weight.grad.clone())
+    res['strangers'] = grads
     torch.save(res, Path(path)/str(rank))
     dist.barrier()
     dist.destroy_process_group()
@@ -423,6 +430,7 @@ def test_in_one_rank(tmp_path):
     res = subprocess.run([sys.executable, __file__, str(tmp_path)], stderr=subprocess.PIPE, text=True, timeout=500)
     assert res.returncode==0, res.stderr
     a,b = (torch.load(tmp_path/str(rank)) for rank in range(2))
+    for x,y in (a.pop('strangers'),b.pop('strangers')): torch.testing.assert_close(x, y)
     for mode in a:
         assert a[mode]['skipped']==b[mode]['skipped']==[i in (2,4,5) for i in range(8)], mode
         assert a[mode]['scale']==b[mode]['scale'] and (a[mode]['scale'][-1]==2**7 if mode=='native_fp16' else {*a[mode]['scale']}=={1}), mode

@@ -113,7 +113,7 @@ def listeners(
     "Who has something to do at an event"
     return [learn]*answers(learn, event_name) + [cb for cb in learn.cbs if not is_idle(cb, event_name)]
 
-# %% ../nbs/10_callback.ipynb #771015ff
+# %% ../nbs/10_callback.ipynb #6a5df4e3
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -171,7 +171,9 @@ class PrecisionCallback(LoopCallback):
         self._learn_late()
         return self._scaling.loss_scale
 
-    def check_model(self, learn): "Raise a `ValueError` if the model of `learn`, or its device, can't be trained like this"
+    def check_model(self, learn):
+        "Raise a `ValueError` if the model of `learn`, or its device, can't be trained like this"
+        check_whole(learn.model)
 
     def check(self, learn):
         "Raise a `ValueError` if `learn` can't be trained like this"
@@ -196,7 +198,7 @@ class PrecisionCallback(LoopCallback):
                 self._mend()
             self._close()
             self._learn_late()
-            self._stepped_on,self._known,self._mine,self._parts,self._losses = (),(),None,None,() # which would keep the optimizer's state alive
+            self._stepped_on,self._known,self._mine,self._parts,self._losses,self._memory = (),(),None,None,(),(None,()) # which would keep the optimizer's state alive
             self._unsaid = None
             if ours is not None and vars(opt).get('zero_grad') is ours: del opt.zero_grad
         try:
@@ -748,7 +750,7 @@ class MixedPrecision(PrecisionCallback):
         copies = {} if half is None else {id(p):c for p,c in zip(half.params,half.copies)}
         return [[copies.get(id(p), p) for p in pg] for pg in self.master_pgs]
 
-# %% ../nbs/10_callback.ipynb #f5510087
+# %% ../nbs/10_callback.ipynb #85900a8c
 class NativeMixedPrecision(PrecisionCallback):
     """Mixed precision by `torch.autocast` and, for float16, a loss scale that moves as that of `torch.amp.GradScaler` does, whose defaults these are
 
@@ -785,8 +787,8 @@ class NativeMixedPrecision(PrecisionCallback):
     def _keep(self): return f"to_{'fp16' if self.dtype==torch.float16 else 'bf16'}(keep=…)"
 
     def check_model(self, learn):
+        super().check_model(learn)
         check_device(fit_device(learn), self.dtype)
-        check_whole(learn.model)
         half = next((n for n,p in learn.model.named_parameters() if p.requires_grad and p.dtype==torch.float16), None)
         if half and self._scaling!=StaticLossScale(): raise ValueError(f"{half} is in float16, where gradients can't be unscaled without losing small numbers. Call model.float() first: autocast computes in float16 anyway.")
         if isinstance(learn.model, torch.jit.ScriptModule): raise ValueError("Autocast can't be put around a scripted model. Train the model before scripting it.")

@@ -278,7 +278,7 @@ def output_forward(
     "Call `forward`, and cast float32 and half-precision tensors that it returns to `dtype`"
     return cast_tree(forward(*args, **kwargs), dtype, (torch.float32,*half_dtypes))
 
-# %% ../nbs/03_master.ipynb #4f8e0799
+# %% ../nbs/03_master.ipynb #eedddd16
 def check_float32(
     model:nn.Module, # The model to train in mixed precision
 )->list: # Its float32 parameters
@@ -292,7 +292,8 @@ def check_float32(
 def check_whole(
     model:nn.Module, # The model to train in mixed precision
 ):
-    "Raise a `ValueError` if `model` is sharded, so that no process has a whole gradient to look at"
+    "Raise a `ValueError` if `model`, or a part of it, is sharded, so that no process has a whole gradient to look at, or scripted with buffers that can't be put back"
+    if any(isinstance(m, torch.jit.ScriptModule) and len(m._buffers) for m in model.modules()): raise ValueError("A scripted model holds its buffers where nobody can put others in their place. Train the model before scripting it.")
     def _kind(module, name): return getattr(sys.modules.get(module), name, ()) # who hasn't imported it, has none
     kinds = _kind('torch.distributed.fsdp', 'FullyShardedDataParallel'),_kind('torch.distributed.tensor', 'DTensor')
     found = next((type(o).__name__ for o in (*model.modules(),*model.parameters()) if isinstance(o, kinds)), None)
@@ -629,14 +630,16 @@ def _row(name, m, fate, dtype, full, rounded):
     elif output is None and not kept and isinstance(m, _casting) and type(m).forward.__module__.startswith('torch.nn.'): output = dtype
     return ModulePolicy(name, type(m).__name__, sum(p.numel() for p in ps), params, compute, output if name else torch.float32, why)
 
-# %% ../nbs/03_master.ipynb #0e2cf0ef
+# %% ../nbs/03_master.ipynb #db4400ef
+_values = methodcaller('values')
+
 class Parts:
     "What there is in dicts of `modules`, such as '_parameters', to see whether it is still the same"
     def __init__(self,
         modules, # Modules
         *kinds:str, # The names of their dicts
     ):
-        self.dicts = [getattr(m, k) for m in modules for k in kinds]
+        self.dicts = [getattr(m, k) for m in modules for k in kinds] # scripted modules have something like it
         self.parts,self.sizes = self._now(),self._sizes()
 
     def _sizes(self): return [*map(len, self.dicts)]
@@ -649,8 +652,6 @@ class Parts:
     def grown(self):
         "Are there more, or fewer? That is quicker still."
         return self._sizes()!=self.sizes
-
-_values = methodcaller('values') # of a dict, or of what scripted modules have in its place
 
 # %% ../nbs/03_master.ipynb #266ce4d0
 def remembering(model):

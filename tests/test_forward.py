@@ -318,3 +318,14 @@ def test_sharded(mode, one_process):
         learn = get_learner(model)
         with pytest.raises(ValueError, match=f'{kind} leaves each process only a part of the gradients, so none can tell whether to step. Use DistributedDataParallel with'): getattr(learn, mode)()
         assert not [cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)]
+
+@pytest.mark.parametrize('mode', ['native_fp16','native_bf16','alone'])
+def test_partly_scripted(mode):
+    "A scripted part trains, if it has no buffers that would have to be put back"
+    def _learn(part): torch.manual_seed(0); return modes[mode](get_learner(nn.Sequential(nn.Linear(8,16), part, nn.Linear(16,1))))
+    learn = _learn(torch.jit.trace(nn.Linear(16,16), torch.ones(2,16)))
+    before = weights(learn)
+    learn.fit(1)
+    healthy(learn)
+    assert not any(map(torch.equal, weights(learn), before))
+    with pytest.raises(ValueError, match='A scripted model holds its buffers where nobody can put others in their place. Train the model before scripting it.'): _learn(torch.jit.script(nn.BatchNorm1d(16))).fit(1)

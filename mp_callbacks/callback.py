@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 __all__ = ['fit_device', 'responds', 'LeanCallback', 'LoopCallback', 'is_idle', 'answers', 'listeners', 'is_precision',
            'PrecisionCallback', 'LateStep', 'ModelToHalf', 'check_device', 'MixedPrecision', 'NativeMixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #a0533539
+# %% ../nbs/10_callback.ipynb #a705516e
 import math,os,re,torch
 from contextlib import contextmanager
 from dataclasses import asdict,replace
@@ -28,7 +28,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks,_global_optimizer
 from .dtypes import as_dtype,cast_tree,half_dtypes,map_tree,supports
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
 from .grads import GradList,LateStats,check_clip,prepare_grads,same_objects,unique,version,zero_grads
-from .master import BufferSnapshot,MasterWeights,Parts,autocast_wrappers,check_whole,effective_policy,is_norm,remembering
+from .master import BufferSnapshot,MasterWeights,Parts,autocast_wrappers,check_whole,effective_policy,is_norm,remembering,spoilt
 from .flat import FlatStep
 from .compact_masters import CompactMasters,check_master
 
@@ -113,7 +113,7 @@ def listeners(
     "Who has something to do at an event"
     return [learn]*answers(learn, event_name) + [cb for cb in learn.cbs if not is_idle(cb, event_name)]
 
-# %% ../nbs/10_callback.ipynb #6a5df4e3
+# %% ../nbs/10_callback.ipynb #42c2c875
 def is_precision(cb):
     "Does the callback `cb` change the precision of training, as one of ours or of fastai's own, or as a subclass of these?"
     return isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
@@ -122,7 +122,9 @@ def _float_state(modules):
     "Cast to float32 what `modules` remember of the batch before outside their buffers"
     for m in modules:
         for k,v in list(vars(m).items()):
-            if not k.startswith('_'): vars(m)[k] = cast_tree(v, torch.float32, half_dtypes)
+            if k.startswith('_') or isinstance(v, (list,tuple,dict)) and len(v)>1000: continue # a vocabulary isn't gone through in each batch
+            try: vars(m)[k] = cast_tree(v, torch.float32, half_dtypes)
+            except RecursionError: pass # it contains itself
 
 class PrecisionCallback(LoopCallback):
     "What every precision does around a step: scale the loss, check the gradients, skip the step if they are not finite"
@@ -198,7 +200,7 @@ class PrecisionCallback(LoopCallback):
                 self._mend()
             self._close()
             self._learn_late()
-            self._stepped_on,self._known,self._mine,self._parts,self._losses,self._memory = (),(),None,None,(),(None,()) # which would keep the optimizer's state alive
+            self._stepped_on,self._known,self._mine,self._parts,self._losses,self._memory,self._strangers = (),(),None,None,(),(None,()),() # which would keep the optimizer's state alive
             self._unsaid = None
             if ours is not None and vars(opt).get('zero_grad') is ours: del opt.zero_grad
         try:
@@ -234,9 +236,9 @@ class PrecisionCallback(LoopCallback):
 
     def _find_strangers(self):
         "What may get a gradient, though the optimizer doesn't know it"
-        modules,ids = [self.learn.model,*self._losses],{*map(id, self._mine)}
-        self._parts = Parts(self.learn.model.modules(), '_modules', '_parameters')
-        return [p for p in unique(chain.from_iterable((*m.parameters(), *(b for b in m.buffers() if b.requires_grad)) for m in modules)) if id(p) not in ids]
+        modules,ids,self._memory = [self.learn.model,*self._losses],{*map(id, self._mine)},(None,())
+        self._parts = Parts([*chain.from_iterable(m.modules() for m in modules)], '_modules', '_parameters')
+        return [p for p in unique(chain.from_iterable((*m.parameters(), *(b for b in m.buffers() if b.requires_grad and b.is_leaf)) for m in modules)) if id(p) not in ids]
 
     def _leave(self, learn, roll_back):
         "Before the step, undo what the batch has done, if it is to be undone; after it, only clear the gradients, which it has used up"
@@ -384,10 +386,13 @@ def after_step(self:PrecisionCallback):
     "Be done with the step, also if another callback has cancelled it"
     self._close()
 
-# %% ../nbs/10_callback.ipynb #e87e0e9b
+# %% ../nbs/10_callback.ipynb #a0e7ce9c
 @patch
 def _skip(self:PrecisionCallback, stats):
     self._undo()
+    remembering = self._snapshot.remembering if self._skips and self._snapshot is not None else ()
+    if remembering and not self.loss.isfinite().all(): # what they remember was spoilt before, or is where nobody finds it
+        for m in [self.model] if self.model in remembering else filter(spoilt, remembering): m.reset()
     self._close()
     self._skips += 1
     try: self._look_at_inputs(self.xb); self._speak(stats)

@@ -125,7 +125,7 @@ def _step(x): return 2**17 if x.device.type=='cpu' else 2**22 # as many numbers 
 
 def _slices(x): return [slice(a, min(a+_step(x), len(x))) for a in range(0, len(x), _step(x))]
 
-# %% ../nbs/09_compact_masters.ipynb #a31c6606
+# %% ../nbs/09_compact_masters.ipynb #7e039d02
 class CompactMasters(MasterWeights):
     """`MasterWeights` that give up the memory of the real weights while the copies are lent for training
 
@@ -185,7 +185,7 @@ class CompactMasters(MasterWeights):
     def push_weights(self):
         "Round the real weights into the copies, for a new batch; and give them up if autograd is on"
         training = torch.is_grad_enabled()
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(): # copies that are made in inference mode can't be trained
             self._take_back()
             for c in self.copies: c.grad = None
             if training and self.trainable!=[p.requires_grad for p in self.params]: self._divide()
@@ -197,6 +197,7 @@ class CompactMasters(MasterWeights):
                 for i in range(len(self.portions)): self._give_up(i)
                 self.count += 1
             self.emptied = False
+        if self.lent: self._mark()
 
     def _clear(self):
         "Take away gradients that are known to be zero. They come back with the weights."

@@ -370,19 +370,28 @@ def _save_whole(self, file, **kwargs):
 _save_whole.plain = _save
 Learner.save = _save_whole
 
-# %% ../nbs/13_learner.ipynb #8ae8ae4b
+# %% ../nbs/13_learner.ipynb #1fc8348c
 def _loading(load):
     "`load`, of `Learner` or of a subclass, and the scale with it"
     load = getattr(load, 'plain', load)
     @wraps(load)
-    def _load_scale(self, file, *args, **kwargs):
-        if self.opt is None: self.create_opt()
-        plain,found = self.opt.load_state_dict,{}
-        def _load_state_dict(sd):
-            state = sd.pop(_key, {})
-            plain(sd)
-            found.update(state)
-        with _own_weights(self, changed=True), _standing_in(self.opt, 'load_state_dict', _load_state_dict): res = load(self, file, *args, **kwargs)
+    def _load_scale(self, *args, **kwargs):
+        if 'cbs' not in vars(self): return load(self, *args, **kwargs) # it isn't a whole learner yet
+        found,create = {},self.create_opt
+        def _listen(opt):
+            plain = opt.load_state_dict
+            def _load_state_dict(sd):
+                state = sd.pop(_key, {})
+                plain(sd)
+                found.update(state)
+            stack.enter_context(_standing_in(opt, 'load_state_dict', _load_state_dict))
+        def _create():
+            create()
+            _listen(self.opt)
+        with _own_weights(self, changed=True), ExitStack() as stack:
+            if self.opt is None: stack.enter_context(_standing_in(self, 'create_opt', _create))
+            else: _listen(self.opt)
+            res = load(self, *args, **kwargs)
         if found:
             if (cb := _precision(self)) is None: self._precision_state = found
             else: cb.load_precision_state(found)

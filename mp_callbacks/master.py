@@ -11,11 +11,13 @@ __all__ = ['batch_norm_modules', 'norm_modules', 'float32_rnns', 'is_norm', 'kep
            'PolicyTable', 'effective_policy', 'BufferSnapshot', 'convert_network', 'get_master', 'to_master_grads',
            'to_model_params', 'test_overflow', 'grad_overflow', 'copy_clone']
 
-# %% ../nbs/03_master.ipynb #863e5ccf
+# %% ../nbs/03_master.ipynb #08928074
 import re,sys,torch,warnings
+from collections import deque
 from fnmatch import fnmatchcase
 from functools import lru_cache,partial,update_wrapper
 from html import escape
+from inspect import signature
 from itertools import chain,compress,repeat
 from numbers import Number
 from operator import is_not,methodcaller
@@ -353,10 +355,12 @@ def autocast_wrappers(
     rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase) and (device_type,dtype) in float32_rnns]
     return [*(ForwardWrapper(m, partial(kept_forward, device_type, dtype, False)) for m in rnns), ForwardWrapper(model, partial(half_forward, device_type, dtype))]
 
-# %% ../nbs/03_master.ipynb #814a7503
+# %% ../nbs/03_master.ipynb #cdcee39b
 _unknown,_nothing_zeroed = torch.empty(0),((),()) # in place of a gradient that isn't known to be zero; of all of them
 
 def _is_plain(p): return type(p.data) is torch.Tensor
+
+def _can_watch(p): return _is_plain(p) and p.layout==torch.strided and p.device.type!='meta' and not p.is_inference()
 
 def _copy_of(p, dtype):
     "A parameter in `dtype` for the numbers of `p`, of its class, and with what it has been given by way of attributes"
@@ -405,12 +409,13 @@ class MasterWeights:
         self.modules,self.device_type = list(self.model.modules()),slots[0][2].device.type
         self.params = unique(p for *_,p in slots)
         self.copies = [_copy_of(p, self.dtype) for p in self.params]
-        self.watched,self._lent_at,self._norms,self._compared = [c for c in self.copies if _is_plain(c)],None,None,() # None: nobody has seen the model train yet
+        self.watched,self._lent_at,self._norms,self._compared = [c for c in self.copies if _can_watch(c)],None,None,() # None: nobody has seen the model train yet
         self.strides = [p.stride() for p in self.params]
         copy_of = {id(p):c for p,c in zip(self.params,self.copies)}
         self.slots = [(d,n,p,copy_of[id(p)]) for d,n,p in slots]
         self._zeroed,self._pulled = _nothing_zeroed,()
         self.rnns = [m for m in self.modules if isinstance(m, nn.RNNBase)]
+        self.cudnn = {id(c) for d,_,_,c in self.slots if any(d is m._parameters for m in self.rnns)} # which it may give another memory, with the same numbers
         self.wrappers = [*forward_wrappers(self.model, self.device_type, self.dtype, self.keep), ForwardWrapper(self.model, self._forward)]
 
     def refresh(self):
@@ -427,6 +432,7 @@ class MasterWeights:
         "Round the real weights into the copies, for a new batch"
         for c in self.copies: c.grad = None # a backward pass that was interrupted may have left some
         foreach_copy_(self.copies, self.params)
+        if self.lent: self._mark()
 
     def lend(self):
         "Let the model have the copies in place of its own parameters, each as trainable as the parameter is. Twice is once."
@@ -435,15 +441,23 @@ class MasterWeights:
             if not self._in_place(): self._plan(); self.push_weights()
             self._mirror()
             self.relend()
+        self._mark()
+
+    def _mark(self):
+        "Whatever is in the copies by now is as it should be"
+        if torch.compiler.is_compiling(): return
         self._lent_at = _places(self.watched)
-        if self._norms is None and torch.is_grad_enabled(): self._norms = _norms(self.watched)
+        if self._norms!=() and torch.is_grad_enabled(): self._norms = _norms([c for c in self.watched if id(c) not in self.cudnn])
 
     def check_unwritten(self):
         "Raise a `RuntimeError` if anybody has written into the copies since they were lent, where nobody would ever read it. What is written through `.data` leaves no mark but other numbers: the first time these are compared, and the next `lend` raises the error, so that nobody waits."
+        if torch.compiler.is_compiling() or self._lent_at is None: return
         if (now := _places(self.watched))!=self._lent_at:
-            cudnn = {id(c) for m in self.rnns for c in m._parameters.values()} # which gives them another memory, but the same numbers
-            self._refuse([c for c,a,b in zip(self.watched, zip(*now), zip(*self._lent_at)) if a!=b and id(c) not in cudnn])
-        if self._norms: self._compared,self._norms = [_compared(*o) for o in zip(self._norms, _norms(self.watched))],()
+            real = {id(c):p for p,c in zip(self.params,self.copies)}
+            def _moved(c, a, b): return a[0]==b[0] and not self.given_up and torch.equal(c, real[id(c)].to(c.dtype)) # as by `model.to(memory_format=…)`
+            self._refuse([c for c,a,b in zip(self.watched, zip(*now), zip(*self._lent_at)) if a!=b and id(c) not in self.cudnn and not _moved(c, a, b)])
+            self._norms = None # elsewhere they may add up in another order
+        if self._norms: self._compared,self._norms = [_compared(o, _norms(o[0])[0]) for o in self._norms],()
 
     def _refuse(self, written):
         real = {id(c):p for p,c in zip(self.params,self.copies)}
@@ -653,24 +667,47 @@ class Parts:
         "Are there more, or fewer? That is quicker still."
         return self._sizes()!=self.sizes
 
-# %% ../nbs/03_master.ipynb #266ce4d0
+# %% ../nbs/03_master.ipynb #abab8fc5
 def remembering(model):
     "The modules of `model` that have something to `reset`"
-    return [m for m in model.modules() if callable(getattr(m, 'reset', None)) and not isinstance(m, (DataParallel,DistributedDataParallel))] # which only pass it on
+    def _can(m):
+        f = getattr(m, 'reset', None)
+        try: return callable(f) and not isinstance(f, nn.Module) and bool(signature(f).bind())
+        except (TypeError,ValueError): return False
+    return [m for m in model.modules() if _can(m) and not isinstance(m, (DataParallel,DistributedDataParallel))] # which only pass it on
 
-def _own_copy(x): return type(x)(map(_own_copy, x)) if type(x) in (list,tuple) else {k:_own_copy(v) for k,v in x.items()} if type(x) is dict else x
+_internal = {*vars(nn.Module()),'_flat_weights'}
 
-def _state(m): return {k:_own_copy(v) for k,v in vars(m).items() if not k.startswith('_') and k!='training' and isinstance(v, (torch.Tensor,Number,str,list,tuple,dict,NoneType))}
+def _state(m): return {k:v for k,v in vars(m).items() if k not in _internal and not callable(v)}
 
-def _all_finite(x):
+def spoilt(m):
+    "Does the module `m` remember anything that isn't finite?"
     seen = []
-    map_tree(lambda t: (seen.append(bool(t.isfinite().all())), t)[1], x)
-    return all(seen)
+    for v in _state(m).values(): map_tree(lambda t: (seen.append(bool(t.isfinite().all())), t)[1], v)
+    return not all(seen)
+
+def _remember(x, depth=3):
+    "`x`, and what it is to hold again if it is changed in place: an array that is large, and a list that is long, is not looked into"
+    if isinstance(x, torch.Tensor): return x,(x._version,x.detach().clone()) if not x.is_inference() and x.numel()<=2**22 else None
+    if not depth or type(x) not in (list,tuple,dict,deque) or len(x)>1000: return x,None
+    return x,[(k,_remember(v, depth-1)) for k,v in (x.items() if type(x) is dict else enumerate(x))]
+
+def _put_back(x, was):
+    if was is None: return x
+    if isinstance(x, torch.Tensor):
+        if x._version!=was[0]: x.detach().copy_(was[1])
+        return x
+    old = {k:_put_back(*v) for k,v in was}
+    if type(x) is not tuple:
+        x.clear()
+        if type(x) is dict: x.update(old)
+        else: x.extend(old.values())
+    return x
 
 # %% ../nbs/03_master.ipynb #a600d087
 _bits = {o.itemsize:o for o in (torch.uint8,torch.int16,torch.int32,torch.int64)}
 
-# %% ../nbs/03_master.ipynb #9b206851
+# %% ../nbs/03_master.ipynb #a823fda3
 class BufferSnapshot:
     "The buffers of `model`, and what else its forward pass changes, remembered by `take` and put back by `restore`: bit for bit, the same tensors in the same places"
     def __init__(self,
@@ -690,7 +727,7 @@ class BufferSnapshot:
             for n,p in m._parameters.items():
                 if p is None or is_lazy(p): continue
                 if id(p) in moving or getattr(m, 'max_norm', None) is not None: _add({n:p}, n, p) # its numbers are put back, wherever it is by then
-                elif not p.requires_grad and _is_plain(p): self.frozen.append(p)
+                elif not p.requires_grad and _can_watch(p): self.frozen.append(p)
         self.groups = list(slots.values())
 
     def _current(self):
@@ -703,7 +740,7 @@ class BufferSnapshot:
         if self.taken and self._current():
             for o in self.groups: foreach_copy_([c for *_,c in o], [b for _,_,b,_ in o])
         else: self._plan()
-        self.states = [(m,_state(m)) for m in self.remembering]
+        self.states = [(m,{*vars(m)},{k:_remember(v) for k,v in _state(m).items()}) for m in self.remembering]
         self.frozen_at,self.taken = _places(self.frozen),True
 
     def notice(self):
@@ -716,7 +753,7 @@ class BufferSnapshot:
     def restore(self,
         modules=None, # Whose buffers: the ids of their `_buffers`; None: everything
     ):
-        "Put back what was remembered last, if anything was. A buffer that came since is removed if it isn't finite, and a module whose state wasn't finite then either is reset."
+        "Put back what was remembered last, if anything was. A buffer that came since is removed if it isn't finite."
         if not self.taken: return
         for o in self.groups:
             o = [s for s in o if modules is None or id(s[0]) in modules]
@@ -727,10 +764,9 @@ class BufferSnapshot:
         for d,_ in self.known:
             if modules is not None and id(d) not in modules: continue
             for n in [n for n,b in d.items() if b is not None and (id(d),n) not in known and not b.isfinite().all()]: del d[n]
-        for m,state in self.states if modules is None else ():
-            for k in _state(m).keys()-state.keys(): delattr(m, k)
-            vars(m).update({k:_own_copy(v) for k,v in state.items()})
-            if not _all_finite(state): m.reset()
+        for m,names,state in self.states if modules is None else ():
+            for k in _state(m).keys()-names: del vars(m)[k]
+            vars(m).update({k:_put_back(*v) for k,v in state.items() if not any(k in o for o in (m._modules,m._parameters,m._buffers))}) # what it is by now, isn't ours to hide
 
     @torch.no_grad()
     def mend(self):

@@ -1,4 +1,5 @@
 """What a forward pass changes beside its activations: parameters, buffers, states, the model itself. And who may get a gradient without the optimizer knowing"""
+from collections import deque
 from contextlib import contextmanager
 
 import pytest
@@ -150,14 +151,14 @@ def test_module_that_came(mode, late):
     for k,v in b.model.state_dict().items(): assert torch.equal(v, a.model.state_dict()[k]), k
 
 def test_spoilt_before():
-    "A state that isn't finite when a batch begins is reset: nobody else would do it"
+    "A state that isn't finite when a batch begins is reset with the second step in a row that is skipped: nobody else would do it"
     class Spoil(Callback):
         def before_batch(self):
             if self.training and self.train_iter==2: self.model.inner[2].last = torch.full((8,), float('nan'))
     x,y = numbers(80)
     learn = get_learner(Odd(), dls=DataLoaders(o := [*zip(x.split(16), y.split(16))], o[:1])).to_bf16()
     learn.fit(1, cbs=Spoil())
-    assert skipped(learn)==1 and learn.model.inner[2].last.isfinite().all()
+    assert skipped(learn)==2 and learn.model.inner[2].last.isfinite().all()
 
 # --- Who gets a gradient, and isn't the optimizer's
 
@@ -278,6 +279,7 @@ def test_own_load(mode, tmp_path):
     "A subclass that loads in its own way gets the scale back, too, after `load` as after `lr_find`"
     class Own(Learner):
         def load(self, file, device=None, **kwargs):
+            if self.opt is None: self.create_opt()
             load_model(self.path/self.model_dir/f'{file}.pth', self.model, self.opt, device=device, **kwargs)
             return self
     class Bad(Callback):
@@ -329,3 +331,96 @@ def test_partly_scripted(mode):
     healthy(learn)
     assert not any(map(torch.equal, weights(learn), before))
     with pytest.raises(ValueError, match='A scripted model holds its buffers where nobody can put others in their place. Train the model before scripting it.'): _learn(torch.jit.script(nn.BatchNorm1d(16))).fit(1)
+
+# --- No false alarms
+
+@pytest.mark.parametrize('mode', copying)
+def test_interrupted_first(mode):
+    "Weights that are loaded after a first batch that was cut short, and written into the copies by us, are no forward pass's doing"
+    class Stop(Callback):
+        def after_pred(self):
+            if self.training: raise KeyboardInterrupt
+    Stop.order = -50
+    learn = copying[mode](get_learner())
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=Stop())
+    for p in learn.model.parameters(): p.data.normal_()
+    learn.fit(2)
+    healthy(learn)
+
+class Move(Callback):
+    "The same numbers in another memory format, or in other memory"
+    order = 50
+    def __init__(self, f): self.f = f
+    def before_batch(self): self.f(self.model)
+
+@pytest.mark.parametrize('f', [lambda m: m.to(memory_format=torch.channels_last), lambda m: [setattr(p, 'data', p.data.clone()) for p in m.parameters()]], ids=['format','memory'])
+def test_moved_copies(f):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Unflatten(1, (2,2,2)), nn.Conv2d(2,4,2), nn.Flatten(), nn.Linear(4,1))
+    learn = get_learner(net).to_bf16()
+    learn.fit(2, cbs=Move(f))
+    healthy(learn)
+
+@pytest.mark.parametrize('mode', ['fp16','bf16','native_bf16','alone'])
+def test_unusual_frozen(mode):
+    "A sparse one, and one that was made in inference mode"
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.lin,self.adj = nn.Linear(8,1),nn.Parameter(torch.eye(8).to_sparse(), requires_grad=False)
+            with torch.inference_mode(): self.fix = nn.Parameter(torch.ones(8), requires_grad=False)
+        def forward(self, x): return self.lin(torch.sparse.mm(self.adj.float(), x.float().T).T)
+    learn = modes[mode](get_learner(Net()))
+    learn.fit(1)
+    healthy(learn)
+
+class Nested(nn.Module):
+    "Remembers something in `where`, and can `reset` it"
+    def __init__(self, where): super().__init__(); torch.manual_seed(0); self.lin,self.head,self.where = nn.Linear(8,8),nn.Linear(8,1),where; self.reset()
+    def reset(self): setattr(self, self.where, deque(maxlen=1) if self.where=='queue' else torch.zeros(8) if self.where=='in_place' else None)
+    def forward(self, x):
+        h,y = getattr(self, self.where),self.lin(x)
+        for o in h if self.where=='queue' else [h]*(h is not None): y = y+.5*o
+        if self.training:
+            new = y.detach().float().mean(0)
+            if self.where=='queue': h.append(new)
+            elif self.where=='in_place': h.copy_(new)
+            else: setattr(self, self.where, new)
+        return self.head(y)
+
+@pytest.mark.parametrize('where', ['public','_private','queue','in_place'])
+@pytest.mark.parametrize('mode', ['bf16','native_bf16','alone'])
+def test_wherever_it_remembers(mode, where):
+    a,b = (went(mode, lambda: Nested(where), bad, SGD) for bad in (True,False))
+    for k,v in b.model.state_dict().items(): assert torch.equal(v, a.model.state_dict()[k]), k
+
+def test_reset_means_something_else():
+    "A gate by that name, one that asks for something, one beside a mask that is infinite, and a word list: nobody calls them"
+    class Odd(nn.Module):
+        def __init__(self, reset): super().__init__(); torch.manual_seed(0); self.lin,self.mask,self.words,self.called = nn.Linear(8,1),torch.full((2,2), -float('inf')),['a']*10**5,0; reset(self)
+        def forward(self, x): return self.lin(x)
+    def gate(o): o.reset = nn.Linear(8,8)
+    def asks(o): type(o).reset = lambda self, bs: None
+    def counts(o): type(o).reset = lambda self: setattr(self, 'called', self.called+1)
+    class Bad(Callback):
+        def after_loss(self):
+            if self.training and self.iter in (1,3): self.learn.loss_grad = self.learn.loss_grad*float('inf')
+    for f in (gate,asks,counts):
+        learn = get_learner(nn.Sequential(type('Odd', (Odd,), {})(f))).to_bf16()
+        learn.fit(1, cbs=Bad())
+        assert skipped(learn)==2 and learn.model[0].called==0
+
+def test_own_load_replaces():
+    "A subclass may load what it likes how it likes: nothing is made before it is asked for"
+    class Own(Learner):
+        def load(self, *, name='best'): self.model,self.loaded = mlp(),name
+    for on in (noop, modes['bf16']):
+        learn = get_learner()
+        learn.__class__ = Own
+        on(learn)
+        learn.load(name='x')
+        assert learn.loaded=='x' and learn.opt is None
+        before = weights(learn)
+        learn.fit(1)
+        assert not any(map(torch.equal, weights(learn), before))

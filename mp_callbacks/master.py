@@ -11,7 +11,7 @@ __all__ = ['batch_norm_modules', 'norm_modules', 'float32_rnns', 'is_norm', 'kep
            'PolicyTable', 'effective_policy', 'BufferSnapshot', 'convert_network', 'get_master', 'to_master_grads',
            'to_model_params', 'test_overflow', 'grad_overflow', 'copy_clone']
 
-# %% ../nbs/03_master.ipynb #08928074
+# %% ../nbs/03_master.ipynb #0e74fea7
 import re,sys,torch,warnings
 from collections import deque
 from fnmatch import fnmatchcase
@@ -19,9 +19,7 @@ from functools import lru_cache,partial,update_wrapper
 from html import escape
 from inspect import signature
 from itertools import chain,compress,repeat
-from numbers import Number
 from operator import is_not,methodcaller
-from types import NoneType
 from typing import NamedTuple
 from fastcore.foundation import L
 from torch import nn
@@ -355,7 +353,7 @@ def autocast_wrappers(
     rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase) and (device_type,dtype) in float32_rnns]
     return [*(ForwardWrapper(m, partial(kept_forward, device_type, dtype, False)) for m in rnns), ForwardWrapper(model, partial(half_forward, device_type, dtype))]
 
-# %% ../nbs/03_master.ipynb #cdcee39b
+# %% ../nbs/03_master.ipynb #f9cc0a4a
 _unknown,_nothing_zeroed = torch.empty(0),((),()) # in place of a gradient that isn't known to be zero; of all of them
 
 def _is_plain(p): return type(p.data) is torch.Tensor
@@ -409,6 +407,7 @@ class MasterWeights:
         self.modules,self.device_type = list(self.model.modules()),slots[0][2].device.type
         self.params = unique(p for *_,p in slots)
         self.copies = [_copy_of(p, self.dtype) for p in self.params]
+        self.real = {id(c):p for p,c in zip(self.params,self.copies)}
         self.watched,self._lent_at,self._norms,self._compared = [c for c in self.copies if _can_watch(c)],None,None,() # None: nobody has seen the model train yet
         self.strides = [p.stride() for p in self.params]
         copy_of = {id(p):c for p,c in zip(self.params,self.copies)}
@@ -453,15 +452,13 @@ class MasterWeights:
         "Raise a `RuntimeError` if anybody has written into the copies since they were lent, where nobody would ever read it. What is written through `.data` leaves no mark but other numbers: the first time these are compared, and the next `lend` raises the error, so that nobody waits."
         if torch.compiler.is_compiling() or self._lent_at is None: return
         if (now := _places(self.watched))!=self._lent_at:
-            real = {id(c):p for p,c in zip(self.params,self.copies)}
-            def _moved(c, a, b): return a[0]==b[0] and not self.given_up and torch.equal(c, real[id(c)].to(c.dtype)) # as by `model.to(memory_format=…)`
+            def _moved(c, a, b): return a[0]==b[0] and not self.given_up and torch.equal(c, self.real[id(c)].to(c.dtype)) # as by `model.to(memory_format=…)`
             self._refuse([c for c,a,b in zip(self.watched, zip(*now), zip(*self._lent_at)) if a!=b and id(c) not in self.cudnn and not _moved(c, a, b)])
             self._norms = None # elsewhere they may add up in another order
         if self._norms: self._compared,self._norms = [_compared(o, _norms(o[0])[0]) for o in self._norms],()
 
     def _refuse(self, written):
-        real = {id(c):p for p,c in zip(self.params,self.copies)}
-        ids = {id(o) for c in written for o in (c,real[id(c)])}
+        ids = {id(o) for c in written for o in (c,self.real[id(c)])}
         name = next((n for n,p in self.model.named_parameters() if id(p) in ids), None)
         if name is None: return
         self._norms = None # who goes on nevertheless is seen again

@@ -1,16 +1,14 @@
 "What the scripts here share: how loops are measured, and the files with the results"
-import argparse,csv,gc,os,platform,sys,tempfile
+import argparse,csv,gc,os,platform,subprocess,sys,tempfile
 from datetime import datetime
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 
 import fastai,torch
 import pandas as pd
-from fastai.callback.core import Callback
 
 import mp_callbacks
-from loops import Variant,bf16,build,fp16
+from loops import bf16,build,fp16
 
 def steps_taken(loop):
     "How many steps the optimizer took: a skipped one doesn't count"
@@ -22,13 +20,15 @@ def sync(dev):
 
 class Clock:
     "Milliseconds per step, from here to when the device has finished"
-    def __init__(self, loop, dev): self.dev = dev
+    def __init__(self, dev): self.dev = dev
     def __enter__(self): sync(self.dev); self.start = perf_counter()
     def __exit__(self, *_): sync(self.dev); self.ms = (perf_counter()-self.start)*1e3
     def rows(self, n): yield 'step_ms',self.ms/n,''
 
 class Batches:
-    "One batch, on the device already, `warm` times and then `n` times inside `probe`. So neither loading data nor starting a fit is measured."
+    """One batch, on the device already, `warm` times and then `n` times inside `probe`
+
+    So neither loading data nor starting a fit is measured."""
     def __init__(self, batch, warm, n, probe): self.batch,self.warm,self.n,self.probe = batch,warm,n,probe
     def __len__(self): return self.warm+self.n
     def __iter__(self):
@@ -36,54 +36,23 @@ class Batches:
         with self.probe:
             for _ in range(self.n): yield self.batch
 
-class Phases:
-    "Milliseconds that the parts of `loop` take in a step, by the device's own clock where it has one"
-    def __init__(self, loop, dev):
-        self.cuda,self.marks,self.on = torch.device(dev).type=='cuda',[],False
-        for o,name,label in loop.parts():
-            f = self._timed(getattr(o, name), label)
-            if not isinstance(o, Callback): vars(o)[name] = f
-            else: object.__setattr__(o, '__class__', type(type(o).__name__, (type(o),), {name:staticmethod(f), '__module__':type(o).__module__})) # in the callback itself it would count as somebody else's
-
-    def _timed(self, f, label):
-        def _f(*args, **kwargs):
-            if not self.on: return f(*args, **kwargs)
-            start = self._now()
-            try: return f(*args, **kwargs)
-            finally: self.marks.append((label,start,self._now()))
-        _f.may_be_late = True # it looks at no gradients
-        return _f
-
-    def _now(self):
-        if not self.cuda: return perf_counter()
-        e = torch.cuda.Event(enable_timing=True)
-        e.record()
-        return e
-
-    def __enter__(self): self.marks,self.on = [],True
-    def __exit__(self, *_): self.on = False
-
-    def rows(self, n):
-        "Each part, summed over a step, the median of the steps; `overhead`: all of a step but forward, loss and backward"
-        if self.cuda: torch.cuda.synchronize()
-        calls = {}
-        for k,a,b in self.marks: calls.setdefault(k, []).append(a.elapsed_time(b) if self.cuda else (b-a)*1e3)
-        ms = {k:median(sum(o[i*len(o)//n:(i+1)*len(o)//n]) for i in range(n)) for k,o in calls.items()}
-        ms['overhead'] = ms.get('push', 0)+ms.pop('grad_opt')-ms.pop('backward')
-        for k,o in ms.items(): yield f'{k}_ms',o,''
+def steps_in(turn, ms): return max(2, min(50, round(turn*1e3/ms)))
 
 def set_tf32(on): torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
 
-def compare(task, variants, dev, batch=None, probe=Clock, turns=5, seconds=60, turn=.25, build=build):
+def take_turns(task, variants, dev, batch=None, probe=Clock, turns=5, seconds=60, turn=.25, build=build):
     """Measure `variants` in turns with a `probe`: rows of (variant, turn, metric, value, note)
 
-    A turn before the first is to warm up and to see how many steps take `turn` seconds; the first also measures memory. A variant that can't run says why, and the others go on."""
-    data,loops,probes,n,own = task.data(dev, batch),{},{},{},{}
+    A turn before the first is to warm up and to see how many steps take `turn` seconds; the first also measures memory.
+    A variant that can't run says why, and the others continue."""
+    data,loops,n,own = task.data(dev, batch),{},{},{}
     cuda,end = torch.device(dev).type=='cuda',perf_counter()+seconds
     allocated = torch.cuda.memory_allocated if cuda else lambda: 0
     if cuda: # so that nobody pays for the workspaces of the matrix products
         torch.cuda.empty_cache()
-        for o in (torch.float32,fp16,bf16): x = torch.ones(64, 64, device=dev, dtype=o, requires_grad=True); (x@x).sum().backward()
+        for o in (torch.float32,fp16,bf16):
+            x = torch.ones(64, 64, device=dev, dtype=o, requires_grad=True)
+            (x@x).sum().backward()
     for i in range(turns+1):
         for v in variants:
             if i and v not in loops: continue
@@ -92,39 +61,28 @@ def compare(task, variants, dev, batch=None, probe=Clock, turns=5, seconds=60, t
             before = allocated()
             try:
                 if not i:
-                    loop,clock = build(v, task.model(dev)),Clock(None, dev)
+                    loop,clock = build(v, task.model(dev)),Clock(dev)
                     loop(Batches(data, 6, 2, clock))
                     if cuda: gc.collect()
-                    n[v],own[v],loops[v],probes[v] = max(2, min(50, round(turn*2e3/clock.ms))),allocated()-before,loop,probe(loop, dev)
+                    n[v],own[v],loops[v] = steps_in(turn, clock.ms/2),allocated()-before,loop
                     continue
                 if cuda: torch.cuda.reset_peak_memory_stats()
-                taken = steps_taken(loops[v])
-                loops[v](Batches(data, 2, n[v], probes[v]))
-                for row in probes[v].rows(n[v]): yield v,i,*row
+                taken,seen = steps_taken(loops[v]),probe(dev)
+                loops[v](Batches(data, 2, n[v], seen))
+                for row in seen.rows(n[v]): yield v,i,*row
                 if skipped := n[v]+2-steps_taken(loops[v])+taken: yield v,i,'skipped',skipped,''
                 if i==1: yield v,i,'parameters',sum(p.numel() for p in loops[v].model.parameters()),''
                 if cuda and i==1: yield v,i,'peak_mb',(torch.cuda.max_memory_allocated()-before+own[v])/2**20,''
             except Exception as e:
                 loop = loops.pop(v, None)
-                yield v,i,'oom' if isinstance(e, torch.OutOfMemoryError) else 'error',0,' '.join(f'{type(e).__name__}: {e}'.split())[:300]
+                note = ' '.join(f'{type(e).__name__}: {e}'.split())[:300]
+                yield v,i,'oom' if isinstance(e, torch.OutOfMemoryError) else 'error',0,note
                 del loop,e
-        if not i: gc.collect(); gc.freeze() # what belongs to the other loops is nothing for the collector to go through in this one's turn
+        if not i: # else the collector would look through the other loops in each one's turn
+            gc.collect()
+            gc.freeze()
         if i>=2 and perf_counter()>end: break
     gc.unfreeze()
-
-def copy_gbs(dev, n):
-    "Measured bandwidth: bytes read and written by a copy of `n` float32 numbers, in GB/s"
-    x,y,clock,res = torch.ones(n, device=dev),torch.empty(n, device=dev),Clock(None, dev),[]
-    for _ in range(6):
-        with clock:
-            for _ in range(10): y.copy_(x)
-        res.append(clock.ms/10)
-    return 8*n/median(res[1:])/1e6
-
-def floor_bytes(precision):
-    "Bytes per parameter that Adam must move after a backward pass: weight and two averages in and out, gradient in. Mixed precision looks at the gradient before, and writes copies, if it has them."
-    if precision in ('fp32','tf32'): return 24+4
-    return 24+2*4 if precision.startswith('autocast') else 24+2*2+2
 
 def arguments(doc):
     "The options that all scripts have"
@@ -141,11 +99,24 @@ def start(p, name):
     out = Path(args.out or (tempfile.mkdtemp() if args.tiny else Path(__file__).parent/'results'))
     return args,dev,Results(out/f'{name.format(dev=dev)}{"_tiny"*args.tiny}.csv')
 
+def git(path, *args):
+    "What git says in the folder `path`; '' if it isn't a checkout"
+    return subprocess.run(['git', '-C', str(path), *args], capture_output=True, text=True).stdout.strip()
+
+def commit(path):
+    "Commit of the checkout at `path`, and whether its package has been changed since"
+    changed = ' with changes' if git(path, 'status', '--porcelain', 'mp_callbacks') else ''
+    return git(path, 'rev-parse', '--short', 'HEAD')+changed
+
 def machine():
     "Where this runs, and on what versions"
-    cpu = next((o.split(':')[1].strip() for o in Path('/proc/cpuinfo').read_text().splitlines() if o.startswith('model name')), '') if Path('/proc/cpuinfo').exists() else ''
+    info = Path('/proc/cpuinfo')
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpu = next((o.split(':')[1].strip() for o in lines if o.startswith('model name')), '')
     gpu = f'{torch.cuda.get_device_name()} (CUDA {torch.version.cuda}), ' if torch.cuda.is_available() else ''
-    return f'{gpu}{cpu or platform.processor() or platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads; Python {platform.python_version()}, torch {torch.__version__}, fastai {fastai.__version__}, mp_callbacks {mp_callbacks.__version__}'
+    where = f'{gpu}{cpu or platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads'
+    libs = ', '.join(f'{o.__name__} {o.__version__}' for o in (torch,fastai,mp_callbacks))
+    return f'{where}; Python {platform.python_version()}, {libs} {commit(Path(__file__).parent.parent)}'.strip()
 
 def command():
     "The command, without the folder for the results"
@@ -154,38 +125,49 @@ def command():
     return ' '.join(['python', f'bench/{Path(sys.argv[0]).name}', *args])
 
 class Results:
-    """A csv file in which every measurement is a row, written as soon as it is made, below a comment with the command, the machine and the versions
+    """A csv file in which every measurement is a row, written as soon as it is made
 
-    A group is what was measured in turns in one run, so that its numbers may be compared. One that was interrupted is measured again, and its first rows no longer count."""
-    keys,cols = ['part','case','size'],['run','part','case','size','loop','opt','precision','turn','metric','value','note']
+    Above the rows are comments with the command, the machine and the versions. A group was measured in turns in one
+    run, so that its numbers may be compared. An interrupted group is measured again: its first rows no longer count."""
+    keys = ['part','case','size']
+    cols = ['run',*keys,'loop','opt','precision','turn','metric','value','note']
 
     def __init__(self, path):
         self.path,self.run,self.begun = Path(path),datetime.now().strftime('%Y-%m-%d %H:%M:%S'),False
+        self.about = f'{self.run} | {command()} | {machine()}'
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def add(self, *row):
-        new,about = not self.path.exists(),f'# {self.run} | {command()} | {machine()}\n'
+        new = not self.path.exists()
         with self.path.open('a', newline='') as f:
-            if not self.begun: f.write(about+(','.join(self.cols)+'\n' if new else '')); self.begun = True
+            if not self.begun: f.write(f'# {self.about}\n'+(','.join(self.cols)+'\n' if new else ''))
+            self.begun = True
             csv.writer(f).writerow([self.run, *row[:-2], f'{row[-2]:.5g}', str(row[-1]).replace('#', '')])
 
     def measure(self, part, case, size, rows):
         "Write what `rows` yields, (variant, turn, metric, value, note), unless this group is there already"
-        if self.has(part, case, size): return
+        if self.has(part, case, size):
+            print(f'{part} {case} {size}: in {self.path.name} already', flush=True)
+            return
         start = perf_counter()
         for v,*row in rows: self.add(part, case, size, *v, *row)
         self.add(part, case, size, '', '', '', 0, 'done', perf_counter()-start, '')
         print(f'{part} {case} {size}: {perf_counter()-start:.0f} s', flush=True)
 
-    def has(self, *group): return ((df := self._read()).metric.eq('done') & df[self.keys].astype(str).eq([*map(str, group)]).all(axis=1)).any()
+    def has(self, *group):
+        df = self._read()
+        return (df.metric.eq('done') & df[self.keys].astype(str).eq([*map(str, group)]).all(axis=1)).any()
 
     def write(self, name, text):
         "The commands, machines and versions, and below them `text`, as Markdown"
-        about = [o.replace('# ', '', 1) for o in self.path.read_text().splitlines() if o.startswith('# ')]
-        self.path.with_suffix('.md').write_text('\n'.join([f'# {name}\n', *(f'- {o}' for o in about), f'\nEvery measurement is in {self.path.name}. What is compared was measured in turns in one process; these are the medians.\n', *text]))
+        about = [o.replace('# ', '- ', 1) for o in self.path.read_text().splitlines() if o.startswith('# ')]
+        what = f'Every measurement is in {self.path.name}. The tables show medians of turns in one run.'
+        self.path.with_suffix('.md').write_text('\n'.join([f'# {name}\n', *about, f'\n{what}\n', *text]))
         print(self.path.with_suffix('.md'))
 
-    def _read(self): return pd.read_csv(self.path, comment='#', keep_default_na=False) if self.path.exists() else pd.DataFrame(columns=self.cols)
+    def _read(self):
+        if not self.path.exists(): return pd.DataFrame(columns=self.cols)
+        return pd.read_csv(self.path, comment='#', keep_default_na=False)
 
     def read(self):
         "The rows of the groups that are complete"
@@ -194,18 +176,24 @@ class Results:
         return df[df.metric!='done'].merge(done)
 
 def medians(df, of='step_ms'):
-    "One row per variant, in the order of the file: the median of each metric, the quartiles of `of`, and what went wrong"
+    "One row per variant, in the order of the file: median of each metric, quartiles of `of`, and what went wrong"
     index = ['loop','opt','precision']
-    rows,res = df.groupby(index, sort=False),df.pivot_table(index=index, columns='metric', values='value', aggfunc='median', sort=False)
-    res = res.reindex(pd.MultiIndex.from_tuples(rows.groups, names=index))
+    res = df.pivot_table(index=index, columns='metric', values='value', aggfunc='median', sort=False)
+    res = res.reindex(pd.MultiIndex.from_tuples(df.groupby(index, sort=False).groups, names=index))
     if of in res:
-        q = df[df.metric==of].groupby(index).value.quantile([.25,.75]).unstack()
-        res.insert(res.columns.get_loc(of)+1, 'quartiles', [f'{q.loc[i,.25]:.3g} to {q.loc[i,.75]:.3g}' if i in q.index else '' for i in res.index])
+        q = df[df.metric==of].groupby(index).value.quantile([.25,.75]).unstack().reindex(res.index)
+        shown = ['' if a!=a else f'{a:.3g} to {b:.3g}' for a,b in q.itertuples(index=False)]
+        res.insert(res.columns.get_loc(of)+1, 'quartiles', shown)
     notes = df[df.note!=''].groupby(index).note.first()
     if len(notes): res['note'] = notes
-    return res.drop(columns=['oom','error'], errors='ignore')
+    return res.drop(columns=['oom','error','parameters'], errors='ignore')
+
+def _show(o):
+    if o is None or o!=o: return ''
+    return str(o) if not isinstance(o, float) else f'{o:.0f}' if abs(o)>=1000 else f'{o:.3g}'
 
 def markdown(df):
-    def show(o): return '' if o is None or o!=o else f'{o:.0f}' if isinstance(o, float) and abs(o)>=1000 else f'{o:.3g}' if isinstance(o, float) else str(o)
+    "`df` with its index as a Markdown table"
     df = df.reset_index()
-    return '\n'.join('| '+' | '.join(map(show, o))+' |' for o in [df.columns, ['---']*df.shape[1], *df.itertuples(index=False)])+'\n'
+    rows = [df.columns, ['---']*df.shape[1], *df.itertuples(index=False)]
+    return '\n'.join('| '+' | '.join(map(_show, o))+' |' for o in rows)+'\n'

@@ -5,13 +5,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-def mlp(dim, layers, n_out): return nn.Sequential(*[m for _ in range(layers-1) for m in (nn.Linear(dim, dim), nn.ReLU())], nn.Linear(dim, n_out))
+def mlp(dim, layers, n_out):
+    hidden = [m for _ in range(layers-1) for m in (nn.Linear(dim, dim), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(dim, n_out))
+
+def linears(dim, layers):
+    "Many small modules, with orthogonal weights so that neither numbers nor gradients vanish"
+    res = nn.Sequential(*[nn.Linear(dim, dim) for _ in range(layers)])
+    for m in res: nn.init.orthogonal_(m.weight)
+    return res
 
 def conv(width, layers, n_out):
     "Convolution, batch norm and ReLU, again and again: the image halves and the channels double each time"
     dims = [3, *[width*2**i for i in range(layers)]]
-    return nn.Sequential(*[nn.Sequential(nn.Conv2d(i, o, 3, 2, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU()) for i,o in zip(dims,dims[1:])],
-                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(dims[-1], n_out))
+    def _layer(i, o): return nn.Sequential(nn.Conv2d(i, o, 3, 2, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU())
+    body = [_layer(i, o) for i,o in zip(dims,dims[1:])]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(dims[-1], n_out))
 
 def resnet(layers, n_out):
     from fastai.vision.models import xresnet
@@ -27,7 +36,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         q,k,v = self.qkv(self.norm1(x)).unflatten(-1, (3,self.heads,-1)).permute(2,0,3,1,4)
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1,2).flatten(2))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1,2).flatten(2)
+        x = x + self.proj(attended)
         return x + self.mlp(self.norm2(x))
 
 class Transformer(nn.Module):
@@ -35,7 +45,8 @@ class Transformer(nn.Module):
     def __init__(self, embed, tokens, dim, hidden, heads, depth, causal):
         super().__init__()
         self.embed,self.pos = embed,nn.Parameter(torch.randn(tokens, dim)*.02)
-        self.blocks,self.norm = nn.Sequential(*[Block(dim, hidden, heads, causal) for _ in range(depth)]),nn.LayerNorm(dim)
+        self.blocks = nn.Sequential(*[Block(dim, hidden, heads, causal) for _ in range(depth)])
+        self.norm = nn.LayerNorm(dim)
 
     def forward(self, x): return self.head(self.norm(self.blocks(self.tokens(x)+self.pos)))
 
@@ -59,6 +70,36 @@ class GPT(Transformer):
     def tokens(self, x): return self.embed(x)
     def head(self, x): return F.linear(x, self.embed.weight)
 
+class Constant(torch.autograd.Function):
+    "No forward pass to speak of, and a backward pass that only writes its results"
+    @staticmethod
+    def forward(ctx, x, consts, *ps):
+        ctx.consts = consts(ps)
+        return x.new_zeros(len(x), 2)
+
+    @staticmethod
+    def backward(ctx, g):
+        g = g[0,0].to(ctx.consts[0].dtype) # with another dtype CUDA would need a kernel for each
+        return None,None,*torch._foreach_mul(ctx.consts, g)
+
+class Weights(nn.Module):
+    "`n` parameters with `size` numbers each, and nothing to compute; under autocast they are cast"
+    def __init__(self, n, size):
+        super().__init__()
+        self.consts = {}
+        for i in range(n): self.register_parameter(f'p{i}', nn.Parameter(torch.randn(size)))
+
+    def _consts(self, ps):
+        dtype = ps[0].dtype
+        if dtype not in self.consts: self.consts[dtype] = [torch.full_like(p, 1e-3) for p in ps]
+        return self.consts[dtype]
+
+    def forward(self, x):
+        ps,dev = list(self._parameters.values()),x.device.type
+        half = torch.get_autocast_dtype(dev) if torch.is_autocast_enabled(dev) else ps[0].dtype
+        if ps[0].dtype!=half: ps = [p.to(half) for p in ps]
+        return Constant.apply(x, self._consts, *ps)
+
 def loss_func(pred, y): return F.cross_entropy(pred.flatten(0, -2), y.flatten())
 
 class Task(NamedTuple):
@@ -80,4 +121,5 @@ class Task(NamedTuple):
         def ints(*shape): return torch.randint(self.n_out, shape, device=dev, generator=gen)
         if self.name.startswith('gpt'): return ints(batch, *self.shape),ints(batch, *self.shape)
         x = torch.randn(batch, *self.shape, device=dev, generator=gen)
-        return (x.contiguous(memory_format=torch.channels_last) if self.channels_last else x),ints(batch)
+        if self.channels_last: x = x.contiguous(memory_format=torch.channels_last)
+        return x,ints(batch)

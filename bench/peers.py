@@ -14,7 +14,8 @@ peers = [o for o,lib in (('lightning',pl), ('accelerate',accelerate)) if lib is 
 
 def peer_variants(dev):
     "What there is to measure. In float16 neither trains on a CPU."
-    return [Variant(o, 'fused', p) for o in peers for p in ('fp32','autocast-bf16',*(('autocast-fp16',) if dev=='cuda' else ()))]
+    precisions = ['fp32','autocast-bf16']+['autocast-fp16']*(dev=='cuda')
+    return [Variant(o, 'fused', p) for o in peers for p in precisions]
 
 class Lightning:
     "A `Trainer` without logger, checkpoints and progress bar"
@@ -25,21 +26,24 @@ class Lightning:
             def configure_optimizers(_): return self.opt
         logging.getLogger('pytorch_lightning').setLevel(logging.ERROR)
         warnings.filterwarnings('ignore', module='.*lightning.*')
-        dev = next(model.parameters()).device.type
-        self.v,self.model,self.opt,self.module = v,model,make_opt(model.parameters()),Module()
-        self.precision,self.dev = {'fp32':'32-true', 'tf32':'32-true', 'autocast-fp16':'16-mixed', 'autocast-bf16':'bf16-mixed'}[v.precision],dict(cuda='gpu').get(dev, dev)
+        self.model,self.opt,self.module = model,make_opt(model.parameters()),Module()
+        names = {'autocast-fp16':'16-mixed', 'autocast-bf16':'bf16-mixed'}
+        self.dev,self.precision = next(model.parameters()).device.type,names.get(v.precision, '32-true')
 
     def __call__(self, batches):
-        pl.Trainer(accelerator=self.dev, devices=1, precision=self.precision, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                   enable_model_summary=False).fit(self.module, (o for o in batches))
+        trainer = pl.Trainer(accelerator=dict(cuda='gpu').get(self.dev, self.dev), devices=1, precision=self.precision,
+                             max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                             enable_model_summary=False)
+        trainer.fit(self.module, (o for o in batches))
 
 class Accelerate:
     "A loop as its documentation has it"
     def __init__(self, v, model, make_opt):
         from accelerate.state import AcceleratorState
         AcceleratorState._reset_state() # else it keeps the precision of the first
-        dev = next(model.parameters()).device.type
-        self.v,self.acc = v,accelerate.Accelerator(mixed_precision={'autocast-fp16':'fp16', 'autocast-bf16':'bf16'}.get(v.precision, 'no'), cpu=dev=='cpu')
+        precision = v.precision.removeprefix('autocast-') if v.precision.startswith('autocast-') else 'no'
+        on_cpu = next(model.parameters()).device.type=='cpu'
+        self.acc = accelerate.Accelerator(mixed_precision=precision, cpu=on_cpu)
         self.model,self.opt = self.acc.prepare(model, make_opt(model.parameters()))
 
     def __call__(self, batches):
@@ -52,4 +56,5 @@ class Accelerate:
 def build_any(v, model):
     "As `build` does, for `lightning` and `accelerate` too"
     if v.loop not in peers: return build(v, model)
-    return (Lightning if v.loop=='lightning' else Accelerate)(v, model, lambda ps: torch.optim.AdamW(ps, lr=1e-4, fused=True))
+    loop = Lightning if v.loop=='lightning' else Accelerate
+    return loop(v, model, lambda ps: torch.optim.AdamW(ps, lr=1e-4, fused=True))

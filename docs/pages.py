@@ -19,7 +19,7 @@ from nbdev.processors import FilterDefaults,add_links,exec_show_docs
 
 cfg  = get_config(Path(__file__).resolve().parent)
 base = cfg.doc_url.rstrip('/')+'/'
-vocabularies = {'jmp','mpx','emily'} # other libraries' names, many of them ours or plain words: they don't become links
+vocabularies = {'jmp','mpx','emily','fastai16'} # other libraries' names, many of them ours or plain words: they don't become links
 # Parts of the sidebar: a folder of nbs/, or the tens digit of a notebook's number, which is its layer
 parts = {'0': 'Pieces, in plain PyTorch', '1': 'In fastai', '2': 'Vocabularies', '3': 'Programs',
          'tutorials': 'Tutorials', 'explanations': 'Explanations'}
@@ -82,13 +82,14 @@ _math    = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|\$\$(?P<block>.+?)\$\$|'
 
 @lru_cache
 def documented():
-    "Where the names are documented that become links: ours, but for those of the vocabularies; and those of fastai and fastcore that are no plain words"
+    "Where the names are documented that become links: ours, except private ones and the vocabularies'; fastai's and fastcore's, except plain words"
     res = {k: v for k,v in NbdevLookup().syms.items() if not re.fullmatch('[a-z]+', k) or str(v[0]).startswith(base)}
     for mod,syms in import_module(f'{cfg.lib_path.name}._modidx').d['syms'].items():
         for k,(page,file) in syms.items():
             name,old = k.removeprefix(f'{mod}.'),res.get(k.removeprefix(f'{mod}.'))
             if mod.split('.')[-1] not in vocabularies: res[name] = f'{base}{page}',file,old[2].replace(old[1], file)
-    return {k: v for k,v in res.items() if not isinstance(v, tuple) or Path(v[1]).stem not in vocabularies}
+    def wanted(k, v): return not re.search(r'(^|\.)_', k) and (not isinstance(v, tuple) or Path(v[1]).stem not in vocabularies)
+    return {k: v for k,v in res.items() if wanted(k, v)}
 
 def to_dialect(s, d, names=()):
     "Markdown `s` in dialect `d`: callouts, formulas, links; and a link where back-ticks have a documented name that is not in `names`"

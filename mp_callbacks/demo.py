@@ -369,8 +369,10 @@ def _demo(p, args):
         if 'memory' not in str(e): raise
         p.error(f"argument --size: {size:g} needs more memory than there is on {args.device}. Use a smaller one.")
     df,csv,png = compare(runs),args.out/'precisions.csv',args.out/'precisions.png'
-    print(f'\n{format_table(df)}\n\n{advice(df)}\n', flush=True)
-    if max(o.spread for o in runs)>_busy: print('Something else was running here: the times are not to be relied on. Try again when the machine has nothing else to do.\n')
+    print(f'\n{format_table(df)}\n', flush=True)
+    if max(o.spread for o in runs)>_busy:
+        print('Something else was running here: the times are not to be relied on. Try again when the machine has nothing else to do.\n')
+    print(f'{advice(df)}\n', flush=True)
     with _writing_to(p, args.out): _write(runs, df, csv, png)
     print(f'{csv}\n{png}')
 

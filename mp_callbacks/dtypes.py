@@ -1,4 +1,4 @@
-"""Which dtype, where? A policy names it, and a cast that walks any structure of tensors carries it out
+"""Name dtypes in a policy, and cast tensors in any structure
 
 Docs: https://example.github.io/mp_callbacks/dtypes.html.md"""
 
@@ -25,13 +25,15 @@ half_dtypes = (torch.float16, torch.bfloat16)
 _names = dict(f16=torch.float16, bf16=torch.bfloat16, f32=torch.float32, f64=torch.float64)
 
 def as_dtype(
-    x:torch.dtype|str, # A dtype, its name in PyTorch (with or without `torch.`), or one of f16, bf16, f32, f64, half, full
+    x:torch.dtype|str, # A dtype, its name in PyTorch, or one of f16, bf16, f32, f64, half, full
 )->torch.dtype:
     "The dtype that `x` names"
     res = x
-    if isinstance(x,str): res = torch.float32 if x=='full' else _names.get(x) or getattr(torch, x.removeprefix('torch.'), None)
+    if x=='full': res = torch.float32
+    elif isinstance(x,str): res = _names.get(x) or getattr(torch, x.removeprefix('torch.'), None)
     if isinstance(res,torch.dtype): return res
-    raise ValueError(f"dtype={x!r} is not a dtype. Use f16, bf16, f32, f64, half, full or a name in torch, such as 'float16'.")
+    raise ValueError(f"dtype={x!r} is not a dtype. Use f16, bf16, f32, f64, half, full or a name in torch, such as "
+                     "'float16'.")
 
 def _float_dtype(x, name='dtype'):
     "`as_dtype`, for argument `name` that only a floating dtype makes sense for"
@@ -49,14 +51,16 @@ def map_tree(
     if isinstance(tree,tuple):
         new = tuple([map_tree(f,o) for o in tree])
         if all([n is o for n,o in zip(new,tree)]): return tree
-        res = type(tree)(new) if hasattr(tree,'n_fields') else tuple.__new__(type(tree),new) # PyTorch's own named tuples refuse the latter
+        # PyTorch's own named tuples have `n_fields`, and refuse `tuple.__new__`
+        res = type(tree)(new) if hasattr(tree,'n_fields') else tuple.__new__(type(tree),new)
         getattr(res,'__dict__',{}).update(getattr(tree,'__dict__',{}))
         return res
     if   isinstance(tree,MutableMapping): old,put = dict(tree.items()),setitem
     elif isinstance(tree,list):           old,put = dict(enumerate(tree)),setitem
     elif isinstance(tree,L):              old,put = {'items':tree.items},setattr
     elif is_dataclass(tree) and not isinstance(tree,(type,nn.Module)):
-        old,put = {o.name:getattr(tree,o.name) for o in fields(tree) if hasattr(tree,o.name)},object.__setattr__ # frozen ones too
+        old = {o.name:getattr(tree,o.name) for o in fields(tree) if hasattr(tree,o.name)}
+        put = object.__setattr__ # of frozen ones, too
     else: return tree
     new = {k:map_tree(f,o) for k,o in old.items()}
     if all([new[k] is o for k,o in old.items()]): return tree
@@ -74,7 +78,9 @@ def cast_tree(
     "Cast the floating tensors of `tree` to `dtype`"
     dtype = _float_dtype(dtype)
     if source is not None: source = tuple(map(as_dtype, source if isinstance(source,(tuple,list)) else (source,)))
-    def _cast(t): return t.to(dtype) if t.dtype.is_floating_point and t.dtype!=dtype and (source is None or t.dtype in source) else t
+    def _cast(t):
+        wanted = t.dtype.is_floating_point and t.dtype!=dtype and (source is None or t.dtype in source)
+        return t.to(dtype) if wanted else t
     return map_tree(_cast, tree)
 
 # %% ../nbs/00_dtypes.ipynb #eca648e9
@@ -100,22 +106,26 @@ class Policy:
         "Cast the floating tensors of `tree` to `output_dtype`"
         return cast_tree(tree, self.output_dtype)
 
-    def __str__(self): return f'p={_short(self.param_dtype)},c={_short(self.compute_dtype)},o={_short(self.output_dtype)}'
+    def __str__(self): return ','.join(f'{o.name[0]}={_short(getattr(self,o.name))}' for o in fields(self))
 
 def _short(dtype): return next((k for k,v in _names.items() if v==dtype), str(dtype).removeprefix('torch.'))
 
 # %% ../nbs/00_dtypes.ipynb #295dde09
-_parts = dict(p='param_dtype', params='param_dtype', c='compute_dtype', compute='compute_dtype', o='output_dtype', output='output_dtype')
+_parts = dict(p='param_dtype',   params='param_dtype',
+              c='compute_dtype', compute='compute_dtype',
+              o='output_dtype',  output='output_dtype')
 
 def get_policy(
-    s:str, # A dtype for all three parts, or parts such as 'params=float32,compute=float16,output=float32' or 'p=f32,c=f16,o=f32'
+    s:str, # A dtype for all three parts, or parts such as 'params=float32,compute=float16' or 'p=f32,c=f16,o=f32'
 )->Policy:
     "The `Policy` that `s` describes"
     if not isinstance(s,str) or '=' not in s: return Policy(s,s,s)
     d = {}
     for o in s.split(','):
         k,_,v = (q.strip() for q in o.partition('='))
-        if k not in _parts: raise ValueError(f"policy={s!r}: {o!r} has no known part. Use params, compute and output (or p, c, o), as in 'p=f32,c=f16,o=f32'.")
+        if k not in _parts:
+            raise ValueError(f"policy={s!r}: {o!r} has no known part. Use params, compute and output (or p, c, o), "
+                             "as in 'p=f32,c=f16,o=f32'.")
         if _parts[k] in d: raise ValueError(f"policy={s!r} has {k!r} twice. Name each part once.")
         d[_parts[k]] = v
     p = d.get('param_dtype', 'f32')

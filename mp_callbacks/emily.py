@@ -51,12 +51,13 @@ class LossScaler:
     def __post_init__(self): self._machine()
 
     def _machine(self):
+        low = min(self.scale, self.min_scale) # the floor counts only when the scale shrinks
         return DynamicLossScale.preset('emily', loss_scale=self.scale, counter=self.counter, period=self.growth_interval,
-                                       factor=self.growth_factor, backoff=self.backoff_factor, min_loss_scale=self.min_scale)
+                                       factor=self.growth_factor, backoff=self.backoff_factor, min_loss_scale=low)
 
     @classmethod
     def new(cls, *, scale=65_536., growth_factor=2., backoff_factor=.5, growth_interval=2000, min_scale=1.):
-        "A new scaler with this `scale`, `growth_factor`, `backoff_factor`, `growth_interval` and `min_scale`, and no successes yet"
+        "A new scaler with these options"
         return cls(scale, growth_factor, backoff_factor, growth_interval, min_scale)
 
 def loss_scale(
@@ -91,4 +92,5 @@ def update(
     "The scaler that follows `scaler`. Raises `TypeError` if `overflow` isn't a bool."
     if not isinstance(overflow, bool): raise TypeError(f'overflow={overflow!r} must be True or False. Use has_overflow, or the second result of unscale.')
     now = scaler._machine().adjust(not overflow)
-    return replace(scaler, scale=now.loss_scale, counter=now.counter)
+    scale = max(now.loss_scale, scaler.min_scale) if overflow else now.loss_scale
+    return replace(scaler, scale=scale, counter=now.counter)

@@ -1,4 +1,4 @@
-"""The same ideas without objects: differentiate in half precision, step only on finite gradients, change nothing in place
+"""Mixed precision as functions: parameters, state and loss scale go in, the next ones come out
 
 Docs: https://example.github.io/mp_callbacks/functional.html.md"""
 
@@ -6,14 +6,15 @@ Docs: https://example.github.io/mp_callbacks/functional.html.md"""
 
 # %% auto #0
 __all__ = ['tree_map', 'leaves', 'cast_copy', 'all_finite', 'select_tree', 'apply_if_finite', 'scale_tree', 'unscale_tree',
-           'scaled', 'Grads', 'value_and_grad', 'grad', 'optimizer_update', 'Step', 'train_step']
+           'Grads', 'value_and_grad', 'grad', 'optimizer_update', 'Step', 'train_step']
 
 # %% ../nbs/04_functional.ipynb #57e38657
 import copy,torch
 from cmath import isfinite
 from collections.abc import Callable,MutableMapping
+from contextlib import nullcontext
 from dataclasses import fields
-from functools import partial,wraps
+from functools import wraps
 from operator import setitem
 from typing import NamedTuple
 from fastcore.foundation import L
@@ -21,8 +22,7 @@ from torch import Tensor,nn
 from torch.func import functional_call,grad_and_value
 
 from .dtypes import as_dtype,cast_tree,half_dtypes
-from .grads import tensor_norms
-from .master import ForwardWrapper,forward_wrappers,half_forward,is_norm,lendable
+from .half import half_precision
 
 # %% ../nbs/04_functional.ipynb #72b9c98b
 def _parts(tree):
@@ -36,9 +36,8 @@ def _parts(tree):
 def _rebuild(tree, parts):
     "A container like `tree` with other `parts`"
     if type(tree) is dict: return parts
-    if type(tree) in (list,tuple): return type(tree)(list(parts.values()))
+    if type(tree) in (list,tuple,L): return type(tree)(list(parts.values()))
     if isinstance(tree, tuple): return tuple.__new__(type(tree), parts.values())
-    if isinstance(tree, L): return L(parts.values())
     res,put = copy.copy(tree),setitem if isinstance(tree, (list,MutableMapping)) else object.__setattr__
     for k,o in parts.items(): put(res, k, o)
     return res
@@ -67,25 +66,22 @@ def leaves(
     return [tree] if parts is None else [q for o in parts.values() for q in leaves(o)]
 
 # %% ../nbs/04_functional.ipynb #3417ea49
-def _cast_module(m, dtype, source):
-    old = [t for t in leaves(m) if cast_tree(t, dtype, source).dtype!=t.dtype]
-    # `deepcopy` takes what it finds in its memo for the copy of a tensor
-    return copy.deepcopy(m, {id(t):t.to(dtype) for t in old}) if old else m
-
 def cast_copy(
     tree, # Tensors and modules in any structure, see `tree_map`
     dtype:torch.dtype|str, # The floating dtype to cast to
     source:torch.dtype|str|tuple=None, # Cast only tensors of this dtype or these dtypes; None: of every floating dtype
 ): # A structure like `tree`
     "`cast_tree` that casts modules, too: each that has something to cast becomes a copy"
-    dtype = as_dtype(dtype)
-    def _cast(o): return _cast_module(o, dtype, source) if isinstance(o, nn.Module) else cast_tree(o, dtype, source)
+    def _cast(o):
+        if not isinstance(o, nn.Module): return cast_tree(o, dtype, source)
+        new = {id(t):c for t in leaves(o) if (c := cast_tree(t, dtype, source)) is not t}
+        return copy.deepcopy(o, new) if new else o # the second argument: what `deepcopy` takes for copied already
     return tree_map(_cast, tree)
 
 # %% ../nbs/04_functional.ipynb #541ce319
 def all_finite(
     tree, # Any structure, see `leaves`
-)->Tensor: # One bool, on the device of the first tensor asked
+)->Tensor: # One bool, on the device of the first tensor
     "Is every floating or complex number in `tree` finite?"
     def _ok(t): return (t if t.dtype.itemsize>1 else t.float()).isfinite().all() # float8 has no `isfinite`
     xs = leaves(tree)
@@ -102,14 +98,14 @@ def select_tree(
     """`new` if `finite`, else `old`: leaf by leaf, without a host sync unless something other than a tensor differs
 
     Raises `TypeError` if `finite` isn't one bool or tensors differ in dtype or shape, `ValueError` if structures do."""
-    host = isinstance(finite, bool)
-    if not host and not (isinstance(finite, Tensor) and finite.dtype==torch.bool and finite.ndim==0):
+    if isinstance(finite, bool): finite = torch.tensor(finite)
+    if not (isinstance(finite, Tensor) and finite.dtype==torch.bool and finite.ndim==0):
         raise TypeError(f'finite={finite!r} must be True, False or a tensor of one bool. Use all_finite(grads).')
     def _pick(a, b):
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)): return a if a is b or finite else b
-        if (a.dtype,a.shape)!=(b.dtype,b.shape):
-            raise TypeError(f'{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)} must be alike. Cast the update to the dtype of the parameter, and give it its shape.')
-        return (a if finite else b) if host else torch.where(finite.to(a.device), a, b)
+        if (a.dtype,a.shape)==(b.dtype,b.shape): return torch.where(finite.to(a.device), a, b)
+        kinds = ' and '.join(f'{o.dtype} {tuple(o.shape)}' for o in (a,b))
+        raise TypeError(f'{kinds} must be alike. Cast the update to the dtype of the parameter, and give it its shape.')
     return tree_map(_pick, new, old)
 
 # %% ../nbs/04_functional.ipynb #46dc357a
@@ -125,163 +121,115 @@ def apply_if_finite(
 # %% ../nbs/04_functional.ipynb #620dd38c
 def _factor(scale): return getattr(scale, 'loss_scale', scale)
 
-def _on_floats(f, tree):
-    "`f` of each floating leaf of `tree`, half-precision ones as float32"
-    def _f(o):
-        if isinstance(o, float): return f(o)
-        return f(cast_tree(o, torch.float32, half_dtypes)) if isinstance(o, Tensor) and o.is_floating_point() else o
-    return tree_map(_f, tree)
-
 def scale_tree(
     tree, # A loss, or any structure
     scale, # A number, a tensor of one, or anything with a `loss_scale`
 ): # A structure like `tree`
     "Multiply the floating leaves of `tree` by `scale`. Those in half precision become float32."
-    return _on_floats(lambda t: t*_factor(scale), tree)
+    def _f(o):
+        floating = isinstance(o, float) or isinstance(o, Tensor) and o.is_floating_point()
+        return cast_tree(o, torch.float32, half_dtypes)*_factor(scale) if floating else o
+    return tree_map(_f, tree)
 
 def unscale_tree(
     tree, # Gradients, or any structure
     scale, # A number, a tensor of one, or anything with a `loss_scale`
 ): # A structure like `tree`
     "Divide the floating leaves of `tree` by `scale`. Those in half precision become float32."
-    return _on_floats(lambda t: t/_factor(scale), tree)
-
-# %% ../nbs/04_functional.ipynb #c1168735
-def scaled(
-    func:Callable, # Returns a loss; or `(loss, aux)`
-    scale, # A number, a tensor of one, or anything with a `loss_scale`
-    has_aux:bool=False, # Does it return `(loss, aux)`?
-)->Callable: # A function like `func`
-    "`func`, with what it returns multiplied by `scale`, in float32"
-    @wraps(func)
-    def _f(*args, **kwargs):
-        res = func(*args, **kwargs)
-        return (scale_tree(res[0], scale),res[1]) if has_aux else scale_tree(res, scale)
-    return _f
+    return scale_tree(tree, 1/_factor(scale))
 
 # %% ../nbs/04_functional.ipynb #6ed5e6cb
 class Grads(NamedTuple):
     "What `value_and_grad` found"
     value:Tensor # The loss, neither scaled nor in half precision
-    grads:object # A structure like the first argument, with None for what has no gradient; for a module a dict, by name of the parameter
+    grads:object # A structure like the first argument, with None for other leaves; a dict by name for a module
     finite:Tensor # Are all gradients finite? One bool
     aux:object=() # What else the function returned
 
 # %% ../nbs/04_functional.ipynb #5d5830e3
-def _differentiate(f, xs, dtypes, scale, copies):
-    "Value of `f`, its unscaled gradient for each of `xs`, and its aux; `f` gets `xs` cast to `dtypes`"
-    def _half(xs): return [x if d is None else x.to(d) for x,d in zip(xs,dtypes)]
-    box = []
+def _is_tensor(o): return isinstance(o, Tensor)
+def _is_number(o): return isinstance(o, Tensor) and (o.is_floating_point() or o.is_complex())
+
+def _take(tree, wanted):
+    "The leaves of `tree` that are `wanted`"
+    res = []
+    tree_map(lambda o: res.append(o) if wanted(o) else None, tree)
+    return res
+
+def _put(tree, wanted, new, keep=True):
+    "A structure like `tree`, with `new` in place of the leaves that are `wanted`; the rest is None unless `keep`"
+    new = iter(new)
+    return tree_map(lambda o: next(new) if wanted(o) else o if keep else None, tree)
+
+def _differentiate(f, tree, scale):
+    "`Grads` of `f`, which returns a loss and aux, with respect to the floating tensors of `tree`"
+    xs,box = _take(tree, _is_number),[]
+    if not xs: raise ValueError('There is nothing to differentiate. Pass floating tensors first, or a module to train.')
     def _loss(xs):
-        value,aux = f(xs if copies else _half(xs))
-        if not (isinstance(value, Tensor) and value.ndim==0 and value.is_floating_point()):
-            what = f'{value.dtype} tensor of shape {tuple(value.shape)}' if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f'The loss is a {what}, and must be a floating tensor of one number. Use .mean() or .sum(), has_aux=True to return more.')
+        value,aux = f(_put(tree, _is_number, xs))
+        if not (_is_tensor(value) and value.ndim==0 and value.is_floating_point()):
+            what = f'{value.dtype} tensor of shape {tuple(value.shape)}' if _is_tensor(value) else type(value).__name__
+            raise ValueError(f'The loss is a {what}, and must be one floating number. Use .mean() or has_aux=True.')
         box.append(aux)
         value = cast_tree(value, torch.float32, half_dtypes)
-        return (value if scale is None else value*_factor(scale)),(value.detach(),[o for o in leaves(aux) if isinstance(o, Tensor)])
-    grads,(_,(value,out)) = grad_and_value(_loss, has_aux=True)(_half(xs) if copies else xs)
-    out = iter(out)
-    aux = tree_map(lambda o: next(out) if isinstance(o, Tensor) else o, box[0])
-    return value,(grads if scale is None else unscale_tree(grads, scale)),aux
-
-# %% ../nbs/04_functional.ipynb #4d610f0f
-_single = torch.float16,torch.bfloat16,torch.float32
-
-def _trainable(o):
-    if isinstance(o, nn.Module):
-        raise ValueError(f'There is a {type(o).__name__} inside the structure. Use one module, such as an nn.ModuleDict, or structures of tensors.')
-    return isinstance(o, Tensor) and o.is_floating_point()
-
-def _put(tree, new, keep=True):
-    "A structure like `tree` with the tensors `new` in place of those to train; of the rest, what there is, or None"
-    new = iter(new)
-    return tree_map(lambda o: next(new) if _trainable(o) else o if keep else None, tree)
-
-def _tree_grads(f, tree, dtype, scale, copies):
-    xs = []
-    tree_map(lambda o: xs.append(o) if _trainable(o) else None, tree)
-    if not xs: raise ValueError(f'There is no floating tensor in this {type(tree).__name__}, so there is nothing to differentiate. Pass the model first.')
-    dtypes = [dtype if o.dtype in _single else None for o in xs]
-    value,grads,aux = _differentiate(lambda xs: f(_put(tree, xs)), xs, dtypes, scale, copies)
-    return Grads(value, _put(tree, grads, keep=False), all_finite(grads), aux)
+        return (value if scale is None else value*_factor(scale)),(value.detach(),_take(aux, _is_tensor))
+    grads,(_,(value,tensors)) = grad_and_value(_loss, has_aux=True)(xs)
+    if scale is not None: grads = [cast_tree(g, torch.float32, half_dtypes)/_factor(scale) for g in grads]
+    return Grads(value, _put(tree, _is_number, grads, keep=False), all_finite(grads), _put(box[0], _is_tensor, tensors))
 
 # %% ../nbs/04_functional.ipynb #104f88bb
 class _Call(nn.Module):
-    "`f` of `model`, in a shape that `functional_call` can put other tensors into; and the buffers as they are afterwards"
+    "`f` of `model`, and the model's buffers afterwards, as a module that `functional_call` can put other tensors into"
     def __init__(self, f, model):
         super().__init__()
-        self.__dict__['f'],self.model = f,model # `f` may be a module, but is none of this one's
+        self.f,self.model = f,model
 
-    def forward(self, *args): return self.f(self.model, *args),dict(self.model.named_buffers())
+    def forward(self): return self.f(self.model),dict(self.model.named_buffers())
 
-def _half_plan(model, dtype, keep):
-    "The ids of the parameters of `model` that are cast to `dtype`, and what stands around its modules' calls meanwhile"
-    if dtype is None: return set(),[]
-    _,slots = lendable(model, dtype, keep)
-    device = slots[0][2].device.type
-    return {id(p) for *_,p in slots},[*forward_wrappers(model, device, dtype, keep, mixed=False),ForwardWrapper(model, partial(half_forward, device, dtype))]
-
-@torch.no_grad()
-def _write_buffers(model, new, finite):
-    for name,m in model.named_modules():
-        for n,b in m._buffers.items():
-            now = new.get(f'{name}.{n}' if name else n)
-            if m.training and b is not None and now is not None: b.copy_(torch.where(finite.to(b.device), now, b))
-
-def _module_grads(f, model, dtype, scale, copies, keep):
-    lent,wrappers = _half_plan(model, dtype, keep)
-    params = dict(model.named_parameters())
-    dtypes = {n:dtype if id(p) in lent else None for n,p in params.items()}
-    mine   = {n:p.detach() for n,p in params.items() if p.requires_grad}
-    frozen = {n:p.detach().to(dtypes[n] or p.dtype) for n,p in params.items() if not p.requires_grad}
-    if not mine: raise ValueError(f'No parameter of this {type(model).__name__} requires a gradient. Use requires_grad_() on those to train.')
-    call   = _Call(f, model)
-    def _f(xs):
-        now = {**frozen, **dict(zip(mine,xs)), **{n:b.clone() for n,b in model.named_buffers()}}
-        for o in wrappers: o.install()
-        try: (value,aux),buffers = functional_call(call, {f'model.{n}':t for n,t in now.items()}, ())
-        finally:
-            for o in reversed(wrappers): o.remove()
+def _module_grads(f, model, dtype, scale, keep):
+    params = {n:p.detach() if p.requires_grad else None for n,p in model.named_parameters()}
+    call,half = _Call(f, model),half_precision(model, dtype, keep) if dtype else nullcontext()
+    def _f(params):
+        new = {n:p for n,p in params.items() if p is not None} | {n:b.clone() for n,b in model.named_buffers()}
+        with half: (value,aux),buffers = functional_call(call, {f'model.{n}':t for n,t in new.items()}, ())
         return value,(aux,buffers)
-    value,grads,(aux,buffers) = _differentiate(_f, list(mine.values()), [dtypes[n] for n in mine], scale, copies)
-    finite = all_finite(grads)
-    _write_buffers(model, buffers, finite)
-    return Grads(value, dict.fromkeys(params) | dict(zip(mine,grads)), finite, aux)
+    value,grads,finite,(aux,buffers) = _differentiate(_f, params, scale)
+    if not model.training: buffers = {}
+    with torch.no_grad():
+        for n,b in buffers.items(): model.get_buffer(n).copy_(torch.where(finite.to(b.device), b, model.get_buffer(n)))
+    return Grads(value, grads, finite, aux)
 
 # %% ../nbs/04_functional.ipynb #cfeeabf9
 def value_and_grad(
     f:Callable, # Of a model (a module or a structure of tensors) and anything else; returns a loss, or `(loss, aux)`
     dtype:torch.dtype|str=torch.float16, # What to compute in: a half-precision dtype, or None for those that are there
     scale=None, # What to multiply the loss by: a number, a tensor of one, or anything with a `loss_scale`
-    copies:bool=False, # Differentiate with respect to half-precision copies, instead of through the cast?
     has_aux:bool=False, # Does `f` return `(loss, aux)`?
-    keep=is_norm, # What stays float32 in a module, see `kept_modules`; or a dict of rules
+    keep=(), # Modules to keep in float32, see `half_precision`
 )->Callable: # Called as `f` is, it returns `Grads`
-    "Compute `f` in `dtype`, and its gradient with respect to its first argument: of the loss times `scale`, and divided by that same `scale`"
-    dtype = None if dtype is None else as_dtype(dtype)
-    if dtype not in (None,*half_dtypes): raise ValueError(f'dtype={dtype} must be torch.float16 or torch.bfloat16. Use None to compute in the dtypes that are there.')
+    "Compute `f` in `dtype`, and its gradient with respect to its first argument: scaled by `scale` and unscaled"
+    if dtype is not None and as_dtype(dtype) not in half_dtypes:
+        raise ValueError(f'dtype={dtype} must be torch.float16 or torch.bfloat16. Use None to cast nothing.')
+    @wraps(f)
     def _f(model, *args, **kwargs):
-        module = isinstance(model, nn.Module)
-        if dtype is not None and not module: args,kwargs = cast_copy((args,kwargs), dtype, _single)
-        def _with_aux(model):
-            res = f(model, *args, **kwargs)
+        def _call(model):
+            m,a,k = model,args,kwargs
+            if dtype and not isinstance(m, nn.Module): m,a,k = cast_copy((m,a,k), dtype, (*half_dtypes,torch.float32))
+            res = f(m, *a, **k)
             return res if has_aux else (res,())
-        if not module: return _tree_grads(_with_aux, model, dtype, scale, copies)
-        return torch.compiler.disable(_module_grads)(_with_aux, model, dtype, scale, copies, keep) # tracing it fails halfway
-    return wraps(f)(_f)
+        if not isinstance(model, nn.Module): return _differentiate(_call, model, scale)
+        return torch.compiler.disable(_module_grads)(_call, model, dtype, scale, keep) # tracing it fails halfway
+    return _f
 
 # %% ../nbs/04_functional.ipynb #fbaffa90
 def grad(
-    f:Callable, # Of a model (a module or a structure of tensors) and anything else; returns a loss, or `(loss, aux)`
-    dtype:torch.dtype|str=torch.float16, # What to compute in: a half-precision dtype, or None for those that are there
-    scale=None, # What to multiply the loss by: a number, a tensor of one, or anything with a `loss_scale`
-    copies:bool=False, # Differentiate with respect to half-precision copies, instead of through the cast?
+    f:Callable, # Of a model and anything else, see `value_and_grad`
+    *args, # `dtype` and `scale`
     has_aux:bool=False, # Does `f` return `(loss, aux)`?
-    keep=is_norm, # What stays float32 in a module, see `kept_modules`; or a dict of rules
+    **kwargs # `dtype`, `scale`, `keep`
 )->Callable: # Called as `f` is, it returns the gradients, or `(gradients, aux)`
     "`value_and_grad` of `f`, without the value"
-    vg = value_and_grad(f, dtype, scale, copies, has_aux, keep)
+    vg = value_and_grad(f, *args, has_aux=has_aux, **kwargs)
     @wraps(f)
     def _f(*args, **kwargs):
         res = vg(*args, **kwargs)
@@ -289,16 +237,15 @@ def grad(
     return _f
 
 # %% ../nbs/04_functional.ipynb #6193f1aa
-def _step(optimizer, params, grads):
-    "Let `optimizer` step on `params` with `grads`"
+def _torch_step(optimizer, params, grads):
     held = {id(p) for pg in optimizer.param_groups for p in pg['params']}
-    mine = [o for o in leaves(params) if id(o) in held]
-    if not mine: raise ValueError(f'The {type(optimizer).__name__} holds none of these parameters, so it would not change them. Make it from the tensors passed.')
+    if not any(id(p) in held for p in leaves(params)):
+        raise ValueError(f'{type(optimizer).__name__} holds none of these parameters. Make it from the tensors passed.')
     def _give(p, g):
         if id(p) in held: p.grad = None if g is None else g.to(p.dtype)
     tree_map(_give, params, grads)
     optimizer.step()
-    for p in mine: p.grad = None
+    optimizer.zero_grad()
 
 @torch.no_grad()
 def optimizer_update(
@@ -308,14 +255,15 @@ def optimizer_update(
     grads, # Gradients, as from `value_and_grad`
     finite:bool|Tensor, # Are they finite?
     scheduler=None, # To be stepped with a `torch.optim.Optimizer`
-)->tuple: # Model and state: a module is changed in place, a structure is a new one unless the optimizer holds its tensors
+)->tuple: # Model and state; a module, or what a `torch.optim.Optimizer` holds, is changed in place
     "Step if `finite`, else change nothing: neither parameters, nor state, nor counts, nor the schedule"
-    module = isinstance(model, nn.Module)
-    params = {n:p for n,p in model.named_parameters() if grads.get(n) is not None} if module else model
-    if module: grads = {n:grads[n] for n in params}
+    params = model
+    if isinstance(model, nn.Module):
+        params = {n:p for n,p in model.named_parameters() if grads.get(n) is not None}
+        grads = {n:grads[n] for n in params}
     if hasattr(optimizer, 'step'):
         if finite:
-            _step(optimizer, params, grads)
+            _torch_step(optimizer, params, grads)
             if scheduler is not None: scheduler.step()
         return model,state
     def _apply(p, u): return (p+u).to(p.dtype) if isinstance(p, Tensor) and u is not None else p
@@ -323,7 +271,7 @@ def optimizer_update(
         updates,state = optimizer.update(grads, state, params)
         return tree_map(_apply, params, updates),state
     new,state = apply_if_finite(finite, _update, params, state)
-    if not module: return new,state
+    if params is model: return new,state
     for n,p in params.items(): p.copy_(new[n])
     return model,state
 
@@ -337,22 +285,20 @@ class Step(NamedTuple):
     finite:bool # Did the step happen?
     aux:object=() # What else the function returned
 
-def _adjusted(scale, finite, grads):
-    "The next `scale`, told the largest of the `grads` if it wants to know"
-    if not (finite and getattr(scale, 'wants_amax', False)): return scale.adjust(finite)
-    return scale.adjust(finite, tensor_norms([torch.view_as_real(o) if o.is_complex() else o for o in leaves(grads) if isinstance(o, Tensor)], amax=True)[-1])
+def _amax(grads): return max(o.abs().max().item() for o in leaves(grads) if isinstance(o, Tensor) and o.numel())
 
 def train_step(
     f:Callable, # Of a model and a batch; returns a loss, or `(loss, aux)`
     optimizer, # See `optimizer_update`
     dtype:torch.dtype|str=torch.float16, # What to compute in: a half-precision dtype, or None for those that are there
     scheduler=None, # To be stepped with a `torch.optim.Optimizer`
-    **kwargs, # `copies`, `has_aux`, `keep`: see `value_and_grad`
+    **kwargs, # `has_aux`, `keep`: see `value_and_grad`
 )->Callable: # Called with model, state of the optimizer, loss scale, and what else `f` takes; returns `Step`
     "One training step of `f`, in `dtype`, by `optimizer`"
     def _step(model, state, scale, *args):
         res = value_and_grad(f, dtype, scale, **kwargs)(model, *args)
         finite = res.finite.item()
         model,state = optimizer_update(model, optimizer, state, res.grads, finite, scheduler)
-        return Step(model, state, _adjusted(scale, finite, res.grads), res.value, finite, res.aux)
+        amax = [_amax(res.grads)] if finite and getattr(scale, 'wants_amax', False) else []
+        return Step(model, state, scale.adjust(finite, *amax), res.value, finite, res.aux)
     return _step

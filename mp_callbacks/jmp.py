@@ -9,12 +9,11 @@ __all__ = ['LossScale', 'half_dtype', 'cast_to_half', 'cast_to_full', 'Policy', 
            'DynamicLossScale', 'select_tree', 'all_finite']
 
 # %% ../nbs/20_jmp.ipynb #07dc1b4f
-import re
 import torch
 from dataclasses import dataclass,replace
 
 from . import dtypes,functional,loss_scale as loss_scales
-from .functional import all_finite,cast_copy,scale_tree,unscale_tree
+from .functional import all_finite,cast_copy,tree_map
 
 # %% ../nbs/20_jmp.ipynb #05b2bf41
 _all_ = ['all_finite']
@@ -66,8 +65,9 @@ class Policy(dtypes.Policy):
 def get_policy(
     policy_name:str, # A dtype for all three parts, or 'params=float32,compute=float16,output=float32', or 'p=f32,c=f16'
 )->Policy:
-    "The `Policy` that `policy_name` describes. Raises `ValueError` for an unknown part or dtype."
-    p = dtypes.get_policy(re.sub(r'(^|=)\s*f\s*(?=,|$)', r'\1full', policy_name))
+    "The `Policy` that `policy_name` describes. Raises `ValueError` for an unknown part or dtype, and for a space."
+    if ' ' in policy_name: raise ValueError(f"policy_name={policy_name!r} must have no spaces. Write it as in 'p=f32,c=f16,o=f32'.")
+    p = dtypes.get_policy(policy_name)
     return Policy(p.param_dtype, p.compute_dtype, p.output_dtype)
 
 # %% ../nbs/20_jmp.ipynb #9af4390e
@@ -94,21 +94,27 @@ class NoOpLossScale:
 # %% ../nbs/20_jmp.ipynb #dca3bf4c
 def _number(x): return x.item() if hasattr(x, 'item') else x
 
+def _multiply(tree, x):
+    def _f(o):
+        floating = isinstance(o, float) or isinstance(o, torch.Tensor) and o.is_floating_point()
+        return o*x if floating else o
+    return tree_map(_f, tree)
+
 class StaticLossScale(loss_scales.StaticLossScale):
     "The same `loss_scale` on every step"
     def __init__(self, loss_scale): super().__init__(_number(loss_scale))
 
     def scale(self, tree):
-        "Multiply the floating leaves of `tree` by the loss scale, those in half precision as float32"
-        return scale_tree(tree, self)
+        "Multiply the floating leaves of `tree` by the loss scale"
+        return _multiply(tree, self.loss_scale)
 
     def unscale(self, tree):
-        "Divide the floating leaves of `tree` by the loss scale, those in half precision as float32"
-        return unscale_tree(tree, self)
+        "Multiply the floating leaves of `tree` by the reciprocal of the loss scale"
+        return _multiply(tree, 1/self.loss_scale)
 
 # %% ../nbs/20_jmp.ipynb #c28329a9
 class DynamicLossScale(loss_scales.DynamicLossScale):
-    "A `loss_scale` that is multiplied by `factor` after `period` finite steps in a row, as `counter` counts them, and divided by it after any other, down to `min_loss_scale`"
+    "A `loss_scale` that is multiplied by `factor` when `counter` reaches `period`, and divided by it after an overflow, down to `min_loss_scale`"
     def __init__(self,
         loss_scale, # What the loss is multiplied by: a number, or a tensor of one
         counter=0, # Finite steps in a row
@@ -117,7 +123,8 @@ class DynamicLossScale(loss_scales.DynamicLossScale):
         min_loss_scale=1., # It never shrinks below
         **kwargs # What else `mp_callbacks.loss_scale.DynamicLossScale` knows
     ):
-        mine = dict(loss_scale=_number(loss_scale), counter=_number(counter), period=period, factor=factor, min_loss_scale=_number(min_loss_scale))
+        mine = dict(loss_scale=_number(loss_scale), counter=_number(counter), period=period, factor=factor,
+                    min_loss_scale=_number(min_loss_scale))
         super().__init__(**loss_scales.loss_scale_presets['jmp'] | mine | kwargs)
 
     scale,unscale = StaticLossScale.scale,StaticLossScale.unscale

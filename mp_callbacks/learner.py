@@ -1,4 +1,4 @@
-"""One call to train a learner in another precision
+"""One call trains a fastai `Learner` in mixed precision
 
 Docs: https://example.github.io/mp_callbacks/learner.html.md"""
 
@@ -7,246 +7,174 @@ Docs: https://example.github.io/mp_callbacks/learner.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/13_learner.ipynb #a6959ad7
-import os,sys,torch
-from copy import copy
-from contextlib import ExitStack,contextmanager
-from functools import cached_property,wraps
-from inspect import isfunction
-from pathlib import Path
+# %% ../nbs/13_learner.ipynb #71721d24
+import fastai.callback.channelslast # adds `to_contiguous`, which is patched below
+import torch
+from contextlib import nullcontext
+from functools import wraps
 from warnings import warn
 
-import fastai.callback.channelslast,fastai.callback.fp16 # they change `Learner` when they are imported: let that be over
-from fastai.callback.core import event
 from fastai.learner import Learner
-from fastai.torch_core import rank_distrib
 from fastcore.basics import patch
-from fastcore.xtras import join_path_file
 
 from .loss_scale import DynamicLossScale,StaticLossScale
-from .master import check_float32,is_norm,lendable
-from .flat import FlatStep
-from .compact_masters import check_master
-from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback,answers,check_device,fit_device,is_idle,is_precision
+from .half import half_precision
+from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback
+from .callback import check_device,first_hypers,fit_device,is_precision,refuse_unknown,state_key
 from .recorder import PrecisionRecorder
-from .smooth_loss import LossOnDevice,latest_loss
 
-# %% ../nbs/13_learner.ipynb #4525913d
-_with_events = getattr(Learner._with_events, 'plain', Learner._with_events) # the same after a reload
-
-def _nesting(): torch.autocast_increment_nesting(); return torch.autocast_decrement_nesting()
-
-def _settle(cms, grad, nesting):
-    "Leave what an interrupt may have left open in the middle of a `with`: a generator would go on when it is collected, in the middle of who knows what. If nothing is open, nothing happens."
-    for cm in reversed(cms):
-        if hasattr(cm, 'gen'): cm.gen.close() # what `contextmanager` makes of a generator
-    torch.set_grad_enabled(grad)
-    while _nesting()>nesting: torch.autocast_decrement_nesting()
-
-@wraps(_with_events)
-def _unwinding(self, f, event_type, ex, *args, **kwargs):
-    name = f'during_{event_type}'
-    cbs = sorted([cb for cb in self.cbs if getattr(type(cb), 'unwound', False) and hasattr(type(cb), name)], key=lambda o: o.order)
-    cms = [vars(c)[name](cb) for cb in cbs for c in reversed(type(cb).__mro__) if name in vars(c)]
-    if not cms: return _with_events(self, f, event_type, ex, *args, **kwargs)
-    grad,nesting = torch.is_grad_enabled(),_nesting()
-    try:
-        try:
-            with ExitStack() as stack:
-                [*map(stack.enter_context, cms)] # no loop: since Python 3.12 what a tracer raises at its end passes by `with` and `finally`
-                return _with_events(self, f, event_type, ex, *args, **kwargs)
-        finally: _settle(cms, grad, nesting)
-    finally: _settle(cms, grad, nesting) # an interrupt in the first is the case for a second
-
-_unwinding.plain = _with_events
-Learner._with_events = _unwinding
-
-# %% ../nbs/13_learner.ipynb #af1bc98a
-_step = getattr(Learner._step, 'plain', Learner._step)
-
-@wraps(_step)
-def _looked_over(self):
-    cbs = [cb for cb in self.cbs if getattr(type(cb), 'unwound', False) and hasattr(type(cb), 'last_look')]
-    for cb in cbs: cb.last_look()
-    _step(self)
-    for cb in cbs: cb.stepped()
-
-_looked_over.plain = _step
-Learner._step = _looked_over
-
-# %% ../nbs/13_learner.ipynb #6193e6b4
-_call,_call_one = getattr(Learner.__call__, 'plain', Learner.__call__),Learner._call_one
-
-def _all_as_usual(learn, event_name):
-    "Must `event_name` be left to fastai?"
-    return (not any([isinstance(cb, PrecisionCallback) for cb in learn.cbs]) or type(learn)._call_one is not _call_one or '_call_one' in vars(learn) or
-            not isinstance(event_name, str) or not hasattr(event, event_name) or answers(learn, event_name))
-
-@wraps(_call)
-def _call_some(self, event_name):
-    if _all_as_usual(self, event_name): return _call(self, event_name)
-    try:
-        for cb in sorted(self.cbs, key=lambda o: getattr(o, 'order', 0)):
-            if not is_idle(cb, event_name): cb(event_name)
-    except StopIteration: pass # which ends fastai's own loop, too
-
-_call_some.plain = _call
-Learner.__call__ = _call_some
-
-# %% ../nbs/13_learner.ipynb #a3ddfdd9
-_loop = {o:getattr(Learner, o) for o in ('__call__','_call_one','_with_events','one_batch','_do_one_batch','_do_grad_opt','_step')}
-_as_it_came = all(getattr(getattr(f, 'plain', f), '__code__', _call.__code__).co_filename==sys.modules['fastai.learner'].__file__ for f in _loop.values()) # or had somebody changed it before us?
-
-@patch
-def _loop_is_known(self:Learner):
-    "Is no code but fastai's and ours between the check and the step, leaving callbacks and optimizer aside?"
-    def _known(k, f): now = getattr(self, k); return getattr(now, '__func__', None) is f or getattr(now, 'may_be_late', False)
-    return _as_it_came and all(_known(k, f) for k,f in _loop.items())
-
-# %% ../nbs/13_learner.ipynb #d04e5695
-def _check_between_batches(cbs):
-    if any(getattr(cb, '_in_batch', False) for cb in cbs): raise RuntimeError("The precision can't change in the middle of a batch. Call to_fp32() and the others between batches, or from after_epoch.")
-
-_remove_cb = getattr(Learner.remove_cb, 'plain', Learner.remove_cb)
-
-@wraps(_remove_cb)
-def _remove_one(self, cb):
-    _check_between_batches([cb])
-    if isinstance(cb, ModelToHalf) and cb.masters is not None: cb.masters.restore() # after a batch without the memory to do so
-    if isinstance(cb, PrecisionCallback): cb.settle() # it may have gradients that were accumulated for a step to come
-    _remove_cb(self, cb)
-    for o in self.cbs:
-        if isinstance(o, PrecisionCallback): vars(self).setdefault(o.name, o)
-    return self
-
-_remove_one.plain = _remove_cb
-Learner.remove_cb = _remove_one
-
-# %% ../nbs/13_learner.ipynb #29a13290
+# %% ../nbs/13_learner.ipynb #2d48511d
 def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
 
 def _remove_precision(learn):
-    off = [cb for cb in learn.cbs if is_precision(cb)]
-    _check_between_batches(off)
-    learn.remove_cbs(off)
-    vars(learn).pop('_precision_state', None)
-    if any(not isinstance(cb, (PrecisionCallback,ModelToHalf)) for cb in off): vars(learn).pop('scaler', None) # fastai's leaves it behind
-    learn.remove_cb(LossOnDevice)
+    old = [cb for cb in learn.cbs if is_precision(cb)]
+    if any(getattr(cb, '_in_batch', False) for cb in old):
+        raise RuntimeError("The precision can't change in the middle of a batch. Call to_fp32() and the others between "
+                           "batches, or from after_epoch.")
+    for cb in old:
+        if isinstance(cb, PrecisionCallback): cb.drop_overflow()
+    learn.remove_cbs(old)
+    if old: vars(learn).pop('scaler', None)
 
-def _set_precision(learn, dtype, new, loss_on_device, half=None):
-    late = LossOnDevice(loss_on_device)
-    check_device(fit_device(learn), dtype)
-    check_float32(learn.model)
-    new.check_model(learn)
-    if half is not None:
-        lendable(learn.model, dtype, half.keep)
-        check_master(half.master, dtype, new.flat_master)
-    old = _precision(learn)
-    state = getattr(learn, '_precision_state', None) if old is None else old.precision_state() if old.same_settings(new) else None
-    if state is not None: new.load_precision_state(state)
+def _forget_scale(learn):
+    if learn.opt is not None: first_hypers(learn.opt).pop(state_key, None)
+
+def _set_precision(learn, half, cbs):
+    device,old,new = fit_device(learn),_precision(learn),cbs[-1]
+    check_device(device, half.dtype)
+    if half.dtype==torch.float16 and device.type=='cpu':
+        warn("float16 on a CPU works, but slowly, and convolutions take many times as long as in float32. "
+             "Use to_bf16() or to_native_bf16().")
     _remove_precision(learn)
-    learn.add_cbs([new,late] if half is None else [half,new,late])
+    if old is not None and not old.same_settings(new): _forget_scale(learn)
+    learn.add_cbs(cbs)
     if not hasattr(learn, 'precision_recorder'): learn.add_cb(PrecisionRecorder())
     return learn
 
-def _warn_cpu(learn):
-    if fit_device(learn).type=='cpu': warn("float16 on a CPU works, but slowly, and convolutions take many times as long as in float32. Use to_bf16() or to_native_bf16().")
-
-# %% ../nbs/13_learner.ipynb #25413b86
+# %% ../nbs/13_learner.ipynb #484cc2e4
 @patch
 def to_fp16(self:Learner,
-    loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # The scale if it is not `dynamic`; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
-    flat_master:bool=False, # Step on one flat tensor per parameter group instead of on each parameter?
-    dynamic:bool=True, # Move the scale? Steps with gradients that aren't finite are skipped either way.
-    max_loss_scale:float=2.**24, # Cap of a dynamic scale, and where it starts without a `headroom`
-    div_factor:float=2., # What it is divided by after a skipped step and multiplied by to grow
-    scale_wait:int=500, # After how many finite steps in a row it grows
-    clip:float=None, # Largest norm of all gradients together, unscaled
+    loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # Scale if not `dynamic`; or a loss scale or preset
+    flat_master:bool=False, # Step on one flat tensor per parameter group? See [flat](05_flat.ipynb).
+    dynamic:bool=True, # Move the scale? Steps with gradients that are not finite are skipped either way.
+    max_loss_scale:float=2.**24, # Largest value of a dynamic scale, and its start without `headroom`
+    div_factor:float=2., # Factor that a dynamic scale grows and shrinks by
+    scale_wait:int=500, # Finite steps in a row before the scale grows
+    clip:float=None, # Maximum global gradient norm, unscaled
     *,
-    min_loss_scale:float=1., # Floor of a dynamic scale
-    headroom:float=2., # Powers of two to leave above the largest gradient, which is measured at the start and after a skipped step; None: nothing is measured, as in fastai
-    max_skips:int=250, # After how many skipped steps in a row to stop with an error
-    keep=is_norm, # What stays float32: a module type, name pattern, function of name and module, or a collection of these, see `kept_modules`; or a dict of rules, see [a policy for each module](03_master.ipynb#a-policy-for-each-module)
-    master:str='float32', # What is kept of the real weights from the forward pass to the end of the backward pass: all, or less as 'split', 'kahan' or 'stochastic', see [compact masters](09_compact_masters.ipynb)
-    fused:bool=False, # Compile the step on each flat tensor into one kernel? Implies `flat_master`; see [compiled](07_flat.ipynb#compiled).
-    loss_on_device:bool=None, # Leave the loss on the device, and read it when it is shown? None: if that isn't the CPU, see [loss on the device](12_smooth_loss.ipynb)
+    min_loss_scale:float=1., # Smallest value of a dynamic scale
+    headroom:float=6., # Powers of two above the first step's largest gradient; None: start at `max_loss_scale`
+    max_skips:int=250, # Stop with an error after this many skipped steps in a row
+    keep=(), # Modules to keep in float32, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
+    **kwargs
 )->Learner: # The same learner
-    """Train in float16 with float32 master weights and loss scaling
+    """Train in float16, with half-precision copies of float32 weights and loss scaling
 
-    Defaults are fastai's, but for the start: `headroom=None` is fastai's there, too.
-    Raises `ValueError`, or `TypeError`, if an argument isn't what it should be, or the learner's device or model can't do it, and `RuntimeError` in the middle of a batch; then nothing has changed. Whether the optimizer can step on flat tensors is found out at the start of a fit, which raises `ValueError` if it can't."""
-    new = MixedPrecision(loss_scale, flat_master, dynamic, max_loss_scale, div_factor, scale_wait, clip, min_loss_scale=min_loss_scale, headroom=headroom, max_skips=max_skips, fused=fused)
-    res = _set_precision(self, torch.float16, new, loss_on_device, ModelToHalf(torch.float16, keep, master=master))
-    _warn_cpu(self)
-    return res
+    Defaults are those of fastai's `to_non_native_fp16`, except for the start of the scale.
+    Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
+    `RuntimeError` in the middle of a batch; then nothing has changed."""
+    refuse_unknown(kwargs, 'to_fp16')
+    scaled = MixedPrecision(loss_scale, flat_master, dynamic, max_loss_scale, div_factor, scale_wait, clip,
+                            min_loss_scale=min_loss_scale, headroom=headroom, max_skips=max_skips)
+    half = half_precision(self.model, torch.float16, keep)
+    return _set_precision(self, half, [ModelToHalf(torch.float16, keep),scaled])
 
-# %% ../nbs/13_learner.ipynb #36e74361
+# %% ../nbs/13_learner.ipynb #b17aa64d
 @patch
 def to_bf16(self:Learner,
-    flat_master:bool=False, # Step on one flat tensor per parameter group instead of on each parameter?
-    clip:float=None, # Largest norm of all gradients together
+    flat_master:bool=False, # Step on one flat tensor per parameter group? See [flat](05_flat.ipynb).
+    clip:float=None, # Maximum global gradient norm
     *,
-    max_skips:int=250, # After how many skipped steps in a row to stop with an error
-    keep=is_norm, # What stays float32: a module type, name pattern, function of name and module, or a collection of these, see `kept_modules`; or a dict of rules, see [a policy for each module](03_master.ipynb#a-policy-for-each-module)
-    master:str='float32', # What is kept of the real weights from the forward pass to the end of the backward pass: all, or less as 'split', 'kahan' or 'stochastic', see [compact masters](09_compact_masters.ipynb)
-    fused:bool=False, # Compile the step on each flat tensor into one kernel? Implies `flat_master`; see [compiled](07_flat.ipynb#compiled).
-    loss_on_device:bool=None, # Leave the loss on the device, and read it when it is shown? None: if that isn't the CPU, see [loss on the device](12_smooth_loss.ipynb)
+    max_skips:int=250, # Stop with an error after this many skipped steps in a row
+    keep=(), # Modules to keep in float32, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
+    **kwargs
 )->Learner: # The same learner
-    """Train in bfloat16 with float32 master weights
+    """Train in bfloat16 with half-precision copies of float32 weights
 
-    Raises `ValueError`, or `TypeError`, if an argument isn't what it should be, or the learner's device or model can't do it, and `RuntimeError` in the middle of a batch; then nothing has changed. Whether the optimizer can step on flat tensors is found out at the start of a fit, which raises `ValueError` if it can't."""
-    return _set_precision(self, torch.bfloat16, MixedPrecision(1, flat_master, dynamic=False, clip=clip, max_skips=max_skips, fused=fused), loss_on_device, ModelToHalf(torch.bfloat16, keep, master=master))
+    Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
+    `RuntimeError` in the middle of a batch; then nothing has changed."""
+    refuse_unknown(kwargs, 'to_bf16')
+    checked = MixedPrecision(1, flat_master, dynamic=False, clip=clip, max_skips=max_skips)
+    half = half_precision(self.model, torch.bfloat16, keep)
+    return _set_precision(self, half, [ModelToHalf(torch.bfloat16, keep),checked])
 
-# %% ../nbs/13_learner.ipynb #7ad620a8
+# %% ../nbs/13_learner.ipynb #2438314f
 @patch
 def to_native_fp16(self:Learner,
-    init_scale:float|str|StaticLossScale|DynamicLossScale=65536., # Where the loss scale starts; or a value or the name of a preset, see [loss scaling](01_loss_scale.ipynb), that says it all
-    growth_factor:float=2., # What it is multiplied by to grow
-    backoff_factor:float=.5, # What it is multiplied by after a skipped step
-    growth_interval:int=2000, # After how many finite steps in a row it grows
-    enabled:bool=True, # Scale at all? Steps with gradients that aren't finite are skipped either way.
+    init_scale:float|str|StaticLossScale|DynamicLossScale=65536., # Start of the scale; or a loss scale or preset
+    growth_factor:float=2., # Factor that the scale grows by
+    backoff_factor:float=.5, # Factor that the scale shrinks by after a skipped step
+    growth_interval:int=2000, # Finite steps in a row before the scale grows
+    enabled:bool=True, # Scale at all? Steps with gradients that are not finite are skipped either way.
     *,
-    min_loss_scale:float=1., # Floor of the scale
-    max_loss_scale:float=2.**24, # Cap of the scale
-    max_skips:int=250, # After how many skipped steps in a row to stop with an error
-    loss_on_device:bool=None, # Leave the loss on the device, and read it when it is shown? None: if that isn't the CPU, see [loss on the device](12_smooth_loss.ipynb)
+    clip:float=None, # Maximum global gradient norm, unscaled
+    keep=(), # Modules to leave outside autocast, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
+    min_loss_scale:float=1., # Smallest value of the scale
+    max_loss_scale:float=2.**24, # Largest value of the scale
+    max_skips:int=250, # Stop with an error after this many skipped steps in a row
+    **kwargs
 )->Learner: # The same learner
-    """Train with autocast to float16 and a loss scale that moves as that of `torch.amp.GradScaler`, whose defaults these are
+    """Train with autocast to float16 and the loss scaling of `torch.amp.GradScaler`, whose defaults these are
 
-    Raises `ValueError`, or `TypeError`, if an argument isn't what it should be, or the learner's device or model can't do it, and `RuntimeError` in the middle of a batch; then nothing has changed."""
-    new = NativeMixedPrecision(init_scale, growth_factor, backoff_factor, growth_interval, enabled, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, max_skips=max_skips)
-    res = _set_precision(self, torch.float16, new, loss_on_device)
-    _warn_cpu(self)
-    return res
+    Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
+    `RuntimeError` in the middle of a batch; then nothing has changed."""
+    refuse_unknown(kwargs, 'to_native_fp16')
+    scaled = NativeMixedPrecision(init_scale, growth_factor, backoff_factor, growth_interval, enabled, clip=clip,
+                                  keep=keep, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale,
+                                  max_skips=max_skips)
+    return _set_precision(self, half_precision(self.model, torch.float16, keep, copies=False), [scaled])
 
-# %% ../nbs/13_learner.ipynb #d8a8a985
+# %% ../nbs/13_learner.ipynb #27fa3051
 @patch
 def to_native_bf16(self:Learner,
     *,
-    max_skips:int=250, # After how many skipped steps in a row to stop with an error
-    loss_on_device:bool=None, # Leave the loss on the device, and read it when it is shown? None: if that isn't the CPU, see [loss on the device](12_smooth_loss.ipynb)
+    clip:float=None, # Maximum global gradient norm
+    keep=(), # Modules to leave outside autocast, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
+    max_skips:int=250, # Stop with an error after this many skipped steps in a row
+    **kwargs
 )->Learner: # The same learner
     """Train with autocast to bfloat16
 
-    Raises `ValueError`, or `TypeError`, if an argument isn't what it should be, or the learner's device or model can't do it, and `RuntimeError` in the middle of a batch; then nothing has changed."""
-    return _set_precision(self, torch.bfloat16, NativeMixedPrecision(dtype=torch.bfloat16, max_skips=max_skips), loss_on_device)
+    Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
+    `RuntimeError` in the middle of a batch; then nothing has changed."""
+    refuse_unknown(kwargs, 'to_native_bf16')
+    checked = NativeMixedPrecision(dtype=torch.bfloat16, clip=clip, keep=keep, max_skips=max_skips)
+    return _set_precision(self, half_precision(self.model, torch.bfloat16, keep, copies=False), [checked])
 
-# %% ../nbs/13_learner.ipynb #797b9b8d
-Learner.smooth_loss = cached_property(latest_loss) # where fastai puts its own, that counts
-Learner.smooth_loss.__set_name__(Learner, 'smooth_loss')
-
-# %% ../nbs/13_learner.ipynb #91f5f64e
+# %% ../nbs/13_learner.ipynb #b7c7f369
 @patch
 def to_fp32(self:Learner)->Learner: # The same learner
-    "Train in plain float32, whatever was on. The record of the steps, `precision_recorder.log`, goes with it."
+    "Train in float32. The loss scale, and the record of the steps in `precision_recorder`, are dropped."
     _remove_precision(self)
+    _forget_scale(self)
     self.remove_cb(PrecisionRecorder)
     vars(self).pop('step_stats', None)
     return self
 
-# %% ../nbs/13_learner.ipynb #b1b7b3b7
+# fastai's other names for these
+Learner.to_native_fp32 = Learner.to_non_native_fp32 = Learner.to_fp32
+Learner.to_non_native_fp16 = Learner.to_fp16
+
+# %% ../nbs/13_learner.ipynb #1d558af3
+# fastai's own methods, also after a reload of this module
+_one_batch     = getattr(Learner.one_batch, 'plain', Learner.one_batch)
+_backward      = getattr(Learner._backward, 'plain', Learner._backward)
 _to_contiguous = getattr(Learner.to_contiguous, 'plain', Learner.to_contiguous)
 
+@wraps(_one_batch)
+def _one_batch_in_context(self, *args, **kwargs):
+    cb = _precision(self)
+    with nullcontext() if cb is None else cb.batch(): return _one_batch(self, *args, **kwargs)
+
+@wraps(_backward)
+def _backward_in_context(self):
+    cb = _precision(self)
+    with nullcontext() if cb is None else cb.backward(): return _backward(self)
+
+_one_batch_in_context.plain,_backward_in_context.plain = _one_batch,_backward
+Learner.one_batch,Learner._backward = _one_batch_in_context,_backward_in_context
+
+# %% ../nbs/13_learner.ipynb #9f650a0a
 @wraps(_to_contiguous)
 def _to_contiguous_fp32(self, to_fp32=False):
     _to_contiguous(self, to_fp32=to_fp32)
@@ -254,159 +182,3 @@ def _to_contiguous_fp32(self, to_fp32=False):
 
 _to_contiguous_fp32.plain = _to_contiguous
 Learner.to_contiguous = _to_contiguous_fp32
-
-_to_channelslast = getattr(Learner.to_channelslast, 'plain', Learner.to_channelslast)
-
-@wraps(_to_channelslast)
-def _to_channelslast_native(self, use_amp=True, amp_mode='fp16', **kwargs):
-    if use_amp and not any(map(is_precision, self.cbs)):
-        if getattr(amp_mode, 'value', amp_mode)=='bf16': self.to_native_bf16(**kwargs)
-        else: self.to_native_fp16(**kwargs)
-    _to_channelslast(self, use_amp=False)
-    return self
-
-_to_channelslast_native.plain = _to_channelslast
-Learner.to_channelslast = _to_channelslast_native
-
-Learner.to_native_fp32 = Learner.to_non_native_fp32 = Learner.to_fp32
-Learner.to_non_native_fp16 = Learner.to_fp16
-
-# %% ../nbs/13_learner.ipynb #a7fab781
-@contextmanager
-def _own_weights(learn, changed=False):
-    "`learn` with its own parameters in its model, even in the middle of a batch; afterwards as it was, but with new copies if the weights have `changed`"
-    ours = [o for cb in learn.cbs if isinstance(cb, ModelToHalf) and (o := cb.masters) is not None]
-    lent = [o for o in ours if o.lent]
-    for o in ours: o.restore()
-    try: yield
-    finally:
-        for o in lent:
-            if changed:
-                grads = [c.grad for c in o.copies]
-                o.push_weights()
-                for c,g in zip(o.copies, grads): c.grad = g
-            o.lend()
-
-_create_opt,_export = (getattr(f, 'plain', f) for f in (Learner.create_opt,Learner.export))
-
-@wraps(_create_opt)
-def _create_own(self):
-    with _own_weights(self): return _create_opt(self)
-
-@wraps(_export)
-def _export_own(self, *args, **kwargs):
-    with _own_weights(self): return _export(self, *args, **kwargs)
-
-_create_own.plain,_export_own.plain = _create_opt,_export
-Learner.create_opt,Learner.export = _create_own,_export_own
-
-# %% ../nbs/13_learner.ipynb #4a4183e5
-_getstate = getattr(Learner.__getstate__, 'plain', Learner.__getstate__)
-
-def _is_ours(f): return isinstance(getattr(getattr(f, 'func', f), '__self__', None), (PrecisionCallback,FlatStep))
-
-def _without_ours(opt):
-    "`opt`, or a copy of it if it has something of ours standing in for its methods, without that"
-    inner,ours = vars(opt).get('opt'),[k for k,f in vars(opt).items() if _is_ours(f)]
-    plain = inner if inner is None or isinstance(inner, torch.optim.Optimizer) else _without_ours(inner) # in a `Lookahead`
-    if not ours and plain is inner: return opt
-    opt = copy(opt)
-    for k in ours: delattr(opt, k)
-    if plain is not inner: opt.opt = plain
-    return opt
-
-@wraps(_getstate)
-def _getstate_plain(self):
-    if any(isinstance(cb, ModelToHalf) and cb.masters is not None and cb.masters.lent for cb in self.cbs):
-        raise RuntimeError("In the middle of a batch the model has copies for its parameters. Copy or pickle the learner between batches, for instance from after_epoch.")
-    state = _getstate(self)
-    return state if state.get('opt') is None else {**state, 'opt':_without_ours(state['opt'])}
-
-_getstate_plain.plain = _getstate
-Learner.__getstate__ = _getstate_plain
-
-def _shallow(self):
-    "A second learner with the very same parts, as fastai's `copy.copy` makes it"
-    res = object.__new__(type(self))
-    res.__setstate__(_getstate(self))
-    return res
-
-Learner.__copy__ = _shallow
-
-# %% ../nbs/13_learner.ipynb #fdaa00bd
-_key = 'mp_callbacks'
-
-@contextmanager
-def _standing_in(o, name, f):
-    "`f` as the method `name` of the object `o`, and afterwards what it was"
-    own = vars(o).get(name)
-    vars(o)[name] = f
-    try: yield
-    finally:
-        if own is None: del vars(o)[name]
-        else: vars(o)[name] = own
-
-_save = getattr(Learner.save, 'plain', Learner.save)
-
-@wraps(_save)
-def _save_whole(self, file, **kwargs):
-    cb,opt = _precision(self),self.opt
-    state = getattr(self, '_precision_state', None) if cb is None else cb.precision_state()
-    with _own_weights(self), ExitStack() as stack:
-        if opt is not None and state is not None:
-            plain = opt.state_dict
-            stack.enter_context(_standing_in(opt, 'state_dict', lambda: {**plain(), _key:state}))
-        if not isinstance(file, (str,Path)): return _save(self, file, **kwargs)
-        file = join_path_file(file, self.path/self.model_dir, ext='.pth')
-        if rank_distrib(): return file # one process saves, as in fastai
-        real = Path(os.path.realpath(file)) # where a link points to, so that it stays one
-        part = real.with_name(f'.{real.name}.part')
-        try:
-            with open(part, 'wb') as f: _save(self, f, **kwargs)
-            os.replace(part, real)
-        finally: part.unlink(missing_ok=True)
-        return file
-
-_save_whole.plain = _save
-Learner.save = _save_whole
-
-# %% ../nbs/13_learner.ipynb #1fc8348c
-def _loading(load):
-    "`load`, of `Learner` or of a subclass, and the scale with it"
-    load = getattr(load, 'plain', load)
-    @wraps(load)
-    def _load_scale(self, *args, **kwargs):
-        if 'cbs' not in vars(self): return load(self, *args, **kwargs) # it isn't a whole learner yet
-        found,create = {},self.create_opt
-        def _listen(opt):
-            plain = opt.load_state_dict
-            def _load_state_dict(sd):
-                state = sd.pop(_key, {})
-                plain(sd)
-                found.update(state)
-            stack.enter_context(_standing_in(opt, 'load_state_dict', _load_state_dict))
-        def _create():
-            create()
-            _listen(self.opt)
-        with _own_weights(self, changed=True), ExitStack() as stack:
-            if self.opt is None: stack.enter_context(_standing_in(self, 'create_opt', _create))
-            else: _listen(self.opt)
-            res = load(self, *args, **kwargs)
-        if found:
-            if (cb := _precision(self)) is None: self._precision_state = found
-            else: cb.load_precision_state(found)
-        return res
-    _load_scale.plain = load
-    return _load_scale
-
-def _load_everywhere(cls):
-    if isfunction(vars(cls).get('load')): cls.load = _loading(cls.load)
-    for o in cls.__subclasses__(): _load_everywhere(o)
-
-@classmethod
-def _new_kind(cls, **kwargs):
-    super(Learner, cls).__init_subclass__(**kwargs)
-    _load_everywhere(cls)
-
-_load_everywhere(Learner)
-Learner.__init_subclass__ = _new_kind

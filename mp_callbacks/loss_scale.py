@@ -1,4 +1,4 @@
-"""How large should the loss be made, so that small gradients survive float16?
+"""Keep small gradients from becoming zero in float16
 
 Docs: https://example.github.io/mp_callbacks/loss_scale.html.md"""
 
@@ -18,24 +18,26 @@ from .dtypes import map_tree
 # %% ../nbs/01_loss_scale.ipynb #dc85ec7a
 _f16,_f32 = torch.finfo(torch.float16),torch.finfo(torch.float32)
 
-def _is_scale(x): return _f32.tiny<=x<=_f32.max
+def _check(self, name, ok, need, kind=float):
+    "Convert field `name` of the frozen `self` to `kind`. Raises a `ValueError` unless it is a number and `ok`."
+    x = getattr(self, name)
+    is_number = isinstance(x, Integral if kind is int else Real) and not isinstance(x, bool)
+    if not (is_number and ok(x)): raise ValueError(f'{name}={x!r} must be {need}')
+    object.__setattr__(self, name, kind(x))
 
-def _check(self, name, ok, need, kind=Real, to=float):
-    "Convert field `name` of the frozen `self` with `to`, if it is of the `kind` and `ok`; else say what it `need`s to be"
-    x = getattr(self,name)
-    if isinstance(x,bool) and kind is not bool or not isinstance(x,kind) or not ok(x): raise ValueError(f'{name}={x!r} must be {need}')
-    object.__setattr__(self, name, to(x))
+def _check_scale(self, name, way_out):
+    _check(self, name, lambda x: _f32.tiny<=x<=_f32.max, f'a number from 2**-126 to 3.4e38. Use {way_out}.')
 
 # %% ../nbs/01_loss_scale.ipynb #8266c64a
 @dataclass(frozen=True)
 class StaticLossScale:
     "The same `loss_scale` on every step"
-    loss_scale:float = 1. # What the loss is multiplied by
+    loss_scale:float = 1. # Factor for the loss
 
     state_fields = () # what `adjust` changes
-    wants_amax = False # has `adjust` a use for the largest gradient?
+    wants_amax = False # does `adjust` need the largest gradient?
 
-    def __post_init__(self): _check(self, 'loss_scale', _is_scale, 'a number from 2**-126 to 3.4e38. Use 1. for no scaling.')
+    def __post_init__(self): _check_scale(self, 'loss_scale', '1. for no scaling')
 
     def scale(self, tree):
         "Multiply the floating tensors of `tree`, such as a loss, by the loss scale"
@@ -46,7 +48,7 @@ class StaticLossScale:
         return _multiply(tree, 1/self.loss_scale)
 
     def adjust(self, finite, amax=None):
-        "The scale of the next step, whether or not the gradients of this one were `finite`, and however large: `self`"
+        "`self`, whether or not the gradients were `finite`"
         return self
 
 def _multiply(tree, x): return map_tree(lambda t: t*x if t.dtype.is_floating_point else t, tree)
@@ -54,147 +56,145 @@ def _multiply(tree, x): return map_tree(lambda t: t*x if t.dtype.is_floating_poi
 # %% ../nbs/01_loss_scale.ipynb #1f8242d4
 @dataclass(frozen=True)
 class DynamicLossScale:
-    "A `loss_scale` that grows by `factor` after `period` finite steps in a row and shrinks by `backoff` after an overflow"
-    loss_scale:float = 2.**16 # What the loss is multiplied by
-    counter:int = 0 # Finite steps in a row, since it last grew or overflowed
-    period:int = 2000 # How many of them make it grow
-    factor:float = 2. # What it is multiplied by to grow
-    backoff:float = None # What it is multiplied by to shrink; None: it is divided by `factor`
-    min_loss_scale:float = 1. # It never shrinks below
-    max_loss_scale:float = 2.**24 # It never grows above
-    consecutive:bool = True # Must the finite steps be in a row? If not, an overflow leaves `counter` as it is
-    growth_delay:int = 0 # How many finite steps more than `period` it takes to grow at first, and after an overflow
-    hysteresis:int = 1 # How many overflows make it shrink
-    refill:str = 'growth' # What makes it forget earlier overflows: 'growth', a 'finite' step, a 'backoff', or several, as 'finite+backoff'
-    tolerance:float = 0. # Share of overflows, among the steps since it last changed, below which it does not shrink
-    at_min:str = 'clip' # If it would shrink below `min_loss_scale`: 'clip' it there, or 'raise' a `FloatingPointError`
-    at_max:str = 'clip' # If it would grow above `max_loss_scale`: 'clip' it there, or 'keep' it as it is
-    forgiven:int = 0 # Overflows that did not make it shrink, and are not forgotten
-    age:int = 0 # Steps since it last changed, counted if there is a `tolerance`
-    headroom:float = None # Powers of two to leave above the largest gradient, at the start and after an overflow; None: gradients are not measured
-    ceiling:float = inf # If there is a `headroom`: where the scale would be without, while the largest gradient is not known; 0: it is known
+    "A `loss_scale` that grows by `factor` after `period` finite steps in a row and shrinks after an overflow"
+    loss_scale:float = 2.**16 # Factor for the loss
+    counter:int = 0 # Finite steps in a row since the scale last grew or shrank
+    period:int = 2000 # Number of finite steps in a row after which the scale grows
+    factor:float = 2. # Factor by which the scale grows
+    min_loss_scale:float = 1. # Floor
+    max_loss_scale:float = 2.**24 # Cap
+    backoff:float = None # Factor by which the scale shrinks; None: 1/`factor`
+    consecutive:bool = True # Must the finite steps be in a row? If not, an overflow does not reset `counter`
+    growth_delay:int = 0 # Finite steps needed beyond `period` for the first growth, and the first after an overflow
+    hysteresis:int = 1 # Number of overflows that make the scale shrink
+    refill:str = 'growth' # When to forget overflows: 'growth', 'finite', 'backoff', or several, as 'finite+backoff'
+    tolerance:float = 0. # Do not shrink while the share of overflows since the last change is below this
+    at_min:str = 'clip' # If the scale would shrink below the floor: 'clip' it, or 'raise' a `FloatingPointError`
+    at_max:str = 'clip' # If the scale would grow above the cap: 'clip' it, or 'keep' the scale as it is
+    forgiven:int = 0 # Overflows that count towards `hysteresis` and `tolerance`
+    age:int = 0 # Steps since the scale last changed; counted only with a `tolerance`
+    headroom:float = None # Powers of two to leave above the first step's largest gradient; None: don't measure
+    found:bool = False # With a `headroom`: has the scale been found?
+
+    state_fields = 'loss_scale','counter','forgiven','age','found' # what `adjust` changes; the others are settings
+    scale,unscale = StaticLossScale.scale,StaticLossScale.unscale
 
     def __post_init__(self):
-        _check(self, 'loss_scale',     _is_scale, 'a number from 2**-126 to 3.4e38. Use 1. for no scaling.')
-        _check(self, 'min_loss_scale', _is_scale, 'a number from 2**-126 to 3.4e38. Use 2.**-126 for almost no floor.')
-        _check(self, 'max_loss_scale', _is_scale, 'a number from 2**-126 to 3.4e38. Use 2.**127 for almost no cap.')
-        _check(self, 'factor', lambda x: 1<x<inf, 'a finite number above 1. Use StaticLossScale for a scale that does not move.')
-        if self.backoff is not None: _check(self, 'backoff', lambda x: 0<x<1, 'a number between 0 and 1. Use None for 1/factor.')
+        _check_scale(self, 'loss_scale',     '1. for no scaling')
+        _check_scale(self, 'min_loss_scale', '2.**-126 for almost no floor')
+        _check_scale(self, 'max_loss_scale', '2.**127 for almost no cap')
+        _check(self, 'factor', lambda x: 1<x<inf, 'a finite number above 1. Use StaticLossScale for a constant.')
         _check(self, 'tolerance', lambda x: 0<=x<=1, 'a number from 0 to 1. Use 0 to shrink whatever the share.')
-        _check(self, 'period',       lambda x: x>=1, 'an int, at least 1. Use 1 to grow after every finite step.', Integral, int)
-        _check(self, 'hysteresis',   lambda x: x>=1, 'an int, at least 1. Use 1 to shrink after every overflow.',  Integral, int)
-        _check(self, 'growth_delay', lambda x: x>=0, 'an int, at least 0. Use 0 for no delay.',                    Integral, int)
-        if self.headroom is not None: _check(self, 'headroom', lambda x: 0<=x<=30, 'a number of powers of two, from 0 to 30. Use None to find the scale without measuring gradients.')
-        _check(self, 'ceiling', lambda x: x>=0, 'a number, at least 0. Use inf for a scale that has yet to be found.')
-        for o in ('counter','forgiven','age'): _check(self, o, lambda x: x>=0, 'an int, at least 0. Use 0 to start counting.', Integral, int)
-        _check(self, 'consecutive', lambda x: True, 'True or False. Use True to count only finite steps in a row.', bool, bool)
-        _check(self, 'at_min', lambda x: x in ('clip','raise'), "'clip' or 'raise'. Use 'clip' to stay at the minimum.", str, str)
-        _check(self, 'at_max', lambda x: x in ('clip','keep'),  "'clip' or 'keep'. Use 'clip' to go to the maximum.",    str, str)
-        _check(self, 'refill', lambda x: set(x.split('+'))<={'growth','finite','backoff'}, "'growth', 'finite' or 'backoff', or several with a + between them.", str, str)
-        s,lo,hi = self.loss_scale,self.min_loss_scale,self.max_loss_scale
-        if lo>hi: raise ValueError(f'min_loss_scale={lo} is above max_loss_scale={hi}. Lower min_loss_scale or raise max_loss_scale.')
-        if s<lo: raise ValueError(f'loss_scale={s} is below min_loss_scale={lo}. Raise loss_scale or lower min_loss_scale.')
-        if s>hi: raise ValueError(f'loss_scale={s} is above max_loss_scale={hi}. Lower loss_scale or raise max_loss_scale.')
-
-    @property
-    def state_fields(self):
-        "What `adjust` changes; the other fields are settings"
-        return ('loss_scale','counter','forgiven','age') + (('ceiling',) if self.headroom is not None else ())
+        if self.backoff is not None: _check(self, 'backoff', lambda x: 0<x<1, 'between 0 and 1. Use None for 1/factor.')
+        if self.headroom is not None:
+            _check(self, 'headroom', lambda x: 0<=x<=30, 'a number of powers of two, from 0 to 30. Use None for none.')
+        for k,low in dict(counter=0, period=1, growth_delay=0, hysteresis=1, forgiven=0, age=0).items():
+            _check(self, k, lambda x: x>=low, f'an int, at least {low}. Use {low} or more.', int)
+        for k,words in dict(at_min='clip raise', at_max='clip keep', refill='growth finite backoff').items():
+            known = {*str(x := getattr(self, k)).split('+')}<={*words.split()}
+            if not known: raise ValueError(f"{k}={x!r} must be one of {words}.")
+        names = 'min_loss_scale','loss_scale','max_loss_scale'
+        for a,b in (names[::2],names[:2],names[1:]):
+            x,y = getattr(self, a),getattr(self, b)
+            if x>y: raise ValueError(f'{a}={x} is above {b}={y}. Lower {a} or raise {b}.')
 
     @property
     def wants_amax(self):
-        "Does `adjust` have to be told the largest gradient, if all are finite?"
-        return self.headroom is not None and self.ceiling>0
-
-    scale,unscale = StaticLossScale.scale,StaticLossScale.unscale
+        "Does `adjust` need the largest gradient of a finite step?"
+        return self.headroom is not None and not self.found
 
     def adjust(self,
         finite:bool, # Were all gradients of this step finite? Also a tensor or array of one bool
-        amax:float=None, # The largest absolute value in them, unscaled; needed only if `wants_amax`
-    )->'DynamicLossScale': # To be used from the next step on; the gradients of this one are unscaled with `self`
+        amax:float=None, # Largest absolute value in them, unscaled; needed only if `wants_amax`
+    )->'DynamicLossScale': # For the next step; the gradients of this one are unscaled with `self`
         "The scale of the next step, given whether the gradients of this one were `finite`"
-        ok = finite.item() if hasattr(finite,'item') else finite # for a tensor, the one host sync
+        ok = finite.item() if hasattr(finite, 'item') else finite # for a tensor, the one host sync
         if ok not in (True,False): raise ValueError(f'finite={finite!r} must be True or False. Use isfinite on a norm.')
-        s = min(self.ceiling, self.max_loss_scale) if self.wants_amax else self.loss_scale
-        count,forgiven,age,ceiling = self.counter,self.forgiven,self.age+(self.tolerance>0),self.ceiling
+        if self.wants_amax and ok: return self._measured(amax)
+        if self.wants_amax: return self._next(loss_scale=self._floored(self.loss_scale/2**16), counter=0)
+        s,count,forgiven,age = self.loss_scale,self.counter,self.forgiven,self.age+(self.tolerance>0)
         if ok:
             count += 1
             if 'finite' in self.refill: forgiven = 0
             if count>=self.period+self.growth_delay:
-                s,count,age = self._grown(s),self.growth_delay,0
+                s,count,age = self._grown(),self.growth_delay,0
                 if 'growth' in self.refill: forgiven = 0
         else:
             if self.consecutive: count = 0
             if forgiven+1<self.hysteresis or self.tolerance and (forgiven+1)/age<self.tolerance: forgiven += 1
             else:
-                s,age = self._shrunk(s),0
+                s,age = self._floored(s/self.factor if self.backoff is None else s*self.backoff),0
                 if 'backoff' in self.refill: forgiven = 0
-        if self.headroom is not None: s,ceiling = self._measured(ok, amax, s)
+        return self._next(loss_scale=s, counter=count, forgiven=forgiven, age=age)
+
+    def _next(self, **state):
         res = object.__new__(type(self)) # `replace` would check the settings again, at every step
-        vars(res).update(vars(self), loss_scale=s, counter=count, forgiven=forgiven, age=age, ceiling=ceiling)
+        vars(res).update(vars(self), **state)
         return res
 
-    def _measured(self, ok, amax, most):
-        "Scale and ceiling of the next step, if without a `headroom` the scale would be `most`"
-        s = self.loss_scale
-        if not self.wants_amax: return most,most if most<s else 0.
-        if not ok: return max(s/2**16, self.min_loss_scale),most # the largest were above 2**16: now they will be above 1
-        if amax is None: raise ValueError("amax=None must be the largest absolute value in the gradients while the scale `wants_amax`. Take it from prepare_grads, or use headroom=None for a scale that doesn't need it.")
-        seen = float(amax)*s
-        if not 0<=seen<inf: raise ValueError(f'amax={amax!r} must be a number, at least 0. Pass finite=False for gradients that are not finite.')
-        k = min(frexp(_f16.max/max(seen, _f16.tiny)/2**self.headroom)[1], frexp(most/s)[1])-1 # powers of two that there is room for
-        sure = seen>=_f16.tiny or s>=most # what is smaller has lost bits on its way, or all of itself
-        return max(min(s*2.**k, most), self.min_loss_scale),0. if sure else most
+    def _measured(self, amax):
+        "The scale that leaves `headroom` above `amax`, still to be found if that is below the normal range of float16"
+        if amax is None:
+            raise ValueError("amax=None must be the largest absolute gradient while `wants_amax` is true. "
+                             "Take it from prepare_grads(..., amax=True), or use headroom=None.")
+        amax,least = float(amax),_f16.tiny/self.loss_scale
+        if not 0<=amax<inf: raise ValueError(f'amax={amax!r} must be a number, at least 0. Use finite=False if not.')
+        s = 2.**(frexp(_f16.max/max(amax, least)/2**self.headroom)[1]-1)
+        return self._next(loss_scale=min(max(s, self.min_loss_scale), self.max_loss_scale), found=amax>=least)
 
-    def _grown(self, s):
-        if s*self.factor<=self.max_loss_scale: return s*self.factor
-        return self.max_loss_scale if self.at_max=='clip' else s
+    def _grown(self):
+        s = self.loss_scale*self.factor
+        if s<=self.max_loss_scale: return s
+        return self.max_loss_scale if self.at_max=='clip' else self.loss_scale
 
-    def _shrunk(self, s):
-        s = s/self.factor if self.backoff is None else s*self.backoff
-        if s>=self.min_loss_scale: return s
-        if self.at_min=='clip': return self.min_loss_scale
-        raise FloatingPointError(f"Gradients are not finite with loss_scale={self.loss_scale:g}, and it may not shrink below min_loss_scale={self.min_loss_scale:g}. "
-                                 "Look for nan or huge values in the data and in the loss, or use at_min='clip' to stay at the minimum.")
-
-# %% ../nbs/01_loss_scale.ipynb #d0660ef4
-@patch
-def state_dict(self:StaticLossScale|DynamicLossScale):
-    "What `adjust` changes, as plain numbers: the `state_fields`"
-    return {o:getattr(self,o) for o in self.state_fields}
-
-@patch
-def load_state_dict(self:StaticLossScale|DynamicLossScale,
-    state:dict, # What `state_dict` returned, of this or another scale; other keys don't matter, and missing ones leave a field as it is
-)->'StaticLossScale|DynamicLossScale': # A new value: `self` is frozen
-    "`self` with its settings and with the numbers of `state`, the loss scale within its bounds"
-    d = {o:state[o] for o in self.state_fields if o in state}
-    if 'loss_scale' in d: d['loss_scale'] = min(max(d['loss_scale'], self.min_loss_scale), self.max_loss_scale)
-    return replace(self, **d)
+    def _floored(self, s):
+        low = self.min_loss_scale
+        if s>=low: return s
+        if self.at_min=='clip' or self.wants_amax and self.loss_scale>low: return low
+        raise FloatingPointError(f"Gradients are not finite with loss_scale={self.loss_scale:g}, and it may not shrink "
+                                 f"below min_loss_scale={low:g}. Look for nan or huge values in the data and the loss.")
 
 # %% ../nbs/01_loss_scale.ipynb #2bfb929c
 def _show(k, v):
-    m,e = frexp(v) if k.endswith(('loss_scale','ceiling')) else (0,0)
+    m,e = frexp(v) if k.endswith('loss_scale') else (0,0)
     return f'2**{e-1}' if m==.5 and e!=1 else repr(v)
 
 @patch
 def __repr__(self:StaticLossScale|DynamicLossScale):
-    args = [f'{o.name}={_show(o.name,v)}' for o in fields(self) if (v := getattr(self,o.name))!=o.default or o.name=='loss_scale']
-    return f"{type(self).__name__}({', '.join(args).removeprefix('loss_scale=')})"
+    shown = [o.name for o in fields(self) if getattr(self,o.name)!=o.default or o.name=='loss_scale']
+    args = ', '.join(f'{k}={_show(k, getattr(self,k))}' for k in shown)
+    return f"{type(self).__name__}({args.removeprefix('loss_scale=')})"
+
+# %% ../nbs/01_loss_scale.ipynb #d0660ef4
+@patch
+def state_dict(self:StaticLossScale|DynamicLossScale):
+    "The `state_fields`: plain numbers"
+    return {o:getattr(self,o) for o in self.state_fields}
+
+@patch
+def load_state_dict(self:StaticLossScale|DynamicLossScale,
+    state:dict, # From `state_dict` of this or another scale; unknown keys are ignored
+)->'StaticLossScale|DynamicLossScale': # A new value: `self` is frozen
+    "The settings of `self` with the numbers of `state`; the loss scale is clipped to the bounds"
+    d = {o:state[o] for o in self.state_fields if o in state}
+    if 'loss_scale' in d: d['loss_scale'] = min(max(d['loss_scale'], self.min_loss_scale), self.max_loss_scale)
+    return replace(self, **d)
 
 # %% ../nbs/01_loss_scale.ipynb #96f6e7e8
 _unbounded = dict(min_loss_scale=_f32.tiny, max_loss_scale=_f32.max, at_max='keep')
 _from_one  = dict(_unbounded, min_loss_scale=1.)
+_deepspeed = dict(_from_one, loss_scale=2.**16, period=1000, growth_delay=1)
 
 loss_scale_presets = dict(
     torch                 = dict(_unbounded, loss_scale=2.**16, period=2000, backoff=.5),
     apex                  = dict(_unbounded, loss_scale=2.**16, period=2000, max_loss_scale=2.**24, at_max='clip'),
     apex_hysteresis       = dict(_unbounded, loss_scale=2.**16, period=2000, backoff=.5, hysteresis=2, refill='finite'),
     megatron              = dict(_from_one,  loss_scale=2.**32, period=1000, backoff=.5, hysteresis=2),
-    deepspeed             = dict(_from_one,  loss_scale=2.**16, period=1000, growth_delay=1, hysteresis=2, at_min='raise'),
-    deepspeed_consecutive = dict(_from_one,  loss_scale=2.**16, period=1000, growth_delay=1, hysteresis=2, at_min='raise', refill='finite'),
-    deepspeed_fused       = dict(_from_one,  loss_scale=2.**16, period=1000, growth_delay=1),
-    fairseq               = dict(_unbounded, loss_scale=2.**7,  period=2**14, min_loss_scale=1e-4, at_min='raise', refill='backoff'),
+    deepspeed             = dict(_deepspeed, hysteresis=2, at_min='raise'),
+    deepspeed_consecutive = dict(_deepspeed, hysteresis=2, at_min='raise', refill='finite'),
+    deepspeed_fused       = dict(_deepspeed),
+    fairseq               = dict(_unbounded, loss_scale=2.**7,  period=2**14, refill='backoff',
+                                 min_loss_scale=1e-4, at_min='raise'),
     paddle                = dict(_unbounded, loss_scale=2.**16, period=2000, backoff=.5, refill='finite+backoff'),
     jmp                   = dict(_from_one,  loss_scale=2.**15, period=2000),
     mpx                   = dict(_from_one,  loss_scale=65504., period=2000, max_loss_scale=65504., at_max='clip'),
@@ -208,19 +208,21 @@ loss_scale_presets = dict(
 # %% ../nbs/01_loss_scale.ipynb #629956b4
 @patch(cls_method=True)
 def preset(cls:DynamicLossScale,
-    name:str, # One of `loss_scale_presets`
-    **changes, # Fields that should be different, such as `period=500`
-)->'DynamicLossScale': # What goes the same way as that library's
-    "The scaler of the library with this `name`, but for the fields in `changes`"
-    if name not in list(loss_scale_presets): raise ValueError(f"{name!r} is not a preset. Use one of {', '.join(loss_scale_presets)}.")
+    name:str, # A key of `loss_scale_presets`
+    **changes, # Fields that differ, such as `period=500`
+)->'DynamicLossScale':
+    "The scaler of the library with this `name`, with `changes`"
+    if name not in [*loss_scale_presets]:
+        raise ValueError(f"name={name!r} must be a preset. Use one of {', '.join(loss_scale_presets)}.")
     return cls(**{**loss_scale_presets[name], **changes})
 
 # %% ../nbs/01_loss_scale.ipynb #5ca7035e
 def as_loss_scale(
-    x, # A `StaticLossScale` or `DynamicLossScale`, one of the names in `loss_scale_presets`, or a number
+    x, # A `StaticLossScale` or `DynamicLossScale`, a key of `loss_scale_presets`, or a number
 )->StaticLossScale|DynamicLossScale: # `x` itself, the preset, or a static scale
-    "What `x` says about loss scaling. Raises a `ValueError` if it says nothing."
+    "The loss scale that `x` describes"
     if isinstance(x, (StaticLossScale,DynamicLossScale)): return x
-    if isinstance(x, str): return DynamicLossScale.preset(x)
+    if isinstance(x, str) and x in loss_scale_presets: return DynamicLossScale.preset(x)
     if isinstance(x, Real) and not isinstance(x, bool): return StaticLossScale(x)
-    raise ValueError(f"loss_scale={x!r} must be a number, a StaticLossScale, a DynamicLossScale or one of {', '.join(loss_scale_presets)}.")
+    raise ValueError(f"loss_scale={x!r} must be a number, a StaticLossScale, a DynamicLossScale or a preset. "
+                     f"Presets are {', '.join(loss_scale_presets)}.")

@@ -7,8 +7,8 @@ Docs: https://example.github.io/mp_callbacks/mpx.html.md"""
 # %% auto #0
 __all__ = ['FLOAT16_MAX', 'BFLOAT16_MAX', 'half_precision_datatype', 'set_half_precision_datatype', 'half_precision', 'cast_tree',
            'cast_to_float16', 'cast_to_bfloat16', 'cast_to_float32', 'cast_to_full_precision', 'cast_to_half_precision',
-           'cast_function', 'force_full_precision', 'DynamicLossScaling', 'calculate_scaled_grad', 'filter_grad',
-           'filter_value_and_grad', 'optimizer_update', 'all_finite', 'scaled', 'select_tree']
+           'cast_function', 'force_full_precision', 'DynamicLossScaling', 'scaled', 'calculate_scaled_grad',
+           'filter_grad', 'filter_value_and_grad', 'optimizer_update', 'all_finite', 'select_tree']
 
 # %% ../nbs/21_mpx.ipynb #6c6ed62c
 import torch
@@ -20,12 +20,12 @@ from torch.func import functional_call
 
 from . import dtypes,functional
 from .dtypes import half_dtypes
-from .functional import all_finite,cast_copy,leaves,scale_tree,scaled,unscale_tree,value_and_grad
+from .functional import all_finite,cast_copy,leaves,scale_tree,unscale_tree,value_and_grad
 from .jmp import select_tree
 from .loss_scale import DynamicLossScale
 
 # %% ../nbs/21_mpx.ipynb #d4e4929d
-_all_ = ['all_finite','scaled','select_tree']
+_all_ = ['all_finite','select_tree']
 
 # %% ../nbs/21_mpx.ipynb #6a8e6935
 _half = torch.float16
@@ -165,6 +165,19 @@ class DynamicLossScaling:
         now = self._scale().adjust(grads_finite)
         return replace(self, loss_scaling=min(now.loss_scale, self._cap()), counter=now.counter)
 
+# %% ../nbs/21_mpx.ipynb #c1168735
+def scaled(
+    func, # Returns a loss; or `(loss, aux)`
+    scale, # The loss scale: a number, a tensor of one, or anything with a `loss_scale`
+    has_aux:bool=False, # Does it return `(loss, aux)`?
+): # A function like `func`
+    "`func`, with what it returns multiplied by `scale`, in float32"
+    @_like(func)
+    def _f(*args, **kwargs):
+        res = func(*args, **kwargs)
+        return (scale_tree(res[0], scale),res[1]) if has_aux else scale_tree(res, scale)
+    return _f
+
 # %% ../nbs/21_mpx.ipynb #9b19c3f9
 def _mixed(func, scaling, has_aux, use_mixed_precision, result):
     "`result` of the `Grads` of `func`, with half precision as it is set at the call"
@@ -172,7 +185,9 @@ def _mixed(func, scaling, has_aux, use_mixed_precision, result):
     def _f(model, *args, **kwargs):
         if not use_mixed_precision: return result(value_and_grad(func, None, has_aux=has_aux)(model, *args, **kwargs))
         args,kwargs = cast_to_half_precision((args,kwargs))
-        return result(value_and_grad(func, half_precision_datatype(), scaling, copies=True, has_aux=has_aux)(model, *args, **kwargs))
+        dtype = half_precision_datatype()
+        if not isinstance(model, nn.Module): model,dtype = cast_to_half_precision(model),None # the gradient is that of the copies
+        return result(value_and_grad(func, dtype, scaling, has_aux=has_aux)(model, *args, **kwargs))
     return _f
 
 def calculate_scaled_grad(
@@ -181,7 +196,7 @@ def calculate_scaled_grad(
     has_aux:bool=False, # Does `func` return `(loss, aux)`?
     use_mixed_precision:bool=True, # If not, nothing is cast or scaled
 ): # Called as `func` is, it returns `(value, grads)` or `((value, aux), grads)`
-    "The scaled value of `func` and its scaled gradient, with respect to half copies of the first argument"
+    "The scaled value of `func` and its scaled gradient: of half copies of the first argument, or of a module's parameters"
     loss = scaled(func, scaling, has_aux) if use_mixed_precision else func
     def _result(res): return ((res.value,res.aux) if has_aux else res.value),res.grads
     return _mixed(loss, None, has_aux, use_mixed_precision, _result)

@@ -1,4 +1,4 @@
-"""What happened, step by step?
+"""The loss scale, the gradient norm and the outcome of every step
 
 Docs: https://example.github.io/mp_callbacks/recorder.html.md"""
 
@@ -7,51 +7,40 @@ Docs: https://example.github.io/mp_callbacks/recorder.html.md"""
 # %% auto #0
 __all__ = ['PrecisionRecorder']
 
-# %% ../nbs/11_recorder.ipynb #09cd57de
+# %% ../nbs/11_recorder.ipynb #63c051c3
 import matplotlib.pyplot as plt
 import pandas as pd
-
 from .callback import LeanCallback
 
-# %% ../nbs/11_recorder.ipynb #3dd97ddd
+# %% ../nbs/11_recorder.ipynb #df4308b9
 class PrecisionRecorder(LeanCallback):
-    "Remember the loss scale, the gradient norm and the fate of every step"
-    order,_cols = 55,('step','scale','norm','finite','skipped')
-    may_be_late = True # a step may be skipped without `after_cancel_step`: the statistics will tell
-    _stateattrs,_seen,_new,_cancelled = ('_new','_seen'),None,None,False
+    "Remember the loss scale, the gradient norm and the outcome of every step"
+    order,_stateattrs = 55,('_stats','_skipped')
+    _stats = None # of the last step
+    _skipped = False # did any callback cancel this step?
 
     def __init__(self): self.rows = []
-    def after_cancel_step(self): self._cancelled = True
+    def before_step(self): self._skipped = False
+    def after_cancel_step(self): self._skipped = True
 
     def after_step(self):
-        stats,skipped = getattr(self.learn, 'step_stats', None),self._cancelled
-        self._cancelled = False
-        if stats is None or stats is self._seen: return # another callback has cancelled the step before the gradients were looked at
-        self._write()
-        self._seen,self._new = stats,(stats,skipped)
-        if getattr(stats, 'known', True): self._write() # if not, the next time, when the host has read them
-
-    def after_train(self): self._write()
-
-    def _write(self):
-        if self._new is None: return
-        (o,skipped),self._new = self._new,None
-        self.rows.append((o.step, o.scale, o.norm, o.finite, skipped or not o.finite))
+        o = getattr(self.learn, 'step_stats', None)
+        if o is not None and o is not self._stats: self.rows.append((o.step, o.scale, o.norm, o.finite, self._skipped))
+        self._stats = o # the same one, if another callback cancelled this step before the gradients were measured
 
     @property
-    def log(self):
-        "One row for each step: its number, loss scale, gradient norm before clipping, whether the gradients were finite, and whether the step was skipped, by this or another callback"
-        self._write()
-        return pd.DataFrame(self.rows, columns=self._cols)
+    def log(self)->pd.DataFrame:
+        "One row per step: number, loss scale, gradient norm before clipping, are gradients finite, was it skipped"
+        return pd.DataFrame(self.rows, columns=['step','scale','norm','finite','skipped'])
 
     def plot_scale(self,
         ax=None, # Matplotlib axes to draw on; None: new ones
     ): # The axes
-        "Plot the loss scale over the steps, with a mark at each step that was skipped"
+        "Plot the loss scale over the steps, and mark skipped steps"
         if ax is None: _,ax = plt.subplots(figsize=(7,3))
         log = self.log
+        bad = log[log.skipped.astype(bool)] # the column of an empty table is no mask
         ax.step(log.index, log.scale, where='post')
-        bad = log[log.skipped.astype(bool)] # an empty column is no mask
         ax.plot(bad.index, bad.scale, 'x', color='tab:red', label=f'{len(bad)} skipped')
         ax.set(xlabel='step', ylabel='loss scale')
         ax.set_yscale('log', base=2)

@@ -1,7 +1,7 @@
 """Faults by table: every exception of `errors` and `cancels`, at every place of `places`, in each of `modes`; and what a learner has to be afterwards
 
 A place is an event of training or of validation, before or after the callbacks that change precision; or the model, the loss, the data, the backward pass, or the optimizer."""
-import mp_callbacks.callback,mp_callbacks.flat
+import mp_callbacks.flat
 from learners import *
 from learners import modes as _modes
 
@@ -11,10 +11,9 @@ errors  = dict(RuntimeError=asked(RuntimeError), OutOfMemoryError=asked(torch.Ou
 cancels = {o.__name__: o for o in (CancelBatchException,CancelBackwardException,CancelStepException,CancelTrainException,CancelValidException,CancelEpochException,CancelFitException)}
 faults  = {**errors, **cancels}
 
-modes = {k:v for k,v in _modes.items() if k!='alone'}
-modes = {**modes, 'fp16_flat': lambda learn: learn.to_fp16(max_loss_scale=2.**10, flat_master=True), 'fp16_clip': lambda learn: learn.to_fp16(max_loss_scale=2.**10, clip=.1),
-         'native_fp16_late': lambda learn: learn.to_native_fp16(2.**10, growth_interval=2, max_loss_scale=2.**12), # with a fused optimizer, see `make_learner`
-         'fp16_flat_clip': lambda learn: learn.to_fp16(max_loss_scale=2.**10, flat_master=True, clip=.1), 'bf16_flat_clip': lambda learn: learn.to_bf16(flat_master=True, clip=.1)}
+modes = {**{k:v for k,v in _modes.items() if k!='fp16_static'},
+         'native_fp16_fused': lambda learn: learn.to_native_fp16(2.**10, growth_interval=2, max_loss_scale=2.**12), # see `make_learner`
+         'fp16_flat_clip': lambda learn: learn.to_fp16(max_loss_scale=2.**10, flat_master=True, clip=.1)}
 
 before_the_step = 'before_batch after_pred after_loss before_backward after_backward before_step'.split()
 of_training   = before_the_step+'after_step after_batch'.split()
@@ -25,7 +24,7 @@ places = ([('train',o,order) for o in of_training for order in (-50,80)]+[('vali
           [('train',o,0) for o in code]+[('valid',o,0) for o in code[:3]])
 
 class Fault(Callback):
-    "Raise `make()` at `place`, in the second batch if it is in one; in the third of a precision that is late, when nobody has asked for the verdict on the second yet"
+    "Raise `make()` at `place`, in the second batch if it is in one"
     def __init__(self, make, place):
         self.make,(self.when,self.what,self.order),self.raised = make,place,None
         if self.what not in code: setattr(self, self.what, self.event)
@@ -68,13 +67,7 @@ def leaves(x):
     if isinstance(x, (list,tuple,L)): return [o for v in x for o in leaves(v)]
     return [x.detach().clone() if isinstance(x, torch.Tensor) else x]
 
-def precision_state(cb):
-    "What `cb` would say, without making it ask the device"
-    other = object.__new__(type(cb))
-    vars(other).update(vars(cb))
-    return other.precision_state()
-
-def everything(learn): return leaves([dict(learn.model.state_dict()), learn.opt.state_dict()['state'], precision_state(learn.mixed_precision)])
+def everything(learn): return leaves([dict(learn.model.state_dict()), learn.opt.state_dict()['state'], precision_state(learn)])
 def same(xs, ys): return len(xs)==len(ys) and all(type(x) is type(y) and (x.dtype==y.dtype and torch.equal(x, y) if isinstance(x, torch.Tensor) else x==y) for x,y in zip(xs, ys))
 
 class Steps(Callback):
@@ -87,7 +80,7 @@ class Steps(Callback):
 def fused_adam(params, **kwargs): return OptimWrapper(params, torch.optim.Adam, fused=True, **kwargs)
 
 def make_learner(mode, path):
-    n,late = (48,True) if mode.endswith('late') else (32,False)
+    n = 32
     bs,(x,y) = 16,numbers(n)
     def dl(when):
         res = Data(Datasets(range(n), [[At(x)],[At(y)]]), bs=bs, device='cpu', num_workers=0, shuffle=False)
@@ -95,7 +88,7 @@ def make_learner(mode, path):
         return res
     model = mlp(True)
     model.insert(2, Bomb())
-    learn = get_learner(model, dls=DataLoaders(dl('train'), dl('valid'), device='cpu'), loss_func=Loss(), lr=1e-3, path=path, **(dict(opt_func=fused_adam) if late else {}))
+    learn = get_learner(model, dls=DataLoaders(dl('train'), dl('valid'), device='cpu'), loss_func=Loss(), lr=1e-3, path=path, **(dict(opt_func=fused_adam) if mode.endswith('fused') else {}))
     modes[mode](learn)
     learn.create_opt()
     return learn
@@ -113,9 +106,9 @@ class Patient:
         learn,fault,self.steps = self.learn,Fault(faults[name], place),Steps()
         for o in (learn.model[2], learn.loss_func, *learn.dls): o.fault = fault
         fault.learn,out = learn,None
-        targets = dict(step=(type(learn.opt),'step'), zero_grad=(mp_callbacks.callback,'zero_grads')) # a fit clears gradients with ours
-        if getattr(learn.mixed_precision, 'flat_master', False): targets['zero_grad'] = mp_callbacks.flat.FlatStep,'zero_grad'
-        if (inner := getattr(learn.opt, 'opt', None)) is not None: targets = {k:(type(inner),k) for k in targets}
+        opt = getattr(learn.opt, 'opt', learn.opt)
+        targets = {k:(type(opt),k) for k in ('step','zero_grad')}
+        if getattr(learn.mixed_precision, 'flat_master', False): targets['step'] = mp_callbacks.flat,'_step_groups'
         own = {k:getattr(*o) for k,o in targets.items()}
         if place[1] in own: setattr(*targets[place[1]], self._first(own[place[1]], fault))
         try: learn.fit(1, cbs=[fault,self.steps])
@@ -171,6 +164,8 @@ class Patient:
             assert loaded.predict(3)[2].isfinite().all(), what
         assert same(everything(learn), everything(twin)), what
         self.float32(what)
+        # as in fastai, a cancelled batch leaves its gradients to the next fit
+        for p,q in zip(learn.model.parameters(), twin.model.parameters()): q.grad = None if p.grad is None else p.grad.clone()
         for o in (learn,twin): o.fit(1)
         assert same(everything(learn), everything(twin)), what
         assert list(learn.recorder.values[-1])==list(twin.recorder.values[-1]), what

@@ -1,5 +1,5 @@
 "Small learners for the tests: one line of data, one model, and every precision that we have"
-import torch
+import itertools,pytest,torch
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -7,18 +7,19 @@ from typing import Any
 from fastai.basics import *
 from fastai.callback.all import *
 from mp_callbacks.all import *
-from mp_callbacks.callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback # fastai's names too: be sure of ours
-
-def alone(learn, **kwargs): return learn.add_cb(MixedPrecision(**{'max_loss_scale':2.**10, **kwargs}))
+from mp_callbacks.callback import PrecisionCallback
 
 modes = dict( # the scale starts where nothing overflows, so that no step is skipped and trajectories can be compared
     fp16         = lambda learn, **kwargs: learn.to_fp16(**{'max_loss_scale':2.**10, **kwargs}),
     fp16_static  = lambda learn, **kwargs: learn.to_fp16(**{'dynamic':False, **kwargs}),
     bf16         = lambda learn, **kwargs: learn.to_bf16(**kwargs),
     native_fp16  = lambda learn, **kwargs: learn.to_native_fp16(**{'init_scale':2.**10, **kwargs}),
-    native_bf16  = lambda learn, **kwargs: learn.to_native_bf16(**kwargs),
-    alone        = alone)
+    native_bf16  = lambda learn, **kwargs: learn.to_native_bf16(**kwargs))
 calls = 'to_fp16 to_bf16 to_native_fp16 to_native_bf16'.split()
+
+def crossed(*values, fast):
+    "All combinations of `values` for `parametrize`, those for which `fast` is false as slow tests"
+    return [pytest.param(*o, marks=() if fast(*o) else pytest.mark.slow) for o in itertools.product(*values)]
 
 def numbers(n=64, seed=0):
     "`n` rows of eight numbers, and something to learn from them"
@@ -64,6 +65,7 @@ class Frozen:
 def weights(learn): return [p.detach().clone() for p in learn.model.parameters()]
 def flat(ts): return torch.cat([t.detach().double().reshape(-1) for t in ts])
 def apart(learn, other, start=0): return ((flat(weights(learn))-flat(weights(other))).norm()/(flat(weights(other))-start).norm()).item() # relative to the way from `start`
+def precision_state(learn): return [getattr(learn.mixed_precision, o) for o in ('scaling','_steps','_skips')]
 def skipped(learn): return int(learn.precision_recorder.log.skipped.sum())
 
 __all__ = [o for o in globals() if not o.startswith(('test','_'))] # for pytest would run what fastai has in the way of `test_fail`

@@ -14,38 +14,43 @@ def rows(path):
 
 def failed(o): return o['metric'] in ('error','oom')
 
-@pytest.mark.parametrize('script,name,metrics', [('gpu','gpu_tiny',{'copy_gbs','overhead_ms','syncs','step_ms'}), ('train','train_*_tiny',{'step_ms'}), ('step','step_*_tiny',{'copy_gbs','overhead_ms','step_ms'})])
-def test_script(script, name, metrics, tmp_path):
-    res = subprocess.run([sys.executable, '-W', 'ignore', str(bench/f'{script}.py'), '--tiny', '--out', str(tmp_path)], capture_output=True, text=True)
+def run(script, out, *args):
+    "Run `script` with toy sizes; the path of its csv file and its rows"
+    cmd = [sys.executable, '-W', 'ignore', str(bench/f'{script}.py'), '--tiny', '--out', str(out), *args]
+    res = subprocess.run(cmd, capture_output=True, text=True)
     assert res.returncode==0, res.stderr[-2000:]
-    path, = tmp_path.glob(f'{name}.csv')
+    path, = out.glob(f'{script}*_tiny.csv')
     comment = path.read_text().splitlines()[0]
     assert all(o in comment for o in (f'{script}.py --tiny', 'torch', 'fastai', 'cores'))
     header,found = rows(path)
     assert header==columns
+    return path,found
+
+@pytest.mark.parametrize('script,metrics', [
+    ('step', {'step_ms'}),
+    pytest.param('train', {'step_ms'}, marks=pytest.mark.slow),
+    pytest.param('gpu', {'step_ms','syncs'}, marks=pytest.mark.slow)])
+def test_script(script, metrics, tmp_path):
+    path,found = run(script, tmp_path)
     assert metrics <= {o['metric'] for o in found}
     groups = {(o['part'],o['case'],o['size']) for o in found}
     assert groups=={(o['part'],o['case'],o['size']) for o in found if o['metric']=='done'}
     # fastai's flat masters are views, which channels-last weights don't have
-    assert [o for o in found if failed(o) and (o['loop'],o['opt'],o['case'])!=('fastai','flat','resnet50-nhwc')]==[]
+    expected = 'fastai','flat','resnet50-nhwc'
+    assert [o for o in found if failed(o) and (o['loop'],o['opt'],o['case'])!=expected]==[]
     loops = {o['loop'] for o in found}
     assert {'hand','fastai','ours'} <= loops
     text = path.with_suffix('.md').read_text()
     assert all(f'| {o} |' in text for o in loops if o not in ('','bare'))
     assert script=='train' or list(tmp_path.glob('*.png'))
 
-def test_norms(tmp_path):
-    res = subprocess.run([sys.executable, '-W', 'ignore', str(bench/'norms.py'), '--tiny', '--out', str(tmp_path)], capture_output=True, text=True)
-    assert res.returncode==0, res.stderr[-2000:]
-    path, = tmp_path.glob('norms_*_tiny.csv')
-    header,found = rows(path)
-    assert header==columns and not [o for o in found if failed(o) and 'expected' not in o['note']] # a kernel may want one dtype
-    for part,metrics in dict(model={'saved_mb','log2_max_scale','grad_err','norm_grad_err'}, time={'step_ms'}, alone={'y_err','x_grad_err','weight_grad_err','saved_bytes','default'}).items():
-        assert metrics <= {o['metric'] for o in found if o['part']==part}
-    saved = {(o['case'],o['precision'],o['loop']):float(o['value']) for o in found if o['metric']=='saved_mb'}
-    assert all(saved[c,p,'rounded']<saved[c,p,'float32'] for c in ('vit','gpt','conv-gn') for p in ('fp16','bf16'))
+@pytest.mark.slow
+def test_compare(tmp_path):
+    "Another checkout is measured in a second process, and named by its commit"
+    path,found = run('compare', tmp_path, '--against', str(bench.parent))
+    assert {o['case'] for o in found}=={'mlp','vit','linears','weights'}
     text = path.with_suffix('.md').read_text()
-    assert all(f'| {o} |' in text for o in ('float32','as it is','rounded','lent','exact'))
+    assert text.count('\n| ')==7 and str(bench.parent) not in text+path.read_text()
 
 def test_results(tmp_path):
     "A group that was interrupted is measured again, and one that wasn't is not"
@@ -64,5 +69,7 @@ def test_results(tmp_path):
         again.run = 'later'
         for _ in range(2): again.measure('train', 'mlp', 4, measure())
         assert (len(measured),again.read().value.tolist())==(2,[2])"""
-    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], cwd=tmp_path, env={**os.environ, 'PYTHONPATH':os.pathsep.join([str(bench), *sys.path])}, capture_output=True, text=True)
+    env = {**os.environ, 'PYTHONPATH':os.pathsep.join([str(bench), *sys.path])}
+    cmd = [sys.executable, '-W', 'ignore', '-c', code]
+    res = subprocess.run(cmd, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert res.returncode==0, res.stderr[-2000:]

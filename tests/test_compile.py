@@ -1,8 +1,8 @@
-"A compiled model: one graph for training and one for validation, as in float32, whatever the scale, the step and the lending do"
+"A compiled model: one graph for training and one for validation, as in float32, with no breaks and no recompiles"
 import pytest,torch._dynamo
 from torch._dynamo.utils import counters
 from learners import *
-from mp_callbacks import master
+from mp_callbacks import half
 
 class Scaled(nn.Module):
     "Its own parameter, outside any layer that autocast knows"
@@ -18,41 +18,46 @@ compiled = dict(
     in_place = lambda: (m := norms(), m.compile(backend='aot_eager'))[0],
     part     = lambda: nn.Sequential(*norms()[:4], torch.compile(norms()[4:], backend='aot_eager')))
 
+modes = {**modes, 'bf16_flat': lambda learn: learn.to_bf16(flat_master=True), 'bf16_keep': lambda learn: learn.to_bf16(keep=Scaled)}
 moving = dict(fp16=dict(scale_wait=3, max_loss_scale=2.**24, headroom=None), native_fp16=dict(init_scale=2.**24, growth_interval=3)) # overflows, and grows
-flat_bf16 = lambda learn: learn.to_bf16(flat_master=True)
 
 def graphs(make, mode):
     "The learner, and how many graphs there were after the first and after the last of some fits"
     torch._dynamo.reset()
     counters.clear()
     learn = get_learner(make())
-    if mode: {**modes, 'bf16_flat':flat_bf16}[mode](learn, **moving.get(mode, {}))
+    if mode: modes[mode](learn, **moving.get(mode, {}))
     learn.fit(1)
     learn.validate()
     first = counters['stats']['unique_graphs']
     learn.fit_one_cycle(3)
-    assert not counters['graph_break']
+    assert not counters['graph_break'] and not counters['recompiles']
     return learn,first,counters['stats']['unique_graphs']
 
-few = ('fp16','bf16','native_fp16','bf16_flat')
+fast = [('fp16','wrapped'), ('bf16','in_place'), ('native_fp16','part')]
+rest = [(m,k) for m in (None,*modes) for k in compiled if (m,k) not in fast]
 
-@pytest.mark.parametrize('kind', compiled)
-@pytest.mark.parametrize('mode', (None,*few))
+@pytest.mark.parametrize('mode,kind', fast+[pytest.param(*o, marks=pytest.mark.slow) for o in rest])
 def test_graphs(mode, kind):
     if kind=='in_place' and mode and torch.__version__.startswith('2.5'): pytest.skip('PyTorch 2.5 breaks the graph at clear_autocast_cache')
     learn,first,last = graphs(compiled[kind], mode)
     assert (first,last)==(2,2)
     if mode in moving: assert skipped(learn)>2 and learn.precision_recorder.log.scale.nunique()>4
 
-@pytest.mark.parametrize('mode', few[:3])
+@pytest.mark.slow
+@pytest.mark.parametrize('mode', ['fp16','bf16','native_fp16'])
 def test_learns_the_same(mode):
     "Compiled or not, the same weights"
     def run(make): learn = get_learner(make()); modes[mode](learn).fit(3); return learn
     assert apart(run(compiled['wrapped']), run(norms), flat(weights(get_learner(norms()))))<1e-2
 
-@pytest.mark.parametrize('mode', few[:2])
-def test_rounded_norms(mode, monkeypatch):
-    "One graph too where a norm's weights are rounded for the call, as on CUDA"
-    monkeypatch.setattr(master, 'half_norm', lambda m, *_: 'rounded' if isinstance(m, nn.LayerNorm) else 'float32')
+@pytest.mark.slow
+@pytest.mark.parametrize('mode', ['fp16','bf16'])
+def test_layer_norm_as_on_cuda(mode, monkeypatch):
+    "One graph too with copies of the weights of a `LayerNorm`, which is float32 on a CPU"
+    own = half._default_rule
+    def rule(module, *args): return half.Rule('norm') if isinstance(module, nn.LayerNorm) else own(module, *args)
+    monkeypatch.setattr(half, '_default_rule', rule)
     learn,first,last = graphs(compiled['wrapped'], mode)
     assert (first,last)==(2,2) and {p.dtype for p in learn.model.parameters()}=={torch.float32}
+    assert not (learn.model_to_half.policy().compute=='float32').any()

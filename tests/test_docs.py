@@ -39,6 +39,7 @@ def test_names_become_links():
     assert pages.to_dialect('a `Learner`', site)=='a [`Learner`](https://docs.fast.ai/learner.html#learner)'
     assert pages.to_dialect('`cast_tree` here', site, names=['cast_tree'])=='`cast_tree` here'
     assert pages.to_dialect('its `module`', site)=='its `module`' # a plain word, though fastai has a function of that name
+    assert pages.to_dialect('`_norms`', site)=='`_norms`' # private
 
 def test_callouts():
     quarto = '::: {.callout-warning collapse="true" title="Why?"}\nBecause.\n\n    x = 1\n:::\n'

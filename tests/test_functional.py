@@ -14,8 +14,8 @@ from mp_callbacks import emily,functional,jmp,mpx
 from mp_callbacks.functional import (all_finite,apply_if_finite,cast_copy,grad,leaves,optimizer_update,scale_tree,select_tree,train_step,tree_map,
                                      unscale_tree,value_and_grad)
 from mp_callbacks.grads import prepare_grads
+from mp_callbacks.half import half_precision
 from mp_callbacks.loss_scale import DynamicLossScale,StaticLossScale
-from mp_callbacks.master import MasterWeights
 
 f8,f16,bf16,f32,f64 = torch.float8_e4m3fn,torch.float16,torch.bfloat16,torch.float32,torch.float64
 inf,nan = math.inf,math.nan
@@ -116,7 +116,7 @@ def test_without_fastai(module):
     "They import PyTorch, fastcore, the standard library, and those of us who do no more"
     names = re.findall(r'^(?:from|import) (\S+)(?: import (.+))?', inspect.getsource(module), re.M)
     ours = {o for a,b in names if a[0]=='.' for o in ([a[1:]] if a!='.' else [p.split()[0] for p in b.split(',')])}
-    assert ours<={'dtypes','loss_scale','grads','master','functional','jmp'} and not any(a.startswith('fastai') for a,_ in names)
+    assert ours<={'dtypes','loss_scale','half','functional','jmp'} and not any(a.startswith('fastai') for a,_ in names)
 
 # --- Gradients
 
@@ -138,7 +138,7 @@ def problem():
 def error(grads, truth): return max(((grads[k].double()-o).norm()/o.norm()).item() for k,o in truth.items())
 
 ways = {'through':        lambda f,dt,s,*a: grad(f, dt, s)(*a),
-        'copies':         lambda f,dt,s,*a: grad(f, dt, s, copies=True)(*a),
+        'copies':         lambda f,dt,s,*a: grad(f, None, s)(*mpx.cast_tree(a, dt)),
         'train_step':     lambda f,dt,s,*a: tree_map(lambda o,n: o-n, a[0], train_step(f, Descend(), dt)(a[0], (), StaticLossScale(s), *a[1:]).model),
         'mpx.filter_grad':lambda f,dt,s,*a: in_half(dt, mpx.filter_grad(f, mpx.DynamicLossScaling(s,1.)), *a)[2],
         'mpx.filter_value_and_grad': lambda f,dt,s,*a: in_half(dt, mpx.filter_value_and_grad(f, mpx.DynamicLossScaling(s,1.)), *a)[3],
@@ -179,10 +179,10 @@ def test_scale_saves_small_gradients(problem, way):
 @pytest.mark.parametrize('dtype', [f16,bf16])
 def test_two_ways_one_gradient(problem, dtype):
     p,x,y,_ = problem
-    assert same(grad(mse, dtype, 2.**10)(p, x, y), grad(mse, dtype, 2.**10, copies=True)(p, x, y))
+    assert same(grad(mse, dtype, 2.**10)(p, x, y), grad(mse, None, 2.**10)(*mpx.cast_tree((p,x,y), dtype)))
 
 @pytest.mark.parametrize('dtype,eps', [(f16,1e-2),(bf16,6e-2)])
-def test_module_as_master_weights(dtype, eps):
+def test_module_as_in_a_loop(dtype, eps):
     "A model with every kind of norm, tied and frozen weights: gradients, value and buffers of the functions and of the context manager"
     net = nn.Sequential(nn.Linear(16,32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32,32,bias=False), nn.LayerNorm(32), nn.Linear(32,32,bias=False), nn.Unflatten(1,(8,4)),
                         nn.GroupNorm(2,8), nn.Flatten(), nn.Linear(32,3))
@@ -190,7 +190,7 @@ def test_module_as_master_weights(dtype, eps):
     net[0].bias.requires_grad_(False)
     x,y,twin = torch.randn(64,16),torch.randint(3,(64,)),deepcopy(net)
     res = value_and_grad(lambda m,x,y: F.cross_entropy(m(x), y), dtype, 64.)(net, x, y)
-    with MasterWeights(twin, dtype): loss = F.cross_entropy(twin(x.to(dtype)), y); (loss*64).backward()
+    with half_precision(twin, dtype): loss = F.cross_entropy(twin(x), y); (loss*64).backward()
     prepare_grads(twin.parameters(), 64.)
     assert list(res.grads)==[n for n,_ in twin.named_parameters()] and abs(res.value-loss)<1e-3
     for n,p in twin.named_parameters():
@@ -275,9 +275,10 @@ scales = st.shared(power(0,12), key='scale')
 @given(scales, scales.flatmap(trees))
 def test_scale_unscale(s, tree):
     "With a power of two, and without overflow, unscaling what was scaled gives the same bits"
-    for o in (StaticLossScale(s), DynamicLossScale(s)): assert same(o.unscale(o.scale(tree)), tree)
+    for o in (StaticLossScale(s), DynamicLossScale(s), jmp.StaticLossScale(s), jmp.DynamicLossScale(s)): assert same(o.unscale(o.scale(tree)), tree)
     wide = tree_map(lambda t: t.float() if isinstance(t, torch.Tensor) and t.dtype in (f16,bf16) else t, tree) # these promote
-    for o in (jmp.StaticLossScale(s), jmp.DynamicLossScale(s), mpx.DynamicLossScaling(s,1.)): assert same(o.unscale(o.scale(tree)), wide)
+    o = mpx.DynamicLossScaling(s,1.)
+    assert same(o.unscale(o.scale(tree)), wide)
     assert same(unscale_tree(scale_tree(tree, s), s), wide)
     e = emily.loss_scale(scale=s)
     scaled = tree_map(lambda t: emily.scale_loss(t, e) if isinstance(t, torch.Tensor) and t.is_floating_point() else t, tree)
@@ -396,5 +397,5 @@ def test_on_cuda(problem, dtype, eps):
         scale = res.scale
         values.append(res.value.item())
     assert values[-1]<values[0] and net[1].running_mean.dtype==f32
-    each = torch.vmap(value_and_grad(lambda m,x,y: F.mse_loss(m(x),y.float()), dtype), in_dims=(None,0,0))(net.eval(), x[:8,None], y[:8,None])
+    each = torch.vmap(value_and_grad(lambda m,x,y: F.mse_loss(m(x),y.float()), dtype, keep=nn.BatchNorm1d), in_dims=(None,0,0))(net.eval(), x[:8,None], y[:8,None])
     assert each.grads['0.weight'].shape==(8,32,16) and each.finite.all()

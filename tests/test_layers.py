@@ -1,5 +1,5 @@
 """The layout is the architecture: numbers of notebooks are layers, imports point to lower ones, and only one module changes fastai"""
-import ast,json,re,subprocess,sys
+import ast,io,json,re,subprocess,sys,tokenize
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -56,9 +56,9 @@ def test_imports_lower_only(name):
 
 @each_module
 def test_foundation_is_plain_pytorch(name):
-    "Below 10: only PyTorch, fastcore and the standard library. fastai begins at 10."
+    "Below 10: only PyTorch, fastcore, pandas and the standard library. fastai begins at 10."
     theirs = {o[2:].partition('.')[0] for o in imports(name) if o[:2]=='::'}
-    if layers[name]<10: assert theirs<={'torch','fastcore',*sys.stdlib_module_names}
+    if layers[name]<10: assert theirs<={'torch','fastcore','pandas',*sys.stdlib_module_names}
     else: assert theirs<={'torch','fastcore','fastai','matplotlib','pandas','sklearn','numpy','fastprogress',*sys.stdlib_module_names}
 
 def test_imports_are_seen(tmp_path, monkeypatch):
@@ -99,57 +99,99 @@ def test_foundation_runs_without_fastai():
     names = [o for o in sorted(layers, key=layers.get) if layers[o]<10]
     assert run(code, *names)==dict.fromkeys(names, False)
 
+# --- Size
+
+core = [o for o in sorted(layers, key=layers.get) if layers[o] in (0,1,2,3,4,5,10,11,13)]
+
+def code_lines(name):
+    "Lines of code in module `name`, without comments and blank lines"
+    src = (pkg/f'{name}.py').read_text(encoding='utf-8')
+    lines = src.splitlines()
+    for t in tokenize.generate_tokens(io.StringIO(src).readline):
+        if t.type==tokenize.COMMENT: lines[t.start[0]-1] = lines[t.start[0]-1][:t.start[1]].rstrip()
+    return [o for o in lines if o.strip()]
+
+def test_core_is_small():
+    lines = {o:code_lines(o) for o in core}
+    assert len(core)==9 and sum(map(len, lines.values()))<=1800
+    assert [f'{k}: {o.strip()[:60]}' for k,v in lines.items() for o in v if len(o)>120 and '__all__' not in o]==[]
+
+def states(name):
+    "Class -> names of the attributes that its methods, but for `__init__`, set on `self`; patched methods are its own, too"
+    res,tree = {},ast.parse((pkg/f'{name}.py').read_text(encoding='utf-8'))
+    methods = [(c.name,f) for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for f in c.body if isinstance(f, ast.FunctionDef)]
+    methods += [(f.args.args[0].annotation.id,f) for f in tree.body if isinstance(f, ast.FunctionDef) and f.args.args and isinstance(f.args.args[0].annotation, ast.Name)]
+    for c,f in methods:
+        own = f.args.args[0].arg if f.args.args else None
+        if f.name=='__init__': continue
+        for o in ast.walk(f):
+            if isinstance(o, ast.Attribute) and isinstance(o.ctx, ast.Store) and getattr(o.value, 'id', None)==own: res.setdefault(c, set()).add(o.attr)
+    return res
+
+@each_module
+def test_classes_have_little_state(name):
+    "What a class remembers between two calls is at most ten attributes"
+    assert {k:v for k,v in states(name).items() if len(v)>10}=={}
+
 # --- Changes to fastai
+
+methods = ('to_fp16 to_bf16 to_native_fp16 to_native_bf16 to_fp32 to_native_fp32 to_non_native_fp16 to_non_native_fp32 '
+           'one_batch _backward to_contiguous').split()
+
+changes = '''if True:
+    import json,sys
+    from importlib import import_module
+    import fastai.learner,fastai.callback.fp16,fastai.callback.channelslast,torch
+    from types import ModuleType
+    if '--all' in sys.argv: import fastai.basics,fastai.callback.all
+    mods = {n:m for n,m in sys.modules.items() if m is not None and n.partition('.')[0] in ('fastai','fastcore')}
+    def snapshot():
+        res = {'defaults':dict(vars(fastai.learner.defaults)), 'callbacks':dict(enumerate(fastai.learner.defaults.callbacks))}
+        for n,m in mods.items():
+            res[n] = {k:v for k,v in vars(m).items() if not isinstance(v, ModuleType) and k[:2]!='__'}
+            for k,c in vars(m).items():
+                if isinstance(c, type) and c.__module__==n: res[f'{n}.{k}'] = dict(vars(c))
+        for c in (torch.nn.Module, torch.Tensor, torch.autocast, torch.amp.GradScaler, torch.optim.Optimizer): res[f'torch.{c.__name__}'] = dict(vars(c))
+        return res
+    def changes(a, b): return sorted(f'{n}.{k}' for n in a for k in a[n].keys()|b[n].keys() if a[n].get(k, a) is not b[n].get(k, b))
+    seen = {}
+    before = snapshot()
+    for o in sys.argv[1:]:
+        if o=='--all': continue
+        import_module(f'mp_callbacks.{o}')
+        after = snapshot()
+        seen[o] = changes(before, after)
+        before = after
+    print(json.dumps(seen))'''
+
+def replaced(changed):
+    "Names of the methods of `Learner` among `changed`. fastcore's `patch` keeps what it replaces under another name."
+    return {o.removeprefix('fastai.learner.Learner.') for o in changed if '._orig_to_' not in o}
 
 def test_only_learner_changes_fastai():
     "No other module changes an attribute of any module or class of fastai, or of a class of PyTorch; `learner` those of `Learner`, and no others"
-    code = '''if True:
-        import json,sys
-        from importlib import import_module
-        import fastai.callback.all,fastai.basics,fastai.callback.fp16,fastai.callback.channelslast,torch
-        from types import ModuleType
-        mods = {n:m for n,m in sys.modules.items() if m is not None and n.partition('.')[0] in ('fastai','fastcore')}
-        def snapshot():
-            res = {}
-            for n,m in mods.items():
-                res[n] = {k:v for k,v in vars(m).items() if not isinstance(v, ModuleType) and k[:2]!='__'}
-                for k,c in vars(m).items():
-                    if isinstance(c, type) and c.__module__==n: res[f'{n}.{k}'] = dict(vars(c))
-            for c in (torch.nn.Module, torch.Tensor, torch.autocast, torch.amp.GradScaler, torch.optim.Optimizer): res[f'torch.{c.__name__}'] = dict(vars(c))
-            return res
-        def changes(a, b): return sorted(f'{n}.{k}' for n in a for k in a[n].keys()|b[n].keys() if a[n].get(k, a) is not b[n].get(k, b))
-        seen = {}
-        before = snapshot()
-        for o in sys.argv[1:]:
-            import_module(f'mp_callbacks.{o}')
-            after = snapshot()
-            seen[o] = changes(before, after)
-            before = after
-        print(json.dumps(seen))'''
     patching = [o for o in layers if o=='learner' or 'learner' in needs(o)]
     names = sorted(set(layers)-set(patching), key=layers.get)
-    seen = run(code, *names, 'learner', *(o for o in patching if o!='learner'))
+    seen = run(changes, '--all', *names, 'learner', *(o for o in patching if o!='learner'))
     changed = seen.pop('learner')
     assert seen==dict.fromkeys(seen, [])
-    assert {o.rpartition('.')[0] for o in changed}=={'fastai.learner.Learner'}
-    assert {f'fastai.learner.Learner.{o}' for o in 'to_fp16 to_bf16 to_native_fp16 to_native_bf16 to_fp32 to_native_fp32'.split()}<=set(changed)
+    assert replaced(changed)=={*methods}
+
+def test_import_changes_no_default():
+    "After `fastai.learner` alone, `mp_callbacks.all` adds no default callback, as importing all of fastai would: only the methods change"
+    assert replaced(run(changes, 'all')['all'])=={*methods}
 
 # --- What `all` exports
 
-vocabularies = range(20, 100) # those of the seeds, whose names are each other's, and what is run: imported by their own names
+public = ('ModelToHalf MixedPrecision NativeMixedPrecision PrecisionRecorder half_precision StepStats Policy DynamicLossScale '
+          'StaticLossScale').split()
 
-def exported():
-    "Name -> object, of every module that belongs in `all`"
-    mods = [import_module(f'mp_callbacks.{o}') for o in sorted(layers, key=layers.get) if layers[o] not in vocabularies]
-    return [(k,getattr(m, k)) for m in mods for k in m.__all__]
-
-def test_all_exports_everything():
+def test_all_exports_what_users_need():
     ns = {}
     exec('from mp_callbacks.all import *', ns)
-    names = exported()
-    assert len({k for k,_ in names})==len(names), 'two modules export the same name'
-    assert {k for k in ns if k[0]!='_'}=={k for k,_ in names}
-    assert all(ns[k] is v for k,v in names)
+    assert {k for k in ns if k!='__builtins__'}=={*public} and len(public)<=25
+    mods = [import_module(f'mp_callbacks.{o}') for o in layers]
+    assert all(any(getattr(m, k, None) is ns[k] for m in mods if k in m.__all__) for k in public)
 
 def test_ours_after_theirs():
     "After both star imports ours are the ones in place, and no name of fastai's is lost but those that we mean to replace"
@@ -157,8 +199,6 @@ def test_ours_after_theirs():
     exec('from fastai.basics import *\nfrom fastai.callback.all import *', ns)
     theirs = dict(ns)
     exec('from mp_callbacks.all import *', ns)
-    assert all(ns[k] is v for k,v in exported())
-    replaced = {k for k,_ in exported() if k in theirs and theirs[k] is not ns[k]}
-    helpers = 'get_master to_master_grads to_model_params test_overflow grad_overflow copy_clone convert_network'.split()
-    assert replaced<={'MixedPrecision', 'ModelToHalf', *helpers}
-    assert {getattr(ns['Learner'], o).__module__ for o in ('to_fp16','to_bf16','to_fp32')}=={'mp_callbacks.learner'}
+    assert all(ns[k].__module__.startswith('mp_callbacks.') for k in public)
+    assert {k for k in public if k in theirs}<={'MixedPrecision', 'ModelToHalf'}
+    assert all(getattr(ns['Learner'], o).__module__=='mp_callbacks.learner' for o in methods if o.startswith('to_') and o!='to_contiguous')

@@ -378,15 +378,32 @@ def test_itself(name):
             ours,theirs = oracles[name][1][0][0](n,1),make(n)
             assert [next(ours), *map(ours.send, trace)]==[next(theirs), *map(theirs.send, trace)]
 
+def test_words_of_jmp():
+    "Policies as text, and dtypes of what is scaled, as in the library"
+    jmp,jnp = pytest.importorskip('jmp'),pytest.importorskip('jax.numpy')
+    from mp_callbacks import jmp as ours
+    for o in ('full','half','f16','bf16','float32','p=f16,c=f32','c=half','o=f16','params=float32,compute=float16,output=float32'):
+        assert str(ours.get_policy(o))==str(jmp.get_policy(o))
+    for o in ('f','h','','g','p=f','p=f16, c=f32','p = f16',' f16','f16 ','p=f16,','x=f16'):
+        for lib in (ours,jmp):
+            with pytest.raises(ValueError): lib.get_policy(o)
+    for kind in ('StaticLossScale','DynamicLossScale'):
+        a,b = getattr(ours, kind)(2.**10),getattr(jmp, kind)(2.**10)
+        for k in ('float16','bfloat16','float32'):
+            x,y = torch.ones(2, dtype=getattr(torch, k)),jnp.ones(2, k)
+            for f in ('scale','unscale'):
+                p,q = getattr(a, f)(x),getattr(b, f)(y)
+                assert str(p.dtype)==f'torch.{q.dtype}' and p.tolist()==q.tolist()
+
 # --- The value
 
 def random_scale(rng):
     "Any settings, in any combination"
     lo,hi = sorted(rng.choice([f32.tiny, 2.**-3, 1., 3., 2.**10, 65504., 2.**24, f32.max]) for _ in range(2))
     return DynamicLossScale(
-        rng.choice([lo, hi, (lo*hi)**.5]), rng.randint(0,3), rng.randint(1,5), rng.choice([1.5,2,4,2000]), rng.choice([None,.5,.9,1e-3]), lo, hi, rng.random()<.7, rng.randint(0,2), rng.randint(1,4),
+        rng.choice([lo, hi, (lo*hi)**.5]), rng.randint(0,3), rng.randint(1,5), rng.choice([1.5,2,4,2000]), lo, hi, rng.choice([None,.5,.9,1e-3]), rng.random()<.7, rng.randint(0,2), rng.randint(1,4),
         '+'.join(rng.sample(['growth','finite','backoff'], rng.randint(1,3))), rng.choice([0,0,.1,.5,1]), rng.choice(['clip','clip','raise']), rng.choice(['clip','keep']),
-        headroom=rng.choice([None,None,0,2,3.5]), ceiling=rng.choice([math.inf,0,2.**12]))
+        headroom=rng.choice([None,None,0,2,3.5]), found=rng.random()<.5)
 
 def walk(s, trace):
     "The values of `s`, up to the floor where it may raise"
@@ -413,7 +430,7 @@ def test_round_trips():
             assert hash(eval(repr(o)))==hash(o)
             state = o.state_dict()
             assert s.load_state_dict(state)==o
-            assert all(type(v) in (int,float) for v in state.values())
+            assert all(type(v) in (int,float,bool) for v in state.values())
 
 def test_resumed_at_any_step_it_goes_on_the_same():
     for i,s in enumerate(values[:100]):

@@ -1,0 +1,457 @@
+"`half_precision` in a training loop written by hand: what a `with` does, and what is left after it"
+import copy,io,pickle
+from contextlib import nullcontext
+
+import pytest,torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from mp_callbacks.grads import prepare_grads
+from mp_callbacks.half import half_precision,is_norm
+
+f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
+each_dtype = pytest.mark.parametrize('dtype', [f16,bf16])
+
+class Seen(nn.Linear):
+    "A linear layer that notes which dtype its weight has inside `forward`, and the dtype that it returns"
+    def forward(self, x):
+        res = super().forward(x)
+        self.last = self.weight.dtype,res.dtype
+        return res
+
+class Block(nn.Sequential): pass
+
+def net():
+    torch.manual_seed(1)
+    block = Block(Seen(8,8), nn.GELU())
+    return nn.Sequential(Seen(4,8), nn.LayerNorm(8), nn.GELU(), Seen(8,8), nn.BatchNorm1d(8), block, Seen(8,1))
+
+def data(n=32):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 4, generator=g)
+    return x,x.sin().sum(1, keepdim=True)
+
+def grads(model): return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+def same(xs, ys): return all(torch.equal(a, b) for a,b in zip(xs, ys, strict=True))
+def near(a, b, tol=.05): return (a-b).norm()<=tol*b.norm()
+
+def assert_plain(model):
+    "Nothing of ours stands in `model`, and no autocast is open"
+    assert [n for n,m in model.named_modules() if 'forward' in vars(m)]==[]
+    assert {p.dtype for p in model.parameters()}=={f32} and all(type(p) is nn.Parameter for p in model.parameters())
+    assert not torch.is_autocast_enabled('cpu') and torch.is_grad_enabled()
+    assert F.linear(torch.ones(1,2), torch.ones(2,2)).dtype==f32
+
+def step(model, opt, half, x, y, scale=1.):
+    with half:
+        loss = F.mse_loss(model(x), y)
+        (loss*scale).backward()
+    stats = prepare_grads(model.parameters(), scale, clip=1.)
+    if stats.finite: opt.step()
+    opt.zero_grad()
+    return loss.item(),stats
+
+def plain_step(model, opt, x, y):
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.item()
+
+# --- The loop
+
+@each_dtype
+@pytest.mark.parametrize('copies', [True,False])
+def test_trains(dtype, copies):
+    "To nearly the loss that float32 reaches, with weights, gradients and predictions in float32"
+    def fit(half):
+        model,(x,y) = net(),data()
+        params,opt = [*model.parameters()],torch.optim.AdamW(model.parameters(), 1e-2)
+        h = half and half_precision(model, dtype, copies=copies)
+        for _ in range(40):
+            if half: loss,stats = step(model, opt, h, x, y, 2.**10 if dtype==f16 else 1.)
+            else: loss = plain_step(model, opt, x, y)
+        if half: assert stats.finite and model[0].last==(dtype if copies else f32, dtype)
+        assert all(p is q for p,q in zip(model.parameters(), params, strict=True))
+        assert_plain(model)
+        return loss
+    first = F.mse_loss(net()(data()[0]), data()[1]).item()
+    assert fit(True)<fit(False)+.05*first
+
+@each_dtype
+def test_overflow_is_found(dtype):
+    model,(x,y) = net(),data()
+    before,opt = copy.deepcopy(model.state_dict()),torch.optim.SGD(model.parameters(), .1)
+    model.eval() # batch norm leaves its statistics alone
+    _,stats = step(model, opt, half_precision(model, dtype), x*torch.inf, y)
+    assert not stats.finite and same(model.state_dict().values(), before.values())
+
+def test_parameters_never_move():
+    "In hooks and outside a module's `forward` its parameters are float32 and the optimizer's; inside they are copies"
+    model,(x,_),seen = net(),data(),{}
+    params = [*model.parameters()]
+    def note(when): return lambda m, *_: seen.setdefault(when, set()).update(p.dtype for p in m._parameters.values())
+    for m in model:
+        m.register_forward_pre_hook(note('before'))
+        m.register_forward_hook(note('after'))
+    params[0].register_hook(lambda g: seen.update(grad=g.dtype))
+    params[0].register_post_accumulate_grad_hook(lambda p: seen.update(accumulated=p.grad.dtype))
+    with half_precision(model, bf16):
+        model(x).sum().backward()
+        assert all(p is q for p,q in zip(model.parameters(), params, strict=True))
+    assert seen==dict(before={f32}, after={f32}, grad=f32, accumulated=f32) and model[0].last==(bf16,bf16)
+
+@each_dtype
+def test_autograd_grad(dtype):
+    "To the real parameters, and twice for a penalty on gradients"
+    model,(x,y) = net(),data()
+    with half_precision(model, dtype):
+        loss = F.mse_loss(model(x), y)
+        gs = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+        sum(g.pow(2).sum() for g in gs).backward()
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    want = torch.autograd.grad(F.mse_loss(plain(x), y), [*plain.parameters()], create_graph=True)
+    sum(g.pow(2).sum() for g in want).backward()
+    assert {g.dtype for g in gs}=={f32} and all(p.grad is None or p.grad.dtype==f32 for p in model.parameters())
+    assert near(torch.cat([g.flatten() for g in gs]), torch.cat([g.flatten() for g in want]))
+    assert near(*(torch.cat([g.flatten() for g in grads(o) if g is not None]) for o in (model,plain)), .2)
+
+def test_several_calls():
+    "Of one model in one backward pass: the gradients are the sum of those of each"
+    (x,y),one,two = data(),net(),net()
+    one.eval(); two.eval()
+    with half_precision(one, bf16): (F.mse_loss(one(x), y)+F.mse_loss(one(x*2), y)).backward()
+    h = half_precision(two, bf16)
+    for k in (1,2):
+        with h: F.mse_loss(two(x*k), y).backward()
+    assert all(near(a, b, 1e-5) for a,b in zip(grads(one), grads(two)))
+
+def test_shared_modules_and_weights():
+    "Are cast once per call, and their gradient is the sum over all uses"
+    torch.manual_seed(0)
+    lin,tied,casts = nn.Linear(8,8),nn.Linear(8,8,bias=False),[]
+    tied.weight = lin.weight
+    model = nn.Sequential(lin, nn.Tanh(), lin, nn.Tanh(), tied)
+    plain,x = copy.deepcopy(model),torch.randn(16,8)
+    half = half_precision(model, bf16)
+    class Casts(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if '_to_copy' in str(func) and args[0].shape==lin.weight.shape and args[0].dtype==f32: casts.append(func)
+            return func(*args, **(kwargs or {}))
+    with half:
+        with Casts(): out = model(x)
+        out.pow(2).sum().backward()
+    plain(x).pow(2).sum().backward()
+    assert len(casts)==1 and all(near(a, b) for a,b in zip(grads(model), grads(plain)))
+
+def test_no_grad_then_training():
+    "Copies that were made without gradients are not used where there are some; in one `with`, and in one call"
+    class Both(nn.Module):
+        def __init__(self): super().__init__(); self.net = nn.Sequential(nn.Linear(4,8), nn.Tanh(), nn.Linear(8,4))
+        def forward(self, x):
+            with torch.no_grad(): first = self.net(x)
+            return self.net(x+first)
+    torch.manual_seed(0)
+    model,x = Both(),data()[0]
+    plain = copy.deepcopy(model)
+    plain(x).pow(2).sum().backward()
+    with half_precision(model, bf16):
+        with torch.no_grad(): assert not model(x).requires_grad
+        model(x).pow(2).sum().backward()
+    assert all(near(a, b) for a,b in zip(grads(model), grads(plain)))
+
+def test_momentum_encoder():
+    "As MoCo writes it: the key encoder follows the query encoder by `.data`, in the forward pass"
+    class Moco(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q,self.k = nn.Linear(4,8),nn.Linear(4,8)
+            for a,b in zip(self.q.parameters(), self.k.parameters()): b.data.copy_(a.data); b.requires_grad_(False)
+        def forward(self, x):
+            q = self.q(x)
+            with torch.no_grad():
+                for a,b in zip(self.q.parameters(), self.k.parameters()): b.data = b.data*.9+a.data*.1
+                k = self.k(x)
+            return (q*k).sum(1)
+    torch.manual_seed(0)
+    model,x = Moco(),data()[0]
+    plain = copy.deepcopy(model)
+    opts = [torch.optim.SGD(o.q.parameters(), .05) for o in (model,plain)]
+    half = half_precision(model, bf16)
+    for _ in range(5):
+        with half: model(x).square().mean().backward()
+        plain(x).square().mean().backward()
+        for o in opts: o.step(); o.zero_grad()
+    assert all(near(a, b, .01) for a,b in zip(model.parameters(), plain.parameters()))
+    assert not torch.equal(model.q.weight, model.k.weight)
+
+@pytest.mark.parametrize('copies', [True,False])
+@pytest.mark.parametrize('reentrant', [True,False])
+def test_checkpointing(reentrant, copies):
+    "Of a module, and of a function: gradients are those without, bit for bit"
+    class Checkpointed(nn.Module):
+        def __init__(self, on):
+            super().__init__()
+            self.body,self.on = net(),on
+        def run(self, f, x): return checkpoint(f, x, use_reentrant=reentrant) if self.on else f(x)
+        def forward(self, x):
+            x = self.run(self.body[:4], x.requires_grad_()) # a new Sequential around the same modules
+            x = self.run(self.body[4], x)
+            return self.run(lambda o: self.body[6](self.body[5](o)), x)
+    def run(on):
+        model,(x,y) = Checkpointed(on),data()
+        half = half_precision(model, bf16, copies=copies)
+        for _ in range(2):
+            with half: F.mse_loss(model(x.clone()), y).backward()
+        assert_plain(model)
+        return grads(model)
+    assert same(run(True), run(False))
+
+# --- Entering and leaving
+
+def test_enter_again():
+    "As often as you like; in between the model is an ordinary one"
+    model,(x,_) = net(),data()
+    half = half_precision(model, bf16)
+    plain = model.eval()(x)
+    for _ in range(3):
+        with half as res: assert res is half and half.installed and not torch.equal(model(x), plain)
+        assert not half.installed and torch.equal(model(x), plain)
+        assert_plain(model)
+
+def test_nested():
+    "One object, entered inside itself, is on until the outermost `with` ends"
+    model,(x,_) = net().eval(),data()
+    half = half_precision(model, bf16)
+    with half:
+        want = model(x)
+        with half: assert torch.equal(model(x), want)
+        assert half.installed and torch.equal(model(x), want)
+    assert_plain(model)
+
+def test_nested_objects():
+    "Two objects for one model, or for a part of it: each `with` takes away only its own"
+    model,(x,_) = net().eval(),data()
+    with half_precision(model, bf16):
+        want = model(x)
+        with half_precision(model, bf16): assert torch.equal(model(x), want)
+        assert torch.equal(model(x), want)
+        with half_precision(model[5], bf16): assert torch.equal(model(x), want)
+        assert torch.equal(model(x), want)
+    assert_plain(model)
+
+class Stop(BaseException): pass
+
+@pytest.mark.parametrize('where', [0,1,4,5,6,'loss','backward','recomputed'])
+def test_exceptions(where):
+    "From a module, the loss or the backward pass: nothing stays behind, and the next batch is right"
+    model,(x,y) = net().eval(),data()
+    half,hooks = half_precision(model, bf16),[]
+    with half: F.mse_loss(model(x), y).backward()
+    want = grads(model)
+    model.zero_grad()
+    def stop(*_): raise Stop
+    class Recomputed(nn.Module):
+        def __init__(self): super().__init__(); self.net = model
+        def forward(self, x): return checkpoint(self.net, x, use_reentrant=False)
+    with pytest.raises(Stop), half_precision(r := Recomputed(), bf16) if where=='recomputed' else half:
+        if isinstance(where, int): hooks.append(model[where].register_forward_hook(stop))
+        pred = (r if where=='recomputed' else model)(x)
+        if where=='loss': stop()
+        if where=='backward': hooks.append(model[3].weight.register_hook(stop))
+        if where=='recomputed': hooks.append(model[3].register_forward_pre_hook(stop))
+        F.mse_loss(pred, y).backward()
+    for h in hooks: h.remove()
+    assert_plain(model)
+    assert not half._cache
+    model.zero_grad()
+    with half: F.mse_loss(model(x), y).backward()
+    assert same(grads(model), want)
+
+changes = dict(
+    added      = lambda m: m.append(Seen(1,1)),
+    replaced   = lambda m: m.__setitem__(3, Seen(8,8)),
+    inside     = lambda m: m[5].__setitem__(0, Seen(8,8)),
+    removed    = lambda m: m.__delitem__(2),
+    new_weight = lambda m: setattr(m[3], 'weight', nn.Parameter(torch.randn(8,8))),
+    frozen     = lambda m: m[0].requires_grad_(False),
+    loaded     = lambda m: m.load_state_dict({k:v*.9 for k,v in m.state_dict().items()}))
+
+@pytest.mark.parametrize('change', changes)
+def test_model_changed(change):
+    "Between two `with`s: what a new `half_precision` does, bit for bit"
+    def run(fresh):
+        model,(x,y) = net(),data()
+        half = half_precision(model, bf16)
+        with half: F.mse_loss(model(x), y).backward()
+        model.zero_grad()
+        torch.manual_seed(2)
+        changes[change](model)
+        if fresh: half = half_precision(model, bf16)
+        with half: F.mse_loss(model(x), y).backward()
+        assert all(m.last==(bf16,bf16) for m in model.modules() if isinstance(m, Seen))
+        assert_plain(model)
+        return grads(model)
+    for a,b in zip(run(False), run(True)): assert (a is None)==(b is None) and (a is None or torch.equal(a, b))
+
+def test_model_no_longer_float32():
+    model = net()
+    half = half_precision(model, bf16)
+    model.double()
+    with pytest.raises(ValueError, match=r'no float32 parameters \(torch.float64\)'):
+        with half: pass
+    model.float()
+    with half: model(data()[0])
+    assert_plain(model)
+
+# --- Autocast
+
+def test_users_autocast_around():
+    "Stays open, and keeps no casts of weights that a step has changed"
+    def run(around):
+        model,(x,y) = net(),data()
+        opt,half = torch.optim.SGD(model.parameters(), .1),half_precision(model, bf16)
+        with torch.autocast('cpu', f16) if around else nullcontext():
+            for _ in range(3):
+                with half: pred = model(x)
+                assert torch.is_autocast_enabled('cpu')==around
+                if around: assert torch.get_autocast_dtype('cpu')==f16
+                with half, torch.autocast('cpu', enabled=False): F.mse_loss(pred, y).backward()
+                opt.step()
+                opt.zero_grad()
+        assert_plain(model)
+        return [*model.parameters()]
+    assert same(run(True), run(False))
+
+def test_autocast_disabled_inside():
+    "A part of the model that disables autocast computes in float32, with its float32 weights"
+    class Careful(nn.Module):
+        def __init__(self): super().__init__(); self.a,self.b = Seen(4,4),Seen(4,4)
+        def forward(self, x):
+            x = self.a(x)
+            with torch.autocast('cpu', enabled=False): return self.b(x.float())
+    model = nn.Sequential(Careful(), Seen(4,1))
+    with half_precision(model, bf16): model(data()[0]).sum().backward()
+    assert [o.last for o in (model[0].a,model[0].b,model[1])]==[(bf16,bf16),(f32,f32),(bf16,bf16)]
+    assert {p.grad.dtype for p in model.parameters()}=={f32}
+
+def test_part_called_directly():
+    "Outside the model's `forward` a module computes in float32, as do the losses that use its weights"
+    model,(x,_) = net().eval(),data()
+    want = model[0](x)
+    with half_precision(model, bf16):
+        model(x)
+        res = model[0](x)
+    assert res.dtype==f32 and torch.equal(res, want)
+
+@pytest.mark.parametrize('make', [lambda x: x, lambda x: (x,[x]), lambda x: dict(a=x, b=None), lambda x: [x.long(),x]])
+def test_predictions_are_float32(make):
+    class Out(nn.Module):
+        def __init__(self): super().__init__(); self.lin = nn.Linear(4,2)
+        def forward(self, x): return make(self.lin(x))
+    with half_precision(model := Out(), bf16): res = model(data()[0])
+    leaves,_ = torch.utils._pytree.tree_flatten(res)
+    assert {o.dtype for o in leaves if o is not None}<={f32,torch.int64} and type(res) is type(make(torch.ones(1)))
+
+# --- Copies of the model
+
+def by_pickle(model): return pickle.loads(pickle.dumps(model))
+
+def by_save(model):
+    torch.save(model, f := io.BytesIO())
+    f.seek(0)
+    return torch.load(f, weights_only=False)
+
+@pytest.mark.parametrize('how', [copy.deepcopy,by_pickle,by_save])
+def test_copied_inside(how):
+    "A copy made inside the `with` is an ordinary float32 model with its own parameters"
+    model,(x,y) = net().eval(),data()
+    want = model(x)
+    with half_precision(model, bf16):
+        model(x)
+        other = how(model)
+        assert not torch.equal(model(x), want) and torch.equal(other(x), want)
+    assert torch.equal(model(x), want) and torch.equal(other(x), want)
+    with torch.no_grad(): other[0].weight.zero_()
+    assert torch.equal(model(x), want) and not torch.equal(other(x), want)
+    with half_precision(other, bf16): F.mse_loss(other(x), y).backward()
+    assert other[3].last==(bf16,bf16) and model[0].weight.grad is None
+    assert torch.equal(how(other)(x), other(x))
+
+# --- Which modules: `keep`
+
+keeps = dict(
+    type       = (lambda: Block, {'5'}),
+    name       = (lambda: '5', {'5'}),
+    pattern    = (lambda: '5*', {'5'}),
+    function   = (lambda: lambda n,m: n=='5' or is_norm(n, m), {'1','4','5'}),
+    collection = (lambda: ['5', is_norm, {nn.LayerNorm}], {'1','4','5'}),
+    dict       = (lambda: {'5':'float32', '5.0':'bfloat16', '6':'p=f32,c=f32'}, {'5','6'}))
+
+wraps = dict(
+    plain      = lambda m: m,
+    compiled   = lambda m: torch.compile(m, backend='eager'),
+    in_place   = lambda m: (m.compile(backend='eager'), m)[1],
+    part       = lambda m: (m.__setitem__(5, torch.compile(m[5], backend='eager')), m)[1],
+    checkpoint = lambda m: (m.__setitem__(5, checkpoint_wrapper(m[5])), m)[1],
+    ddp        = lambda m: DistributedDataParallel(m),
+    both       = lambda m: torch.compile(DistributedDataParallel(m), backend='eager'))
+
+@pytest.fixture(scope='module')
+def one_process(tmp_path_factory):
+    "A group of one process, for `DistributedDataParallel`"
+    dist.init_process_group('gloo', init_method=f'file://{tmp_path_factory.mktemp("dist")}/init', rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+compiles = ('compiled','in_place','both') # compiling takes time: some forms of `keep`
+fast = [(w,f) for w in wraps for f in keeps if w not in compiles or f in ('collection','dict') and w!='in_place']
+slow = [pytest.param(w, f, marks=pytest.mark.slow) for w in wraps for f in keeps if (w,f) not in fast]
+
+@pytest.mark.parametrize('wrap,form', fast+slow)
+def test_keep(wrap, form, one_process):
+    "Means the same modules, by the names that they have in the model that was compiled or wrapped"
+    torch._dynamo.reset()
+    inner,(keep,kept) = net(),keeps[form]
+    model,(x,_) = wraps[wrap](inner),data()
+    half = half_precision(model, bf16, keep())
+    rows = half.policy().set_index('module')
+    found = {n for n in rows.index if '.' not in n and rows.compute[n]=='float32'}
+    assert found==kept|{'1'} # `LayerNorm` is float32 on a CPU
+    with half: model(x).sum().backward()
+    island = inner[5] if wrap not in ('part','checkpoint') else next(inner[5].children())
+    want = {0:bf16, 3:bf16, 6:f32 if '6' in kept else bf16}
+    assert {i:inner[i].last[0] for i in want}==want
+    assert island[0].last[0]==(bf16 if form=='dict' or '5' not in kept else f32)
+    assert all(p.grad.dtype==f32 for p in model.parameters())
+
+# --- What can't be
+
+@pytest.mark.parametrize('make,match', [
+    (lambda: torch.jit.script(nn.Linear(2,2)),                 'A scripted model .* or use torch.compile'),
+    (lambda: nn.Sequential(torch.jit.script(nn.Linear(2,2))),  'A scripted model'),
+    (lambda: nn.DataParallel(nn.Linear(2,2)),                  'Use DistributedDataParallel'),
+    (lambda: nn.Sequential(nn.LazyLinear(2), nn.Linear(2,2)),  'lazy parameters .* Call it once'),
+    (lambda: nn.ReLU(),                                        r'This ReLU has no float32 parameters \(none at all\)'),
+    (lambda: nn.Linear(2,2).half(), r'no float32 parameters \(torch.float16\).* model.float\(\)')])
+def test_refused(make, match):
+    with pytest.raises(ValueError, match=match): half_precision(make(), bf16)
+
+def test_write_into_a_copy():
+    "Is an error that names the parameter and `keep`; with `keep`, without copies, or without gradients it isn't lost"
+    class Clamped(Seen):
+        def forward(self, x):
+            with torch.no_grad(): self.weight.clamp_(-.1, .1)
+            return super().forward(x)
+    def make(): return nn.Sequential(nn.Linear(4,4), nn.Sequential(Clamped(4,1)))
+    with pytest.raises(RuntimeError, match=r"changes 1.0.weight.*keep='1.0'"):
+        with half_precision(model := make(), bf16): model(data()[0])
+    assert_plain(model)
+    for kwargs in (dict(keep='1.0'), dict(copies=False)):
+        with half_precision(model := make(), bf16, **kwargs): model(data()[0]).sum().backward()
+        assert model[1][0].weight.abs().max()<=.1

@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 __all__ = ['state_key', 'first_hypers', 'LeanCallback', 'is_precision', 'PrecisionCallback', 'fit_device', 'check_device',
            'ModelToHalf', 'refuse_unknown', 'MixedPrecision', 'NativeMixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #e6a38d3f
+# %% ../nbs/10_callback.ipynb #55890409
 import math,re,sys,torch
 from contextlib import contextmanager
 from inspect import signature
@@ -21,7 +21,7 @@ from fastcore.basics import defaults,patch
 
 from .dtypes import cast_tree,half_dtypes,map_tree,supports
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
-from .grads import check_clip,mul_grads,prepare_grads
+from .grads import check_clip,mul_grads,prepare_grads,unique
 from .half import check_half,half_precision
 from .flat import FlatStep,check_flat
 
@@ -226,7 +226,7 @@ def after_pred(self:PrecisionCallback):
         f"This batch isn't run by Learner.one_batch, so {type(self).__name__} can't train with it. If your class "
         "overrides one_batch, call super().one_batch(i, b). To train in plain float32, call learn.to_fp32().")
 
-# %% ../nbs/10_callback.ipynb #c4f1a3c5
+# %% ../nbs/10_callback.ipynb #ffe82231
 @patch
 @contextmanager
 def backward(self:PrecisionCallback):
@@ -245,9 +245,7 @@ def backward(self:PrecisionCallback):
 @patch
 def _params_and_models(self:PrecisionCallback):
     "Parameters of the optimizer, and those of the model that it doesn't have"
-    params = {id(p):p for p in self._params()}
-    for m in self.half.modules: params.update({id(p):p for p in m._parameters.values() if p is not None})
-    return [*params.values()]
+    return unique([*self._params(),*self.half.params])
 
 @patch
 def _scale_loss(self:PrecisionCallback, loss, scale): return loss*scale if scale!=1 else loss

@@ -33,11 +33,19 @@ class StepStats(NamedTuple):
     culprit:nn.Parameter|None=None # If they are not finite: the parameter nearest to the loss whose gradient isn't
     amax:float|None=None # Largest absolute value in them, unscaled, before clipping; if asked for and finite
 
-# %% ../nbs/02_grads.ipynb #2f455895
+# %% ../nbs/02_grads.ipynb #4158c1be
+def unique(xs):
+    "`xs` without repetitions: by identity, in order"
+    xs = [*xs]
+    return [*dict(zip(map(id, xs), xs)).values()]
+
 def _grads(params):
     "Those of `params` that have a gradient, each once, and the gradients as dense real tensors in the same memory"
-    grads = {id(p):(p,g) for p in params if (g := p.grad) is not None}
-    params,values = [p for p,_ in grads.values()],[g for _,g in grads.values()]
+    params = unique(params)
+    values = [*map(_grad, params)]
+    if not all([g is not None for g in values]):
+        params = [p for p,g in zip(params,values) if g is not None]
+        values = [*map(_grad, params)]
     plain = {*map(_layout, values)}<={torch.strided} and not any(o.is_complex for o in {*map(_dtype, values)})
     if plain: return params,values
     for p in params:
@@ -46,7 +54,7 @@ def _grads(params):
     values = [p.grad._values() if p.grad.is_sparse else p.grad for p in params]
     return params,[torch.view_as_real(g) if g.is_complex() else g for g in values]
 
-_layout,_dtype = attrgetter('layout'),attrgetter('dtype') # loops over many tensors in C
+_grad,_layout,_dtype = map(attrgetter, ('grad','layout','dtype')) # for loops over all parameters in C
 
 def _kinds(xs):
     "Device, dtype, tensors, and their indices in `xs`, for each device and dtype"

@@ -143,7 +143,7 @@ class StandIn:
 
     def __reduce__(self): return getattr,(self.module,'forward')
 
-# %% ../nbs/03_half.ipynb #051cb552
+# %% ../nbs/03_half.ipynb #e65c8e06
 def check_half(
     dtype:torch.dtype|str, # What a user gave as the half-precision dtype
 )->torch.dtype:
@@ -170,7 +170,7 @@ class half_precision:
 
     def refresh(self):
         "Look at the model again, if it has other modules or is on another device than before"
-        device_type,modules = _device_type(self.model),[*self.model.modules()]
+        device_type,modules,self.params = _device_type(self.model),[*self.model.modules()],[*self.model.parameters()]
         if (device_type,modules)==(self.device_type,self.modules): return
         self.remove()
         _check_model(self.model)

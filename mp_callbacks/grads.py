@@ -17,12 +17,13 @@ from torch import nn
 
 from .dtypes import half_dtypes
 
-# %% ../nbs/02_grads.ipynb #2c3d140a
+# %% ../nbs/02_grads.ipynb #1acd5298
 # A few kernels for a whole list of tensors. They have no public names; the optimizers of `torch.optim` use them.
 foreach_norm,foreach_mul_ = torch._foreach_norm,torch._foreach_mul_
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
+from torch._utils import _flatten_dense_tensors as flatten_tensors
 
-# %% ../nbs/02_grads.ipynb #d4a3759b
+# %% ../nbs/02_grads.ipynb #5a4f8af3
 class StepStats(NamedTuple):
     "What one optimizer step saw"
     step:int # Number of the step, from 0
@@ -30,10 +31,10 @@ class StepStats(NamedTuple):
     norm:float # Norm of all gradients together, unscaled, before clipping; inf or nan if a gradient is
     finite:bool # Are all gradients finite?
     norms:torch.Tensor # Unscaled norm of each gradient: float64, on the CPU
-    culprit:nn.Parameter|None=None # If they are not finite: the parameter nearest to the loss whose gradient isn't
+    culprit:nn.Parameter|None=None # If they are not finite: the last parameter whose gradient isn't
     amax:float|None=None # Largest absolute value in them, unscaled, before clipping; if asked for and finite
 
-# %% ../nbs/02_grads.ipynb #4158c1be
+# %% ../nbs/02_grads.ipynb #29736f23
 def unique(xs):
     "`xs` without repetitions: by identity, in order"
     xs = [*xs]
@@ -61,11 +62,20 @@ def _kinds(xs):
     kinds = group_tensors([xs], with_indices=True) if xs else {}
     for (device,dtype),((group,),idxs) in kinds.items(): yield device,dtype,group,idxs
 
+def _norms_of_kind(xs, ord, dtype):
+    "Norm of each of `xs`, all on one device and in `dtype`"
+    if xs[0].device.type=='cpu' and ord==2 and max(map(torch.Tensor.numel, xs))<=1024:
+        # on a CPU a call for each tensor takes longer than to add up few numbers
+        sizes = torch.tensor([*map(torch.Tensor.numel, xs)])
+        squares = flatten_tensors(xs).to(torch.promote_types(dtype, torch.float32)).square()
+        return torch.segment_reduce(squares, 'sum', lengths=sizes, initial=0).sqrt()
+    return torch.stack(foreach_norm(xs, ord, **(dict(dtype=torch.float32) if dtype in half_dtypes else {})))
+
 def _norms(xs, ord=2):
     "Norm of each of `xs`: float64, on the CPU, with one copy from each device"
     norms,idxs = {},{}
     for device,dtype,group,where in _kinds(xs):
-        each = torch.stack(foreach_norm(group, ord, **(dict(dtype=torch.float32) if dtype in half_dtypes else {})))
+        each = _norms_of_kind(group, ord, dtype)
         if hasattr(each, 'full_tensor'): each = each.full_tensor() # sharded by `fully_shard`: norms of whole gradients
         norms.setdefault(device, []).append(each)
         idxs.setdefault(device, []).extend(where)

@@ -143,7 +143,7 @@ class StandIn:
 
     def __reduce__(self): return getattr,(self.module,'forward')
 
-# %% ../nbs/03_half.ipynb #e65c8e06
+# %% ../nbs/03_half.ipynb #5c8d39e6
 def check_half(
     dtype:torch.dtype|str, # What a user gave as the half-precision dtype
 )->torch.dtype:
@@ -151,6 +151,8 @@ def check_half(
     res = as_dtype(dtype)
     if res in half_dtypes: return res
     raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. Use learn.to_fp32() for float32.")
+
+def _plain(forward, args, kwargs): return forward(*args, **kwargs)
 
 class half_precision:
     """Inside a `with`, `model` computes in `dtype` from its float32 parameters, and returns float32
@@ -165,7 +167,7 @@ class half_precision:
         copies:bool=True, # Cast weights module by module? If not, `torch.autocast` alone decides what is cast.
     ):
         self.model,self.dtype,self.keep,self.copies = model,check_half(dtype),keep,copies
-        self.device_type,self.modules,self._stand_ins,self._cache,self._outer = None,[],[],{},[]
+        self.device_type,self.modules,self._stand_ins,self._cache,self._was_installed = None,[],[],{},[]
         self.refresh()
 
     def refresh(self):
@@ -178,26 +180,27 @@ class half_precision:
         self.rules = _module_rules(named, self.device_type, self.dtype, self.keep, self.copies)
         _check_rules(self.model, named, self.rules)
         arounds = {m:f for n,m in named.items() if (f := self._around(n, m))}
-        whole = partial(self._whole, arounds.pop(self.model, None))
-        self._stand_ins = [StandIn(m, f) for m,f in {**arounds, self.model:whole}.items()]
+        whole = partial(self._whole, arounds.pop(self.model, _plain))
+        self._stand_ins = [*map(StandIn, arounds.keys(), arounds.values()), StandIn(self.model, whole)]
         self.modules = modules
 
     def _around(self, name, module):
         "What stands around the `forward` of `module`, if anything"
         how = self.rules[name].how
-        if   how=='float32':      res = partial(self._float32, False)
-        elif how=='float32 norm': res = partial(self._float32, True)
+        if   how=='float32':      res = self._float32
+        elif how=='float32 norm': res = partial(self._float32, half_out=True)
         elif how=='lookup':       res = self._lookup
         elif how=='norm':         res = partial(self._norm, module)
-        elif how=='half' and any(p is not None for p in module._parameters.values()): res = partial(self._half, module)
+        elif how=='half':         res = partial(self._cast_weights, module) if module._parameters else None
         else: res = None
+        # half precision inside a float32 module: only a `keep` that is a dict asks for it
         resumes = name and how!='float32' and self.rules[name.rpartition('.')[0]].how=='float32'
-        return partial(self._resume, res) if resumes else res
+        return partial(self._resume, res or _plain) if resumes else res
 
     @property
     def installed(self):
         "Does the model compute in half precision just now?"
-        return vars(self.model).get('forward') is self._stand_ins[-1]
+        return vars(self.model).get('forward') is self._stand_ins[-1] # that of the model is the last
 
     def install(self):
         "Let the model compute in half precision until `remove`. Idempotent."
@@ -209,21 +212,21 @@ class half_precision:
         self._cache.clear()
 
     def __enter__(self):
-        self._outer.append(self.installed) # by a `with` around this one, or the learner's batch
+        self._was_installed.append(self.installed) # by a `with` around this one, or the learner's batch
         self.refresh()
         self.install()
         return self
 
     def __exit__(self, *args):
-        if not self._outer.pop(): self.remove()
+        if not self._was_installed.pop(): self.remove()
 
-# %% ../nbs/03_half.ipynb #1327442b
+# %% ../nbs/03_half.ipynb #f45c5f38
 @patch
 def _whole(self:half_precision, around, forward, args, kwargs):
     self._cache.clear() # checkpointing fills it in the backward pass
     try:
         with torch.autocast(self.device_type, self.dtype):
-            res = around(forward, args, kwargs) if around else forward(*args, **kwargs)
+            res = around(forward, args, kwargs)
     finally:
         torch.clear_autocast_cache()
         self._cache.clear()
@@ -233,19 +236,19 @@ def _whole(self:half_precision, around, forward, args, kwargs):
 def _resume(self:half_precision, around, forward, args, kwargs):
     "A module in half precision inside one in float32"
     with torch.autocast(self.device_type, self.dtype):
-        res = around(forward, args, kwargs) if around else forward(*args, **kwargs)
+        res = around(forward, args, kwargs)
     return cast_tree(res, torch.float32, half_dtypes)
 
-# %% ../nbs/03_half.ipynb #2f5ad5cf
+# %% ../nbs/03_half.ipynb #5ee7ae71
 @patch
-def _half(self:half_precision, module, forward, args, kwargs):
+def _cast_weights(self:half_precision, module, forward, args, kwargs):
     if not torch.is_autocast_enabled(self.device_type): return forward(*args, **kwargs)
     places,own,copies,grad = module._parameters,dict(module._parameters),[],torch.is_grad_enabled()
     try:
         for n,p in own.items():
             if type(p) not in (nn.Parameter,Tensor) or p.dtype!=torch.float32: continue
             key = id(p),grad
-            if key not in self._cache: self._cache[key] = p,p.to(self.dtype) # with `p`, which keeps its id
+            if key not in self._cache: self._cache[key] = p,p.to(self.dtype) # holds `p`: nothing else gets its id
             places[n] = self._cache[key][1]
             copies.append((p,places[n]))
         res = forward(*args, **kwargs)
@@ -263,14 +266,14 @@ def _raise_written(self:half_precision, written):
     raise RuntimeError(f"The forward pass changes {name}, but computes with a half-precision copy of it, and the "
                        f"change would be lost. {keep} autocast alone: to_native_fp16() or to_native_bf16().")
 
-# %% ../nbs/03_half.ipynb #8de4cb97
+# %% ../nbs/03_half.ipynb #d72d71c4
 @patch
 def _norm(self:half_precision, module, forward, args, kwargs):
     if not torch.is_autocast_enabled(self.device_type): return forward(*args, **kwargs)
     half = all([o.dtype==self.dtype for o in (*args,*kwargs.values()) if isinstance(o, Tensor)])
     def _f(*args, **kwargs):
         with torch.autocast(self.device_type, enabled=False): return forward(*args, **kwargs)
-    return self._half(module, _f, args, kwargs) if half else _f(*args, **kwargs)
+    return self._cast_weights(module, _f, args, kwargs) if half else _f(*args, **kwargs)
 
 @patch
 def _lookup(self:half_precision, forward, args, kwargs):
@@ -278,13 +281,13 @@ def _lookup(self:half_precision, forward, args, kwargs):
     return cast_tree(res, self.dtype, torch.float32) if torch.is_autocast_enabled(self.device_type) else res
 
 @patch
-def _float32(self:half_precision, norm, forward, args, kwargs):
+def _float32(self:half_precision, forward, args, kwargs, half_out=False):
     # one by one: `torch.compile` can't follow a comparison of tuples
     new = [cast_tree(o, torch.float32, half_dtypes) for o in args]
     kwargs = {k:cast_tree(o, torch.float32, half_dtypes) for k,o in kwargs.items()}
     with torch.autocast(self.device_type, enabled=False): res = forward(*new, **kwargs)
     had_half = any([a is not b for a,b in zip(args, new)])
-    return cast_tree(res, self.dtype, torch.float32) if norm and had_half else res
+    return cast_tree(res, self.dtype, torch.float32) if half_out and had_half else res
 
 # %% ../nbs/03_half.ipynb #698d5678
 def _device_type(model): return next((p.device.type for p in model.parameters() if p.dtype==torch.float32), None)

@@ -7,8 +7,7 @@ Docs: https://example.github.io/mp_callbacks/learner.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/13_learner.ipynb #71721d24
-import fastai.callback.channelslast # adds `to_contiguous`, which is patched below
+# %% ../nbs/13_learner.ipynb #be95d9b8
 import torch
 from contextlib import nullcontext
 from functools import wraps
@@ -20,10 +19,11 @@ from fastcore.basics import patch
 from .loss_scale import DynamicLossScale,StaticLossScale
 from .half import half_precision
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback
-from .callback import check_device,first_hypers,fit_device,is_precision,refuse_unknown,state_key
+from .callback import check_device,clear_state,fit_device,is_precision,refuse_unknown
 from .recorder import PrecisionRecorder
+import fastai.callback.channelslast # adds `to_contiguous`; after `callback`, which sees to the progress bar
 
-# %% ../nbs/13_learner.ipynb #2d48511d
+# %% ../nbs/13_learner.ipynb #4357455d
 def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
 
 def _remove_precision(learn):
@@ -32,12 +32,12 @@ def _remove_precision(learn):
         raise RuntimeError("The precision can't change in the middle of a batch. Call to_fp32() and the others between "
                            "batches, or from after_epoch.")
     for cb in old:
-        if isinstance(cb, PrecisionCallback): cb.drop_overflow()
+        if isinstance(cb, PrecisionCallback): cb.drop_overflow() # another precision would step on it
     learn.remove_cbs(old)
     if old: vars(learn).pop('scaler', None)
 
 def _forget_scale(learn):
-    if learn.opt is not None: first_hypers(learn.opt).pop(state_key, None)
+    if learn.opt is not None: clear_state(learn.opt)
 
 def _set_precision(learn, half, cbs):
     device,old,new = fit_device(learn),_precision(learn),cbs[-1]
@@ -51,7 +51,7 @@ def _set_precision(learn, half, cbs):
     if not hasattr(learn, 'precision_recorder'): learn.add_cb(PrecisionRecorder())
     return learn
 
-# %% ../nbs/13_learner.ipynb #484cc2e4
+# %% ../nbs/13_learner.ipynb #752affb0
 @patch
 def to_fp16(self:Learner,
     loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # Scale if not `dynamic`; or a loss scale or preset
@@ -63,7 +63,7 @@ def to_fp16(self:Learner,
     clip:float=None, # Maximum global gradient norm, unscaled
     *,
     min_loss_scale:float=1., # Smallest value of a dynamic scale
-    headroom:float=6., # Powers of two above the first step's largest gradient; None: start at `max_loss_scale`
+    headroom:float=6., # Powers of two left between the first step's gradients and 65504; None: start at the cap
     max_skips:int=250, # Stop with an error after this many skipped steps in a row
     keep=(), # Modules to keep in float32, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
     **kwargs

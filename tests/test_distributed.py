@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from learners import *
-from mp_callbacks.callback import first_hypers,state_key
+from mp_callbacks.callback import read_state
 from mp_callbacks.dtypes import half_dtypes
 from mp_callbacks.grads import prepare_grads
 
@@ -89,7 +89,7 @@ def through_learner(rank, mode, reentrant, **kwargs):
     learn.fit(1)
     assert all(p is q and p.dtype==torch.float32 for p,q in zip(learn.model.parameters(), own, strict=True))
     assert not [n for n,m in learn.model.named_modules() if 'forward' in vars(m)]
-    same = params(learn.model),[*log.norm[log.finite]],first_hypers(learn.opt)[state_key]
+    same = params(learn.model),[*log.norm[log.finite]],read_state(learn.opt)
     return dict(same=same, flags=[*log.finite], dtypes={p.dtype for p in own}, own=learn.recorder.losses[0].item())
 
 def gradients(rank, reentrant, copies=True):

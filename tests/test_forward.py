@@ -7,7 +7,6 @@ from contextlib import nullcontext
 import pytest
 from learners import *
 from fastai.learner import load_model
-from mp_callbacks.callback import first_hypers
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 each_mode = pytest.mark.parametrize('mode', modes)

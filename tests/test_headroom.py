@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import mp_callbacks.grads,pytest
 from learners import *
-from mp_callbacks.callback import state_key
+from mp_callbacks.callback import state_prefix
 from mp_callbacks.loss_scale import as_loss_scale,loss_scale_presets
 from torch.nn import functional as F
 
@@ -202,7 +202,7 @@ def test_older_checkpoint(tmp_path):
     learn.path = tmp_path
     file = learn.save('old')
     with torch.serialization.safe_globals([L]): d = torch.load(file, weights_only=True)
-    for hyper in d['opt']['hypers']: hyper.get(state_key, {}).pop('found', None)
+    for hyper in d['opt']['hypers']: hyper.pop(state_prefix+'found', None)
     torch.save(d, file)
     for kwargs,wants in ((dict(), True), (dict(headroom=None), False)):
         new = make('mlp', 3, **kwargs)

@@ -181,6 +181,17 @@ def test_import_changes_no_default():
     "After `fastai.learner` alone, `mp_callbacks.all` adds no default callback, as importing all of fastai would: only the methods change"
     assert replaced(run(changes, 'all')['all'])=={*methods}
 
+def test_import_adds_no_progress_bar():
+    "fastai's progress bar adds itself to every learner when it is imported: by the user, and not by us"
+    code = """if 1:
+        from fastai.learner import defaults
+        before = [*defaults.callbacks]
+        import mp_callbacks.all
+        assert [*defaults.callbacks]==before
+        from fastai.callback.progress import ProgressCallback
+        assert [*defaults.callbacks]==[*before, ProgressCallback]"""
+    subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True)
+
 # --- What `all` exports
 
 public = ('ModelToHalf MixedPrecision NativeMixedPrecision PrecisionRecorder half_precision StepStats Policy DynamicLossScale '

@@ -325,8 +325,9 @@ def test_nothing_but_data(mode, opt, tmp_path):
     file = tmp_path/'models/model.pth'
     with torch.serialization.safe_globals([] if opt=='adamw' else [L]): state = torch.load(file, weights_only=True)
     assert set(state)=={'model','opt'}
-    ours = state['opt']['hypers' if 'hypers' in state['opt'] else 'param_groups'][0]['mp_callbacks']
-    assert type(ours) is dict and ours['steps']==n_steps
+    hypers = state['opt']['hypers' if 'hypers' in state['opt'] else 'param_groups'][0]
+    ours = {k:v for k,v in hypers.items() if k.startswith('mp_')}
+    assert ours['mp_steps']==n_steps
     assert all(type(k) is str and type(v) in (float,int,bool,str,type(None)) for k,v in ours.items())
     with zipfile.ZipFile(file) as z: data = z.read(next(o for o in z.namelist() if o.endswith('data.pkl')))
     names = {arg for op,arg,_ in pickletools.genops(data) if op.name=='GLOBAL'}
@@ -487,3 +488,13 @@ def test_bfloat16_has_no_scale_to_hand_on(mode, tmp_path):
         assert scale_of(learn)==scale_of(precisions[to](late))==want, to
 
 if __name__=='__main__': serve()
+
+@pytest.mark.parametrize('opt', [Adam, partial(OptimWrapper, opt=torch.optim.AdamW)], ids=['fastai','torch'])
+def test_state_is_plain_numbers(opt):
+    "Callbacks log all hyper-parameters as numbers, as fastai's TensorBoardCallback does: ours are among them"
+    seen = []
+    class Log(Callback):
+        def after_batch(self): seen.extend([float(v) for h in self.opt.hypers for k,v in h.items() if k.startswith('mp_')])
+    learn = get_learner(opt_func=opt, cbs=Log()).to_fp16()
+    learn.fit(1)
+    assert learn.mixed_precision.loss_scale in seen

@@ -171,3 +171,33 @@ def test_gradients_by_hand(mode):
         return learn,start
     learn,start = _go(lambda o: o)
     close(_go(modes[mode])[0], way(learn, start), start)
+
+# --- Unfinished steps
+
+class InfiniteAt(Callback):
+    "An infinite batch, number `at` of the training batches"
+    def __init__(self, at): self.at = at
+    def before_batch(self):
+        if self.training and self.train_iter==self.at: self.learn.xb = (self.x*float('inf'),)
+
+@pytest.mark.parametrize('mode', ['bf16','native_fp16'])
+def test_overflow_in_an_unfinished_step(mode):
+    "The last batch of the epoch overflows, and its step doesn't come: validation sees the statistics from before the step"
+    learn = get_learner(norm=True, cbs=[GradientAccumulation(48),InfiniteAt(3)])
+    modes[mode](learn).fit(1)
+    assert all(b.isfinite().all() for b in learn.model.buffers()) and np.isfinite(learn.recorder.values[-1][1])
+    assert not any(p.grad is not None for p in learn.model.parameters())
+
+def test_load_after_an_unfinished_step(tmp_path):
+    "A skipped step restores what was loaded, and not what an unfinished step of an earlier fit remembers"
+    learn = get_learner(norm=True, path=tmp_path, cbs=GradientAccumulation(48)).to_bf16()
+    norm,seen = learn.model[1],[]
+    norm.running_mean.fill_(7.)
+    learn.save('good')
+    norm.running_mean.fill_(0.)
+    learn.fit(1) # a step of three batches, and one batch more
+    learn.load('good')
+    class See(Callback):
+        def after_cancel_step(self): seen.append(norm.running_mean.clone())
+    learn.fit(1, cbs=[InfiniteAt(0),See()])
+    assert torch.equal(seen[0], torch.full_like(seen[0], 7.))

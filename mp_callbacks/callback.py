@@ -61,7 +61,7 @@ class LeanCallback(Callback):
     training = True # fastai asks for it at each event; events are heard in validation, too
     def __setattr__(self, name, value): object.__setattr__(self, name, value)
 
-# %% ../nbs/10_callback.ipynb #9d9b0d93
+# %% ../nbs/10_callback.ipynb #6b95f678
 def is_precision(cb):
     "Does `cb` change the precision of training, as one of ours or of fastai's own?"
     if isinstance(cb, (PrecisionCallback,ModelToHalf)): return True
@@ -118,8 +118,10 @@ class PrecisionCallback(LeanCallback):
         if getattr(self.learn, 'opt', None) is None: return
         state = read_state(self.learn.opt)
         if not state or state==self._saved: return
-        self._scaling,self._saved = self._scaling.load_state_dict(state),state
-        self._steps,self._skips = state['steps'],state['skips']
+        self._saved = state
+        self._set_state(self._scaling.load_state_dict(state), state['steps'], state['skips'])
+
+    def _set_state(self, scaling, steps, skips): self._scaling,self._steps,self._skips = scaling,steps,skips
 
     def _save_state(self):
         self._saved = dict(self._scaling.state_dict(), steps=self._steps, skips=self._skips)
@@ -274,7 +276,7 @@ def _params_and_models(self:PrecisionCallback):
 @patch
 def _scale_loss(self:PrecisionCallback, loss, scale): return loss*scale if scale!=1 else loss
 
-# %% ../nbs/10_callback.ipynb #60d7443c
+# %% ../nbs/10_callback.ipynb #282b14a4
 @patch
 def before_step(self:PrecisionCallback):
     learn,scaling = self.learn,self.scaling
@@ -296,8 +298,8 @@ def after_step(self:PrecisionCallback):
 @patch
 def _count_step(self:PrecisionCallback):
     stats = self._stats
-    self._scaling = self._scaling.adjust(stats.finite, stats.amax)
-    self._steps,self._skips = self._steps+1,0 if stats.finite else self._skips+1
+    scaling = self._scaling.adjust(stats.finite, stats.amax)
+    self._set_state(scaling, self._steps+1, 0 if stats.finite else self._skips+1)
     self._save_state()
 
 # %% ../nbs/10_callback.ipynb #9eb55ddc
@@ -464,7 +466,7 @@ class MixedPrecision(PrecisionCallback):
         if self._flat is not None: self._flat.remove()
         self._flat = None
 
-# %% ../nbs/10_callback.ipynb #743e8bf0
+# %% ../nbs/10_callback.ipynb #31c1a4ef
 class NativeMixedPrecision(PrecisionCallback):
     """Train with `torch.autocast` and, for float16, the loss scaling and the defaults of `torch.amp.GradScaler`
 
@@ -504,14 +506,13 @@ class NativeMixedPrecision(PrecisionCallback):
     def before_train(self):
         device_type = fit_device(self.learn).type
         self.learn.scaler = torch.amp.GradScaler(device_type, self.loss_scale, enabled=self._enabled, **self._factors)
-
-    def _scale_loss(self, loss, scale):
         self._update_scaler()
-        return self.learn.scaler.scale(loss)
 
-    def _count_step(self):
-        super()._count_step()
-        self._update_scaler()
+    def _scale_loss(self, loss, scale): return self.learn.scaler.scale(loss)
+
+    def _set_state(self, scaling, steps, skips):
+        super()._set_state(scaling, steps, skips)
+        if 'scaler' in vars(self.learn): self._update_scaler()
 
     def _update_scaler(self):
         counter = getattr(self._scaling, 'counter', 0) # a static scale has none

@@ -34,7 +34,7 @@ class StepStats(NamedTuple):
     culprit:nn.Parameter|None=None # If they are not finite: the last parameter whose gradient isn't
     amax:float|None=None # Largest absolute value in them, unscaled, before clipping; if asked for and finite
 
-# %% ../nbs/02_grads.ipynb #29736f23
+# %% ../nbs/02_grads.ipynb #c3bd0028
 def unique(xs):
     "`xs` without repetitions: by identity, in order"
     xs = [*xs]
@@ -62,25 +62,26 @@ def _kinds(xs):
     kinds = group_tensors([xs], with_indices=True) if xs else {}
     for (device,dtype),((group,),idxs) in kinds.items(): yield device,dtype,group,idxs
 
-def _norms_of_kind(xs, ord, dtype):
-    "Norm of each of `xs`, all on one device and in `dtype`"
-    if xs[0].device.type=='cpu' and ord==2 and max(map(torch.Tensor.numel, xs))<=1024:
+def _norms_of_kind(device, dtype, xs, ord):
+    "Norm of each of `xs`, all on `device` and in `dtype`"
+    sizes = [*map(torch.Tensor.numel, xs)]
+    if device.type=='cpu' and ord==2 and max(sizes)<=1024:
         # on a CPU a call for each tensor takes longer than to add up few numbers
-        sizes = torch.tensor([*map(torch.Tensor.numel, xs)])
         squares = flatten_tensors(xs).to(torch.promote_types(dtype, torch.float32)).square()
-        return torch.segment_reduce(squares, 'sum', lengths=sizes, initial=0).sqrt()
-    return torch.stack(foreach_norm(xs, ord, **(dict(dtype=torch.float32) if dtype in half_dtypes else {})))
+        return torch.segment_reduce(squares, 'sum', lengths=torch.tensor(sizes), initial=0).sqrt()
+    res = torch.stack(foreach_norm(xs, ord, **(dict(dtype=torch.float32) if dtype in half_dtypes else {})))
+    return res.full_tensor() if hasattr(res, 'full_tensor') else res # of whole gradients, where `fully_shard` has parts
 
 def _norms(xs, ord=2):
     "Norm of each of `xs`: float64, on the CPU, with one copy from each device"
-    norms,idxs = {},{}
-    for device,dtype,group,where in _kinds(xs):
-        each = _norms_of_kind(group, ord, dtype)
-        if hasattr(each, 'full_tensor'): each = each.full_tensor() # sharded by `fully_shard`: norms of whole gradients
-        norms.setdefault(device, []).append(each)
-        idxs.setdefault(device, []).extend(where)
+    kinds,devices = [*_kinds(xs)],{}
+    if len(kinds)==1: return _norms_of_kind(*kinds[0][:3], ord).cpu().double() # they are in order
+    for device,dtype,group,idxs in kinds:
+        devices.setdefault(device, []).append((idxs,_norms_of_kind(device, dtype, group, ord)))
     res = torch.zeros(len(xs), dtype=torch.float64, device='cpu')
-    for device,parts in norms.items(): res[torch.tensor(idxs[device], device='cpu')] = torch.cat(parts).cpu().double()
+    for parts in devices.values():
+        where = [i for idxs,_ in parts for i in idxs]
+        res[where] = torch.cat([o for _,o in parts]).cpu().double()
     return res
 
 # %% ../nbs/02_grads.ipynb #97a4cf5e

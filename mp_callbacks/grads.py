@@ -34,7 +34,7 @@ class StepStats(NamedTuple):
     culprit:nn.Parameter|None=None # If they are not finite: the last parameter whose gradient isn't
     amax:float|None=None # Largest absolute value in them, unscaled, before clipping; if asked for and finite
 
-# %% ../nbs/02_grads.ipynb #c3bd0028
+# %% ../nbs/02_grads.ipynb #9538419d
 def unique(xs):
     "`xs` without repetitions: by identity, in order"
     xs = [*xs]
@@ -65,7 +65,7 @@ def _kinds(xs):
 def _norms_of_kind(device, dtype, xs, ord):
     "Norm of each of `xs`, all on `device` and in `dtype`"
     sizes = [*map(torch.Tensor.numel, xs)]
-    if device.type=='cpu' and ord==2 and max(sizes)<=1024:
+    if device.type=='cpu' and ord==2 and max(sizes)<=1024 and type(xs[0]) is torch.Tensor:
         # on a CPU a call for each tensor takes longer than to add up few numbers
         squares = flatten_tensors(xs).to(torch.promote_types(dtype, torch.float32)).square()
         return torch.segment_reduce(squares, 'sum', lengths=torch.tensor(sizes), initial=0).sqrt()

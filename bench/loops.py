@@ -15,6 +15,7 @@ from models import loss_func
 
 fp16,bf16 = torch.float16,torch.bfloat16
 # Every float16 loop starts here. With fastai's 2**24 the first steps, those timed here, would be skipped and cost less.
+lr = 1e-9 # else the one batch is learned by heart: its gradients vanish, and their squares are denormal, slow on a CPU
 init_scale = 2.**16
 
 class Variant(NamedTuple):
@@ -99,7 +100,7 @@ class Fastai:
     "A `Learner`, with fastai's callbacks or ours"
     def __init__(self, v, model, make_opt):
         self.model,loaders = model,Loaders(next(model.parameters()).device)
-        self.learn = Learner(loaders, model, loss_func=loss_func, opt_func=make_opt, lr=1e-4)
+        self.learn = Learner(loaders, model, loss_func=loss_func, opt_func=make_opt, lr=lr)
         (self._add_theirs if v.loop=='fastai' else self._add_ours)(v.precision, v.opt=='flat')
         self.learn.create_opt()
         self.opt = self.learn.opt
@@ -123,7 +124,7 @@ class Fastai:
 def build(v, model):
     "The loop that `v` names, around `model`: call it with batches"
     if v.loop=='bare': return Bare(v, model)
-    if v.opt!='fused':   make_opt = lambda ps, lr=1e-4, **kw: Adam(ps, lr, wd=.01)
-    elif v.loop=='hand': make_opt = lambda ps: torch.optim.AdamW(ps, lr=1e-4, fused=True)
-    else:                make_opt = lambda ps, lr=1e-4, **kw: OptimWrapper(ps, torch.optim.AdamW, lr=lr, fused=True)
+    if v.opt!='fused':   make_opt = lambda ps, lr=lr, **kw: Adam(ps, lr, wd=.01)
+    elif v.loop=='hand': make_opt = lambda ps: torch.optim.AdamW(ps, lr=lr, fused=True)
+    else:                make_opt = lambda ps, lr=lr, **kw: OptimWrapper(ps, torch.optim.AdamW, lr=lr, fused=True)
     return (Hand if v.loop=='hand' else Fastai)(v, model, make_opt)

@@ -2,7 +2,7 @@
 import logging,warnings
 
 import torch
-from loops import Variant,build
+from loops import Variant,build,lr
 from models import loss_func
 
 try: import pytorch_lightning as pl
@@ -57,4 +57,4 @@ def build_any(v, model):
     "As `build` does, for `lightning` and `accelerate` too"
     if v.loop not in peers: return build(v, model)
     loop = Lightning if v.loop=='lightning' else Accelerate
-    return loop(v, model, lambda ps: torch.optim.AdamW(ps, lr=1e-4, fused=True))
+    return loop(v, model, lambda ps: torch.optim.AdamW(ps, lr=lr, fused=True))

@@ -54,12 +54,14 @@ def clear_state(
     "Remove loss scale and counters from the hyper-parameters of `opt`"
     for k in read_state(opt): del first_hypers(opt)[state_prefix+k]
 
-# %% ../nbs/10_callback.ipynb #2c6b332a
+# %% ../nbs/10_callback.ipynb #0dfc53a5
 class LeanCallback(Callback):
     "A callback without fastai's search through learner and model"
     _xtra = [] # delegate nothing to the learner
     training = True # fastai asks for it at each event; events are heard in validation, too
     def __setattr__(self, name, value): object.__setattr__(self, name, value)
+    def __call__(self, event_name):
+        if event_name=='after_fit' or hasattr(type(self), event_name): super().__call__(event_name)
 
 # %% ../nbs/10_callback.ipynb #6b95f678
 def is_precision(cb):
@@ -276,10 +278,10 @@ def _params_and_models(self:PrecisionCallback):
 @patch
 def _scale_loss(self:PrecisionCallback, loss, scale): return loss*scale if scale!=1 else loss
 
-# %% ../nbs/10_callback.ipynb #282b14a4
+# %% ../nbs/10_callback.ipynb #12db09f4
 @patch
 def before_step(self:PrecisionCallback):
-    learn,scaling = self.learn,self.scaling
+    learn,scaling = self.learn,self._scaling
     stats = prepare_grads(self._params(), clip=self.clip, step=self._steps, amax=scaling.wants_amax)
     learn.step_stats = self._stats = stats._replace(scale=scaling.loss_scale)
     if stats.finite: return

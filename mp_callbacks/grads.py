@@ -34,28 +34,21 @@ class StepStats(NamedTuple):
     culprit:nn.Parameter|None=None # If they are not finite: the last parameter whose gradient isn't
     amax:float|None=None # Largest absolute value in them, unscaled, before clipping; if asked for and finite
 
-# %% ../nbs/02_grads.ipynb #9538419d
+# %% ../nbs/02_grads.ipynb #808e4c39
 def unique(xs):
     "`xs` without repetitions: by identity, in order"
     xs = [*xs]
     return [*dict(zip(map(id, xs), xs)).values()]
 
 def _grads(params):
-    "Those of `params` that have a gradient, each once, and the gradients as dense real tensors in the same memory"
-    params = unique(params)
-    values = [*map(_grad, params)]
-    if not all([g is not None for g in values]):
-        params = [p for p,g in zip(params,values) if g is not None]
-        values = [*map(_grad, params)]
-    plain = {*map(_layout, values)}<={torch.strided} and not any(o.is_complex for o in {*map(_dtype, values)})
-    if plain: return params,values
+    "Those of `params` that have a gradient, each once, and the gradients: of a sparse one its values"
+    params = unique([p for p in params if p.grad is not None])
+    grads = [p.grad for p in params]
+    if not any(map(attrgetter('is_sparse'), grads)): return params,grads
     for p in params:
         if p.grad.is_sparse: p.grad = p.grad.coalesce() # the sum of two finite entries for the same row may overflow
     # the public `values` is a copy where autograd records
-    values = [p.grad._values() if p.grad.is_sparse else p.grad for p in params]
-    return params,[torch.view_as_real(g) if g.is_complex() else g for g in values]
-
-_grad,_layout,_dtype = map(attrgetter, ('grad','layout','dtype')) # for loops over all parameters in C
+    return params,[p.grad._values() if p.grad.is_sparse else p.grad for p in params]
 
 def _kinds(xs):
     "Device, dtype, tensors, and their indices in `xs`, for each device and dtype"
@@ -65,7 +58,7 @@ def _kinds(xs):
 def _norms_of_kind(device, dtype, xs, ord):
     "Norm of each of `xs`, all on `device` and in `dtype`"
     sizes = [*map(torch.Tensor.numel, xs)]
-    if device.type=='cpu' and ord==2 and max(sizes)<=1024 and type(xs[0]) is torch.Tensor:
+    if device.type=='cpu' and ord==2 and max(sizes)<=1024 and type(xs[0]) is torch.Tensor and not dtype.is_complex:
         # on a CPU a call for each tensor takes longer than to add up few numbers
         squares = flatten_tensors(xs).to(torch.promote_types(dtype, torch.float32)).square()
         return torch.segment_reduce(squares, 'sum', lengths=torch.tensor(sizes), initial=0).sqrt()

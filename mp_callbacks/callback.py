@@ -6,11 +6,12 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 
 # %% auto #0
 __all__ = ['state_prefix', 'first_hypers', 'read_state', 'clear_state', 'LeanCallback', 'is_precision', 'PrecisionCallback',
-           'fit_device', 'check_device', 'ModelToHalf', 'refuse_unknown', 'MixedPrecision', 'NativeMixedPrecision']
+           'fit_device', 'check_device', 'compute_loss', 'find_in_batch', 'ModelToHalf', 'refuse_unknown',
+           'MixedPrecision', 'NativeMixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #55890409
-import math,re,sys,torch
-from contextlib import contextmanager
+# %% ../nbs/10_callback.ipynb #9d7979a9
+import re,sys,torch
+from contextlib import contextmanager,suppress
 from inspect import signature
 from numbers import Integral,Real
 from warnings import warn
@@ -19,11 +20,12 @@ from fastai.callback.core import *
 from fastai.torch_core import default_device
 from fastcore.basics import defaults,patch
 
-from .dtypes import cast_tree,half_dtypes,map_tree,supports
+from .dtypes import cast_tree,half_dtypes,supports
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
 from .grads import check_clip,mul_grads,prepare_grads,unique
 from .half import check_half,half_precision
 from .flat import FlatStep,check_flat
+from .nonfinite import Finding,find_nonfinite,remember_buffers,restore_buffers
 
 # %% ../nbs/10_callback.ipynb #e48706fe
 _had_progress = 'fastai.callback.progress' in sys.modules
@@ -226,25 +228,17 @@ def drop_overflow(self:PrecisionCallback):
 @patch
 def after_train(self:PrecisionCallback): self.drop_overflow() # a validation would use the spoilt buffers
 
-# %% ../nbs/10_callback.ipynb #c0e74051
+# %% ../nbs/10_callback.ipynb #fa460c11
 @patch
-def _remember_buffers(self:PrecisionCallback):
-    slots = [(m._buffers,n,b) for m in self.half.modules for n,b in m._buffers.items() if b is not None]
-    self._snapshot = [(buffers,n,b,b.detach().clone()) for buffers,n,b in slots]
-
-@patch
-@torch.no_grad()
 def _restore_buffers(self:PrecisionCallback):
-    for buffers,n,b,numbers in self._snapshot or ():
-        if 0 not in b.stride(): b.copy_(numbers) # an expanded tensor can't be written, so it hasn't changed
-        buffers[n] = b
+    restore_buffers(self._snapshot or ())
     self._snapshot = None
 
-# %% ../nbs/10_callback.ipynb #29e8aa5a
+# %% ../nbs/10_callback.ipynb #03cc1ff4
 @patch
 def before_batch(self:PrecisionCallback):
     if not self._in_batch: return # run by hand, outside `one_batch`: an ordinary float32 batch
-    if self.learn.training and self._snapshot is None: self._remember_buffers()
+    if self.learn.training and self._snapshot is None: self._snapshot = remember_buffers(self.half.modules)
     self.half.install()
 
 @patch
@@ -278,7 +272,7 @@ def _params_and_models(self:PrecisionCallback):
 @patch
 def _scale_loss(self:PrecisionCallback, loss, scale): return loss*scale if scale!=1 else loss
 
-# %% ../nbs/10_callback.ipynb #12db09f4
+# %% ../nbs/10_callback.ipynb #4e17346a
 @patch
 def before_step(self:PrecisionCallback):
     learn,scaling = self.learn,self._scaling
@@ -287,9 +281,9 @@ def before_step(self:PrecisionCallback):
     if stats.finite: return
     self._restore_buffers()
     for p in self._params_and_models(): p.grad = None # `zero_grad` leaves those that the optimizer doesn't have
-    if hasattr(learn, 'model_resetter'): learn.model.reset()
     self._count_step()
     self._report_skips()
+    if hasattr(learn, 'model_resetter'): learn.model.reset()
     raise CancelStepException
 
 @patch
@@ -314,29 +308,43 @@ def after_batch(self:PrecisionCallback):
     self.learn.loss = torch.full_like(loss, known) if skipped else loss.nan_to_num(known, known, known)
     if skipped and not smooth.count: smooth.count = -1 # fastai adds a zero and 1, and there is still no average
 
-# %% ../nbs/10_callback.ipynb #45db6264
-def _largest(tree):
-    "Largest absolute value in the floating tensors of `tree`; nan if there is one, 0 if there are no tensors"
-    sizes = []
-    def _size(t):
-        if t.is_floating_point() and t.numel(): sizes.append(t.detach().abs().max().double().cpu())
-        return t
-    map_tree(_size, tree)
-    return torch.stack(sizes).max().item() if sizes else 0.
+# %% ../nbs/10_callback.ipynb #8dbdbd11
+def compute_loss(
+    learn, # `Learner` in the middle of a batch
+)->torch.Tensor: # `learn.loss_grad`
+    "Compute predictions and loss of the learner's batch again"
+    learn.pred = learn.model(*learn.xb)
+    learn('after_pred')
+    learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
+    with suppress(*_cancels): learn('after_loss')
+    return learn.loss_grad
+
+def find_in_batch(
+    learn, # `Learner` in the middle of a batch
+    half:half_precision=None, # How its model computes; None: in float32
+    scale:float=1., # Loss scale
+    usual_loss:float=None, # Loss of other batches
+)->Finding: # Prints as a text
+    "What is not finite first in the learner's batch, and what to do: see [nonfinite](06_nonfinite.ipynb)"
+    call = ''
+    if half: call = ('to_' if half.copies else 'to_native_')+('fp16' if half.dtype==torch.float16 else 'bf16')
+    before = learn.pred,learn.loss_grad
+    try: return find_nonfinite(learn.model, lambda: compute_loss(learn), half, learn.xb, learn.yb, scale, usual_loss,
+                               f'learn.{call}')
+    finally: learn.pred,learn.loss_grad = before
 
 @patch
 def _cause(self:PrecisionCallback):
-    "What was not finite first in this batch: inputs, predictions, loss, or a gradient"
-    learn,size = self.learn,_largest(self.learn.xb)
-    if not math.isfinite(size): return "The inputs of this batch have inf or nan."
-    if not math.isfinite(_largest(learn.pred)):
-        if self.half_dtype==torch.float16 and size>torch.finfo(torch.float16).max:
-            return f"The inputs of this batch have values up to {size:g}, and float16 ends at 65504: normalize them."
-        return "The inputs of this batch are finite, but the model's predictions are not."
-    if not math.isfinite(_largest(learn.loss)): return "The model's predictions are finite, but the loss is not."
-    names = [n for n,p in learn.model.named_parameters() if p is self._stats.culprit]
+    "What was not finite first in this batch, and what to do"
+    losses = getattr(getattr(self.learn, 'recorder', None), 'losses', ())
+    usual = float(losses[0]) if len(losses) else None
+    try: found = find_in_batch(self.learn, self._new_half(self.learn.model), self._stats.scale, usual)
+    except RuntimeError as e: return f"Looking for the cause failed: {e}." # such as a lack of memory
+    if found.where!='nothing': return found
+    names = [n for n,p in self.learn.model.named_parameters() if p is self._stats.culprit]
     name = names[0] if names else 'a parameter outside the model'
-    return f"In the backward pass, the gradient of {name} was the first that was not finite."
+    ways = "Look for nan or huge values in the data and the loss, or lower the learning rate."
+    return f"The gradient of {name} was the first that was not finite. Computed again, this batch is finite. {ways}"
 
 @patch
 def _report_skips(self:PrecisionCallback):
@@ -348,10 +356,7 @@ def _report_skips(self:PrecisionCallback):
     if n<self.max_skips: return warn(f"{story} After {self.max_skips} training will stop.")
     self._skips = 0
     self._save_state()
-    way_out = ("Look for nan or huge values in the data and the loss, lower the learning rate, "
-               "or keep a module that overflows in float32 with keep=…")
-    if self.half_dtype==torch.float16: way_out += "; or use to_bf16(), which has the range of float32"
-    raise FloatingPointError(f"{story} {way_out}.")
+    raise FloatingPointError(story)
 
 # %% ../nbs/10_callback.ipynb #3dc096df
 class ModelToHalf(LeanCallback):

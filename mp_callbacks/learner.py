@@ -7,7 +7,7 @@ Docs: https://example.github.io/mp_callbacks/learner.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/13_learner.ipynb #be95d9b8
+# %% ../nbs/13_learner.ipynb #d8f2e6b1
 import torch
 from contextlib import nullcontext
 from functools import wraps
@@ -21,6 +21,7 @@ from .half import half_precision
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback
 from .callback import check_device,clear_state,fit_device,is_precision,refuse_unknown
 from .recorder import PrecisionRecorder
+from .doctor import find_nonfinite,precision_report
 import fastai.callback.channelslast # adds `to_contiguous`; after `callback`, which sees to the progress bar
 
 # %% ../nbs/13_learner.ipynb #4357455d
@@ -154,6 +155,9 @@ def to_fp32(self:Learner)->Learner: # The same learner
 # fastai's other names for these
 Learner.to_native_fp32 = Learner.to_non_native_fp32 = Learner.to_fp32
 Learner.to_non_native_fp16 = Learner.to_fp16
+
+# %% ../nbs/13_learner.ipynb #a0ba863c
+Learner.find_nonfinite,Learner.precision_report = find_nonfinite,precision_report
 
 # %% ../nbs/13_learner.ipynb #1d558af3
 # fastai's own methods, also after a reload of this module

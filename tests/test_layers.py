@@ -56,10 +56,10 @@ def test_imports_lower_only(name):
 
 @each_module
 def test_foundation_is_plain_pytorch(name):
-    "Below 10: only PyTorch, fastcore, pandas and the standard library. fastai begins at 10."
+    "Below 10: only PyTorch, fastcore, tables, plots and the standard library. fastai begins at 10."
     theirs = {o[2:].partition('.')[0] for o in imports(name) if o[:2]=='::'}
-    if layers[name]<10: assert theirs<={'torch','fastcore','pandas',*sys.stdlib_module_names}
-    else: assert theirs<={'torch','fastcore','fastai','matplotlib','pandas','sklearn','numpy','fastprogress',*sys.stdlib_module_names}
+    plain = {'torch','fastcore','matplotlib','numpy','pandas',*sys.stdlib_module_names}
+    assert theirs<=(plain if layers[name]<10 else plain|{'fastai','sklearn','fastprogress'})
 
 def test_imports_are_seen(tmp_path, monkeypatch):
     "The tests above find an import in every way that there is to write one"
@@ -116,6 +116,12 @@ def test_core_is_small():
     assert len(core)==9 and sum(map(len, lines.values()))<=1800
     assert [f'{k}: {o.strip()[:60]}' for k,v in lines.items() for o in v if len(o)>120 and '__all__' not in o]==[]
 
+def test_doctor_is_small():
+    "What looks inside a model, and the recorder beyond the thirty lines that it had before"
+    lines = {o:code_lines(o) for o in ('nonfinite','report','doctor','recorder')}
+    assert sum(map(len, lines.values()))-30<=600
+    assert [f'{k}: {o.strip()[:60]}' for k,v in lines.items() for o in v if len(o)>120 and '__all__' not in o]==[]
+
 def states(name):
     "Class -> names of the attributes that its methods, but for `__init__`, set on `self`; patched methods are its own, too"
     res,tree = {},ast.parse((pkg/f'{name}.py').read_text(encoding='utf-8'))
@@ -136,7 +142,7 @@ def test_classes_have_little_state(name):
 # --- Changes to fastai
 
 methods = ('to_fp16 to_bf16 to_native_fp16 to_native_bf16 to_fp32 to_native_fp32 to_non_native_fp16 to_non_native_fp32 '
-           'one_batch _backward to_contiguous').split()
+           'one_batch _backward to_contiguous find_nonfinite precision_report').split()
 
 changes = '''if True:
     import json,sys

@@ -89,11 +89,12 @@ def wrong_loss(x):
     def _wrong(learn): learn.loss,learn.loss_grad = learn.loss*x,learn.loss_grad*x
     return At(_wrong, event='after_loss', order=-20)
 
-no_inputs = 'The inputs of this batch have inf or nan.'
+not_ours  = 'Precision is not the cause: in float32 it is the same.'
+no_inputs = 'The inputs of this batch have inf or nan: 8 numbers.'
 large     = 'The inputs of this batch have values up to 1e+38, and float16 ends at 65504: normalize them.'
-no_preds  = "The inputs of this batch are finite, but the model's predictions are not."
-no_loss   = "The model's predictions are finite, but the loss is not."
-no_grads  = 'In the backward pass, the gradient of 5.bias was the first that was not finite.'
+no_preds  = '2 (Loud) was the first module that returned inf or nan, from inputs up to '
+no_loss   = f"The model's predictions are finite, but the loss is not. {not_ours}"
+no_grads  = 'The gradient of 5.bias was the first that was not finite. Computed again, this batch is finite. '
 causes = dict( # and what is said of them
     forward  = (lambda: At(lambda learn: None), no_preds),
     nan_data = (lambda: poison(nan), no_inputs),
@@ -101,7 +102,7 @@ causes = dict( # and what is said of them
     big_data = (lambda: poison(1e38), large),
     inf_loss = (lambda: wrong_loss(inf), no_loss),
     nan_loss = (lambda: wrong_loss(nan), no_loss),
-    backward = (lambda: wrong_grads(inf), no_grads),
+    backward = (lambda: wrong_grads(inf), no_loss),
     inf_grad = (lambda: At(fill(inf)), no_grads),
     big_norm = (lambda: At(fill(1e25)), no_grads)) # finite, but its squares are not
 def slow_unless(o, *args): return pytest.param(*args, marks=[] if o else pytest.mark.slow)
@@ -120,10 +121,12 @@ def test_for_ever(mode, cause):
     if cause=='forward': learn.model[2].on = True
     learn.dls = DataLoaders([batch]*60, [batch])
     told,e = heard(learn.fit, 1, cbs=causes[cause][0]())
-    says = f'since step {steps}, because gradients were not finite. {causes[cause][1]} The loss scale is '
+    says = f'since step {steps}, because gradients were not finite. {causes[cause][1]}'
     assert len(told)==1
     assert told[0].startswith(f'32 steps in a row were skipped, {says}')
-    assert f'\t40 steps in a row were skipped, {says}{learn.mixed_precision.loss_scale:g}, ' in str(e)
+    assert f'\t40 steps in a row were skipped, {says}' in str(e)
+    assert f' The loss scale is {learn.mixed_precision.loss_scale:g}, and the weights have not changed' in str(e)
+    assert (not_ours in str(e))==(cause in ('forward','inf_loss','nan_loss','backward'))
     assert not learn.step_stats.finite and not math.isfinite(learn.step_stats.norm)
     assert same(everything(learn), before)
     healthy(learn)
@@ -144,8 +147,7 @@ def test_by_default(mode):
         with pytest.raises(FloatingPointError, match='steps in a row') as e: learn.fit(1, cbs=[At(fill(inf)), count])
     assert 25<=seen.index(1)+1<=50 and seen[-1]==1
     assert 25<len(seen)+1<=500 and f'{len(seen)+1} steps in a row were skipped, since step 0, ' in str(e.value)
-    ways = {'data':True, 'learning rate':True, 'keep=':True, 'to_bf16(),':'fp16' in mode}
-    assert {o:o in str(e.value) for o in ways}==ways # what one can do there
+    for o in ('data','learning rate'): assert o in str(e.value) # what one can do there
 
 @each_mode
 def test_a_start_from_2_to_24(mode):
@@ -168,7 +170,7 @@ def test_the_culprit(mode):
         for n,p in learn.model.named_parameters():
             if names.index(n)<=names.index('3.weight'): p.grad.fill_(nan)
     told,e = heard(learn.fit, 1, cbs=At(infect))
-    for story in (told[0], str(e)): assert 'the gradient of 3.weight was the first that was not finite.' in story
+    for story in (told[0], str(e)): assert 'The gradient of 3.weight was the first that was not finite.' in story
 
 @each_mode
 def test_over_many_fits(mode):

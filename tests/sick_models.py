@@ -1,0 +1,101 @@
+"""Learners whose numbers go wrong, each in its own way, and what is to be said of each"""
+from typing import Callable,NamedTuple
+
+from learners import *
+
+class Sick(NamedTuple):
+    "A learner with a problem, and what is to be said of it"
+    make:Callable # Makes the learner, in float32
+    where:str # `Finding.where`
+    module:str='' # `Finding.module`
+    precision:bool=False # Is half precision the cause? Then in float16 only.
+
+def data(x, y, bs=16):
+    rows = L(zip(x, y))
+    return DataLoaders(*[DataLoader(rows, bs=bs, num_workers=0, device='cpu') for _ in range(2)], device='cpu')
+
+def learner(model, change=noop, **kwargs):
+    "A learner of `model`, with data that `change` has changed"
+    x,y = numbers(64)
+    change((x,y))
+    return get_learner(model, dls=data(x, y), **kwargs)
+
+def net(*inner, n=16):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, n), *inner, nn.Linear(n, 1))
+
+class Attention(nn.Module):
+    "Attention of tokens whose logits are above 65504 before they are divided"
+    def __init__(self, n=4, factor=1e3):
+        super().__init__()
+        self.n,self.factor = n,factor
+        self.q,self.k,self.v = [nn.Linear(n, n) for _ in range(3)]
+    def forward(self, x):
+        tokens = x.unflatten(-1, (-1,self.n))
+        logits = (self.q(tokens)*self.factor)@(self.k(tokens)*self.factor).mT
+        return ((logits/self.factor**2).softmax(-1)@self.v(tokens)).flatten(-2)
+
+class Softmax(nn.Module):
+    "Written without the trick of subtracting the maximum"
+    def forward(self, x):
+        x = (x*20).exp()
+        return x/x.sum(-1, keepdim=True)
+
+class SmallVariance(nn.Module):
+    "Divides by a deviation whose square is too small for float16"
+    def forward(self, x):
+        x = x*1e-4
+        return (x-x.mean(-1, keepdim=True))/x.var(-1, keepdim=True).sqrt()
+
+class Growing(nn.Module):
+    "Its numbers double every third batch, between two layers"
+    def __init__(self, n=16):
+        super().__init__()
+        self.up,self.down = nn.Linear(n, n),nn.Linear(n, n)
+        self.register_buffer('factor', torch.ones(()))
+    def forward(self, x):
+        if self.training: self.factor *= 2**(1/3)
+        return self.down(self.up(x)*self.factor)/self.factor
+
+class LossInside(nn.Module):
+    "Returns the loss, of targets in the thousands"
+    def __init__(self):
+        super().__init__()
+        self.body = net()
+    def forward(self, x): return (self.body(x)-1000).pow(2).mean()
+
+class Categories(nn.Module):
+    "Looks up a row for each number; one row is nan"
+    def __init__(self):
+        super().__init__()
+        self.embed,self.head = nn.Embedding(10, 4),nn.Linear(32, 1)
+        nn.init.constant_(self.embed.weight[3], math.nan)
+    def forward(self, x): return self.head(self.embed(x.abs().mul(3).long().clamp(0, 9)).flatten(1))
+
+def set_to(value, i):
+    def _change(xy): xy[i][20] = value
+    return _change
+
+def vanishing():
+    "Each layer makes the gradient a hundred times as small"
+    model = net(*[nn.Linear(16, 16) for _ in range(4)])
+    with torch.no_grad():
+        for p in model[1:5].parameters(): p.mul_(.03)
+    return learner(model)
+
+sgd = partial(OptimWrapper, opt=torch.optim.SGD)
+sick = dict(
+    attention     = Sick(lambda: learner(net(Attention())),                                  'forward', '1', True),
+    softmax       = Sick(lambda: learner(net(Softmax())),                                    'forward', '1', True),
+    variance      = Sick(lambda: learner(net(SmallVariance())),                              'forward', '1', True),
+    growing       = Sick(lambda: learner(net(Growing())),                                    'forward', '1', True),
+    loss_inside   = Sick(lambda: learner(LossInside(), loss_func=lambda loss, y: loss),      'forward', '',  True),
+    embedding     = Sick(lambda: learner(Categories()),                                      'weights', 'embed'),
+    inf_in_batch  = Sick(lambda: learner(net(), set_to(math.inf, 0)),                        'inputs'),
+    nan_label     = Sick(lambda: learner(net(), set_to(math.nan, 1)),                        'targets'),
+    learning_rate = Sick(lambda: learner(net(nn.Linear(16,16)), opt_func=sgd, lr=1e4),       'training'))
+healthy = dict(
+    mlp        = lambda: learner(mlp()),
+    batch_norm = lambda: learner(mlp(norm=True)),
+    layer_norm = lambda: learner(net(nn.LayerNorm(16), nn.GELU(), nn.Linear(16,16))),
+    attention  = lambda: learner(net(Attention(factor=1.))))

@@ -1,4 +1,4 @@
-"""The loss scale, the gradient norm and the outcome of every step
+"""Loss, gradient norm, loss scale and outcome of every step
 
 Docs: https://example.github.io/mp_callbacks/recorder.html.md"""
 
@@ -8,41 +8,102 @@ Docs: https://example.github.io/mp_callbacks/recorder.html.md"""
 __all__ = ['PrecisionRecorder']
 
 # %% ../nbs/11_recorder.ipynb #63c051c3
-import matplotlib.pyplot as plt
-import pandas as pd
+import matplotlib.pyplot as plt,numpy as np,pandas as pd
+from collections import namedtuple
+from fastcore.basics import patch
 from .callback import LeanCallback
 
 # %% ../nbs/11_recorder.ipynb #df4308b9
+_Row = namedtuple('_Row', 'step scale norm finite skipped culprit loss')
+
 class PrecisionRecorder(LeanCallback):
-    "Remember the loss scale, the gradient norm and the outcome of every step"
-    order,_stateattrs = 55,('_stats','_skipped')
-    _stats = None # of the last step
-    _skipped = False # did any callback cancel this step?
+    "Record loss, gradient norm, loss scale and outcome of every step"
+    order = 55 # after fastai's `Recorder`, before its progress bar and loggers
+    _stateattrs = '_stats','_new','_start'
+    _stats = None # of the step before
+    _new = False # did this batch add a row?
+    _start = None # number of rows when training began in this epoch; None if it hasn't
 
-    def __init__(self): self.rows = []
-    def before_step(self): self._skipped = False
-    def after_cancel_step(self): self._skipped = True
+    def __init__(self,
+        columns:bool=False, # Add `skipped` and `loss_scale` to fastai's table of epochs?
+    ): self.columns,self.rows = columns,[]
 
-    def after_step(self):
+    def before_fit(self):
+        if not self.columns or not hasattr(self.learn, 'recorder'): return
+        o = self.learn.recorder
+        end = len(o.metric_names)-o.add_time
+        o.metric_names = o.metric_names[:end]+['skipped','loss_scale']+o.metric_names[end:]
+
+    def before_epoch(self): self._start = None # `learn.validate()` has one, too
+    def before_train(self): self._start = len(self.rows)
+    def before_batch(self): self._stats,self._new = getattr(self.learn, 'step_stats', None),False
+    def after_cancel_step(self): self._add_row(True)
+    def after_step(self): self._add_row(False)
+
+    def _add_row(self, skipped):
         o = getattr(self.learn, 'step_stats', None)
-        if o is not None and o is not self._stats: self.rows.append((o.step, o.scale, o.norm, o.finite, self._skipped))
-        self._stats = o # the same one, if another callback cancelled this step before the gradients were measured
+        if o is self._stats: return # no gradients were measured, or this step has its row
+        params = self.learn.model.named_parameters()
+        culprit = '' if o.finite else next((n for n,p in params if p is o.culprit), '(outside the model)')
+        self.rows.append(_Row(o.step, o.scale, o.norm, o.finite, skipped, culprit, np.nan))
+        self._stats,self._new = o,True
+
+    def after_batch(self):
+        if self._new and hasattr(self.learn, 'recorder'):
+            self.rows[-1] = self.rows[-1]._replace(loss=self.learn.recorder.losses[-1].item()) # on the CPU
+        self._new = False
+
+    def after_validate(self):
+        if not self.columns or self._start is None or not hasattr(self.learn, 'recorder'): return
+        skipped = sum(o.skipped for o in self.rows[self._start:])
+        scale = self.rows[-1].scale if self.rows else 1
+        self.learn.recorder.log += [skipped, int(scale) if scale==int(scale) else scale]
 
     @property
     def log(self)->pd.DataFrame:
-        "One row per step: number, loss scale, gradient norm before clipping, are gradients finite, was it skipped"
-        return pd.DataFrame(self.rows, columns=['step','scale','norm','finite','skipped'])
+        "One row per step"
+        kinds = dict(step=int, scale=float, norm=float, finite=bool, skipped=bool, loss=float)
+        return pd.DataFrame(self.rows, columns=_Row._fields).astype(kinds)
 
-    def plot_scale(self,
-        ax=None, # Matplotlib axes to draw on; None: new ones
-    ): # The axes
-        "Plot the loss scale over the steps, and mark skipped steps"
-        if ax is None: _,ax = plt.subplots(figsize=(7,3))
-        log = self.log
-        bad = log[log.skipped.astype(bool)] # the column of an empty table is no mask
-        ax.step(log.index, log.scale, where='post')
-        ax.plot(bad.index, bad.scale, 'x', color='tab:red', label=f'{len(bad)} skipped')
-        ax.set(xlabel='step', ylabel='loss scale')
-        ax.set_yscale('log', base=2)
-        if len(bad): ax.legend()
-        return ax
+# %% ../nbs/11_recorder.ipynb #b41f7c52
+@patch
+def plot(self:PrecisionRecorder,
+    axs=None, # Matplotlib axes, one for each panel; None: new ones
+): # The axes
+    "Plot loss, gradient norm and loss scale (unless it is always 1) over the rows of `log`, and mark skipped steps"
+    log = self.log
+    panels = dict(loss='training loss', norm='gradient norm', scale='loss scale')
+    if (log.scale==1).all(): del panels['scale']
+    if axs is None: _,axs = plt.subplots(len(panels), 1, sharex=True, figsize=(6,1.7*len(panels)), layout='constrained')
+    skips = log.index[log.skipped]
+    for ax,(name,label) in zip(axs, panels.items()):
+        ax.plot(log[name], '.-', lw=1, ms=3, drawstyle='steps-post' if name=='scale' else 'default')
+        ax.vlines(skips, 0, 1, 'tab:red', lw=1, transform=ax.get_xaxis_transform(), label=f'skipped: {len(skips)}')
+        if name!='loss' and (log[name]>0).any(): ax.set_yscale('log', base=2 if name=='scale' else 10)
+        ax.set_ylabel(label)
+    ax.set_xlabel('step')
+    if len(skips): axs[0].legend()
+    return axs
+
+# %% ../nbs/11_recorder.ipynb #e93a6b18
+@patch
+def summary(self:PrecisionRecorder)->str: # One sentence a line
+    "Skipped steps, loss scale and gradient norm in sentences, with steps numbered as the rows of `log`"
+    log = self.log
+    if log.empty: return 'No steps yet.'
+    skips,scale,norm = log.index[log.skipped],log.scale,log.norm[log.finite]
+    res = [f"{len(log)} step{'s'*(len(log)>1)}, {len(skips) or 'none'} skipped."]
+    if len(skips):
+        runs = (~log.skipped).cumsum()[skips] # one number for each run
+        longest = runs.index[runs==runs.mode()[0]]
+        res.append(f"The first skipped step was {skips[0]}, the last {skips[-1]}. "
+                   f"The longest run of them starts at step {longest[0]} and has length {len(longest)}.")
+    culprits = log.culprit[~log.finite].value_counts()
+    for name,n in culprits[:1].items():
+        res.append(f"The first gradient that was not finite was most often that of {name} ({n} of {culprits.sum()}).")
+    if scale.nunique()==1: res.append(f"The loss scale was always {scale[0]:.9g}.")
+    else: res.append(f"The loss scale went from {scale[0]:.9g} to {scale.iloc[-1]:.9g} (smallest {scale.min():.9g}, "
+                     f"largest {scale.max():.9g}, growths: {(scale.diff()>0).sum()}).")
+    if len(norm): res.append(f"The median gradient norm was {norm.median():.3g}, "
+                             f"the largest {norm.max():.3g} (step {norm.idxmax()}).")
+    return '\n'.join(res)

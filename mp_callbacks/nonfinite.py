@@ -105,12 +105,13 @@ def trace(
     grads = {id(p):measure(p.grad) for p in model.parameters() if p.grad is not None}
     return Trace(loss.item(), calls, grads)
 
-# %% ../nbs/06_nonfinite.ipynb #1b5556e6
+# %% ../nbs/06_nonfinite.ipynb #6d564544
 class Numbers(NamedTuple):
     "What a structure of tensors has"
     bad:int=0 # Numbers that are inf or nan
     largest:float=0. # Largest absolute value of the others
 
+@torch.no_grad()
 def count(
     tree, # Tensors in any structure
 )->Numbers:
@@ -118,7 +119,7 @@ def count(
     seen = []
     def _count(t):
         if t.is_floating_point() and t.numel():
-            bad,largest = (~t.isfinite()).sum(),t.detach().nan_to_num(0,0,0).abs().max()
+            bad,largest = (~t.isfinite()).sum(),t.nan_to_num(0,0,0).abs().max()
             seen.append(torch.stack([bad.float(),largest.float()]).cpu())
         return t
     map_tree(_count, tree)

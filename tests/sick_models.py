@@ -21,8 +21,11 @@ def learner(model, change=noop, **kwargs):
     return get_learner(model, dls=data(x, y), **kwargs)
 
 def net(*inner, n=16):
+    "A net with the modules that the functions `inner` make"
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8, n), *inner, nn.Linear(n, 1))
+    return nn.Sequential(nn.Linear(8, n), *[f() for f in inner], nn.Linear(n, 1))
+
+def linear(): return nn.Linear(16, 16)
 
 class Attention(nn.Module):
     "Attention of tokens whose logits are above 65504 before they are divided"
@@ -68,6 +71,7 @@ class Categories(nn.Module):
     "Looks up a row for each number; one row is nan"
     def __init__(self):
         super().__init__()
+        torch.manual_seed(1)
         self.embed,self.head = nn.Embedding(10, 4),nn.Linear(32, 1)
         nn.init.constant_(self.embed.weight[3], math.nan)
     def forward(self, x): return self.head(self.embed(x.abs().mul(3).long().clamp(0, 9)).flatten(1))
@@ -78,24 +82,24 @@ def set_to(value, i):
 
 def vanishing():
     "Each layer makes the gradient a hundred times as small"
-    model = net(*[nn.Linear(16, 16) for _ in range(4)])
+    model = net(*[linear]*4)
     with torch.no_grad():
         for p in model[1:5].parameters(): p.mul_(.03)
     return learner(model)
 
 sgd = partial(OptimWrapper, opt=torch.optim.SGD)
 sick = dict(
-    attention     = Sick(lambda: learner(net(Attention())),                                  'forward', '1', True),
-    softmax       = Sick(lambda: learner(net(Softmax())),                                    'forward', '1', True),
-    variance      = Sick(lambda: learner(net(SmallVariance())),                              'forward', '1', True),
-    growing       = Sick(lambda: learner(net(Growing())),                                    'forward', '1', True),
+    attention     = Sick(lambda: learner(net(Attention)),                                  'forward', '1', True),
+    softmax       = Sick(lambda: learner(net(Softmax)),                                    'forward', '1', True),
+    variance      = Sick(lambda: learner(net(SmallVariance)),                              'forward', '1', True),
+    growing       = Sick(lambda: learner(net(Growing)),                                    'forward', '1', True),
     loss_inside   = Sick(lambda: learner(LossInside(), loss_func=lambda loss, y: loss),      'forward', '',  True),
     embedding     = Sick(lambda: learner(Categories()),                                      'weights', 'embed'),
     inf_in_batch  = Sick(lambda: learner(net(), set_to(math.inf, 0)),                        'inputs'),
     nan_label     = Sick(lambda: learner(net(), set_to(math.nan, 1)),                        'targets'),
-    learning_rate = Sick(lambda: learner(net(nn.Linear(16,16)), opt_func=sgd, lr=1e4),       'training'))
+    learning_rate = Sick(lambda: learner(net(linear), opt_func=sgd, lr=1e4),       'training'))
 healthy = dict(
     mlp        = lambda: learner(mlp()),
     batch_norm = lambda: learner(mlp(norm=True)),
-    layer_norm = lambda: learner(net(nn.LayerNorm(16), nn.GELU(), nn.Linear(16,16))),
-    attention  = lambda: learner(net(Attention(factor=1.))))
+    layer_norm = lambda: learner(net(lambda: nn.LayerNorm(16), nn.GELU, linear)),
+    attention  = lambda: learner(net(lambda: Attention(factor=1.))))

@@ -1,0 +1,173 @@
+"""Models whose numbers go wrong: the right place is named, precision is told apart from other causes, and `keep` cures"""
+import pytest
+from mp_callbacks.half import half_precision
+from mp_callbacks.nonfinite import find_nonfinite
+from sick_models import *
+
+pytestmark = pytest.mark.filterwarnings('ignore:float16 on a CPU', 'ignore:32 steps in a row', 'ignore:You are shadowing')
+
+ends = 'float16 ends at 65504, and in float32 all is finite'
+told = dict( # what the text has, besides the name of the module
+    attention     = ['1 (Attention) was the first module that returned inf or nan', ends, "keep='1'", 'bfloat16'],
+    softmax       = ['1 (Softmax) was the first module that returned inf or nan', ends, "keep='1'", 'bfloat16'],
+    variance      = ['1 (SmallVariance) was the first', 'too small to divide by', ends, "keep='1'", 'bfloat16'],
+    growing       = ['1 (Growing) was the first module that returned inf or nan', ends, "keep='1'", 'bfloat16'],
+    loss_inside   = ['the model (LossInside) was the first', 'its output would have values up to 1e+06', ends],
+    embedding     = ['embed (Embedding) was the first', '4 of its own weights are inf or nan', 'not the cause'],
+    inf_in_batch  = ['The inputs of this batch have inf or nan: 8 numbers'],
+    nan_label     = ['The targets of this batch have inf or nan', 'Precision is not the cause'],
+    learning_rate = ['Training has diverged', 'Lower the learning rate'])
+later = 'growing','learning_rate' # finite at the start
+
+def fails(learn, epochs=30):
+    "The error that training ends with"
+    with pytest.raises(FloatingPointError) as e: learn.fit(epochs)
+    return str(e.value)
+
+def says(name, text): return [o for o in told[name] if o not in text]==[]
+
+@pytest.mark.parametrize('name', sick)
+@pytest.mark.parametrize('to', ['to_fp16','to_native_fp16'])
+def test_float16(name, to):
+    "`find_nonfinite` and the error name the place and the cause, and give the line to write"
+    s = sick[name]
+    learn = getattr(s.make(), to)(max_skips=33)
+    if name in later: assert says(name, fails(learn))
+    found = learn.find_nonfinite()
+    assert (found.where,found.module,found.precision)==(s.where,s.module,s.precision), found
+    assert says(name, str(found)) and f"learn.{to}(keep=" in str(found) or not s.precision
+    if name in ('attention','softmax','variance','embedding'): assert says(name, fails(learn))
+
+@pytest.mark.parametrize('name', sick)
+@pytest.mark.parametrize('to', ['to_bf16','to_native_bf16','to_fp32'])
+def test_other_precisions(name, to):
+    "In bfloat16 and float32, only what isn't about precision is found"
+    s = sick[name]
+    learn = s.make()
+    if to!='to_fp32': getattr(learn, to)(max_skips=33)
+    if name=='learning_rate':
+        if to!='to_fp32': assert says(name, fails(learn))
+        else: learn.fit(5)
+    found = learn.find_nonfinite()
+    if s.precision: assert (found.where,found.precision)==('nothing',False)
+    elif to=='to_fp32' and name=='learning_rate': assert found.where in ('training','weights')
+    else: assert (found.where,found.module,found.precision)==(s.where,s.module,False)
+
+def final_loss(learn, epochs=20):
+    learn.fit(epochs, lr=1e-3) # with more, rounding alone makes a difference
+    return learn.validate()[0]
+
+@pytest.mark.parametrize('name', ['attention','softmax','variance'])
+def test_keep_cures(name):
+    "With `keep` of the finding, and with that of the report, training reaches the loss of float32"
+    make = sick[name].make
+    want = final_loss(make())
+    report = make().to_fp16().precision_report()
+    keeps = {make().to_fp16().find_nonfinite().keep, tuple(report.keep)}
+    assert keeps=={('1',)} and not math.isfinite(report.error)
+    for keep in keeps: assert final_loss(make().to_fp16(keep=list(keep)))==pytest.approx(want, rel=.02)
+
+def test_keep_cures_later():
+    "Activations that exceed 65504 after 45 batches"
+    make,want = sick['growing'].make,final_loss(sick['growing'].make())
+    learn = make().to_fp16(max_skips=33)
+    fails(learn)
+    assert learn.precision_report().keep==['1']
+    assert final_loss(make().to_fp16(keep='1'))==pytest.approx(want, rel=.02)
+
+def test_gradients_that_vanish():
+    "Without a loss scale they are lost, with the report's best one they aren't, and no module has to be kept"
+    learn = vanishing().to_fp16(loss_scale=1, dynamic=False)
+    assert learn.find_nonfinite().where=='nothing'
+    report = learn.precision_report()
+    first = report.table.iloc[0]
+    assert first['activations lost']==1 and first['at best scale']<.2 and report.error>.1
+    assert report.keep==[] and report.best_scale>=2**6
+    better = vanishing().to_fp16(loss_scale=report.best_scale, dynamic=False).precision_report()
+    assert better.error<.05
+
+@pytest.mark.parametrize('name', healthy)
+@pytest.mark.parametrize('to', calls)
+def test_healthy(name, to):
+    "Nothing is found, and nothing is to be kept"
+    learn = getattr(healthy[name](), to)()
+    learn.fit(2)
+    assert learn.find_nonfinite()==('nothing','All 4 batches of dls.train are finite.','',False,())
+    report = learn.precision_report()
+    assert report.keep==[] and report.error<.05
+
+# --- Parts
+
+def net_and_loss(factor):
+    "A net in which one layer's output is 10,000 times as large in `factor` 1e5"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8,16), nn.Linear(16,16), nn.ReLU(), nn.Linear(16,16), nn.Linear(16,1))
+    with torch.no_grad(): model[1].weight.mul_(factor)
+    xb,yb = torch.randn(4,8),torch.zeros(4,1)
+    return model,lambda: F.l1_loss(model(xb), yb)
+
+def test_backward():
+    "A gradient that is too large: because of the loss scale, or with any"
+    model,loss = net_and_loss(1.)
+    half = half_precision(model, torch.float16)
+    big = find_nonfinite(model, loss, half, scale=2.**24)
+    assert (big.where,big.precision)==('backward',True) and 'The loss scale of 1.67772e+07 is too large' in str(big)
+    huge = find_nonfinite(model, lambda: loss()*1e6, half)
+    assert (huge.where,huge.precision)==('backward',True) and '4' in huge.keep and 'bfloat16' in str(huge)
+
+def test_existing_keep():
+    "What is kept already stays, and the text says that more is to be added"
+    model,loss = net_and_loss(1e5)
+    for keep in ('0', ['0'], {'0':'float32'}):
+        found = find_nonfinite(model, loss, half_precision(model, torch.float16, keep))
+        assert found.keep==('1','3') and "Keep these in float32, too: add ['1', '3'] to keep" in str(found)
+
+def test_masks_are_no_overflow():
+    "A mask of -inf goes through all modules, and only the layer that overflows is named"
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.loud = nn.Linear(8, 8)
+            self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0., batch_first=True)
+            with torch.no_grad(): self.loud.weight.mul_(1e6)
+        def forward(self, x):
+            mask = nn.Transformer.generate_square_subsequent_mask(4)
+            return self.layer(self.loud(self.layer(x, mask)), mask)
+    torch.manual_seed(0)
+    model = Masked()
+    x = torch.randn(2,4,8)
+    found = find_nonfinite(model, lambda: model(x).mean(), half_precision(model, torch.float16))
+    assert (found.where,found.module,found.precision)==('forward','loud',True)
+
+@pytest.mark.parametrize('wrap', [torch.compile, lambda m: (m.compile(backend='eager'), m)[1]])
+def test_compiled(wrap):
+    "Compiled models are looked at without compilation, and compile no graph again afterwards"
+    torch._dynamo.reset()
+    model,_ = net_and_loss(1e5)
+    wrapped = wrap(model) if wrap is not torch.compile else torch.compile(model, backend='eager')
+    xb = torch.randn(4,8)
+    half = half_precision(wrapped, torch.bfloat16)
+    with half: wrapped(xb).mean().backward()
+    graphs = torch._dynamo.utils.counters['stats']['unique_graphs']
+    found = find_nonfinite(wrapped, lambda: wrapped(xb).abs().mean(), half_precision(wrapped, torch.float16))
+    assert (found.where,found.module)==('forward','1')
+    with half: wrapped(xb).mean().backward()
+    assert torch._dynamo.utils.counters['stats']['unique_graphs']==graphs
+
+@pytest.mark.parametrize('reentrant', [False,True])
+def test_checkpointing(reentrant):
+    "Modules that compute again in the backward pass are looked at once"
+    from torch.utils.checkpoint import checkpoint
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = net_and_loss(1.)[0]
+        def forward(self, x): return checkpoint(self.body, x, use_reentrant=reentrant)
+    model,xb = Checkpointed(),torch.randn(4,8,requires_grad=True)
+    half = half_precision(model, torch.float16)
+    assert find_nonfinite(model, lambda: model(xb).mean(), half).where=='nothing'
+    found = find_nonfinite(model, lambda: model(xb).mean()*1e6, half)
+    assert (found.where,found.precision)==('backward',True)
+    with torch.no_grad(): model.body[1].weight.mul_(1e5)
+    found = find_nonfinite(model, lambda: model(xb).mean(), half)
+    assert (found.where,found.module,found.keep)==('forward','body.1',('body.1','body.3'))

@@ -7,7 +7,7 @@ Docs: https://example.github.io/mp_callbacks/report.html.md"""
 # %% auto #0
 __all__ = ['ModuleNumbers', 'PrecisionReport', 'measure_precision']
 
-# %% ../nbs/07_report.ipynb #ef7addc5
+# %% ../nbs/07_report.ipynb #ac4b63b2
 import copy,math,torch
 from typing import NamedTuple
 import matplotlib.pyplot as plt
@@ -17,7 +17,7 @@ from torch import nn
 
 from .dtypes import map_tree
 from .half import half_precision
-from .nonfinite import add_keep,shortest_keep,trace,unchanged
+from .nonfinite import keeping,shortest_keep,trace,unchanged
 
 # %% ../nbs/07_report.ipynb #cb9aeda8
 _low,_high = -160,130 # beyond all exponents of float32
@@ -132,7 +132,7 @@ class PrecisionReport:
         ax.legend(loc='upper center', bbox_to_anchor=(.5,1.2), ncols=2, frameon=False)
         return ax
 
-# %% ../nbs/07_report.ipynb #f4122719
+# %% ../nbs/07_report.ipynb #b07f9f69
 def _tensors(tree):
     "The floating tensors in `tree`"
     res = []
@@ -197,7 +197,7 @@ def measure_precision(
         error,best = _off(seen, full, report.scale),report.best_scale
         report.error = max(report.error, error)
         if error<=report.tolerance or report.keep is None: return
-        longer = half_precision(model, half.dtype, add_keep(half.keep, report.keep), half.copies)
+        longer = keeping(half, report.keep)
         if _works(longer): return
         more = shortest_keep(longer, _works)
         report.keep = None if more is None else report.keep+more

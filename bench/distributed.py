@@ -71,7 +71,7 @@ def sent(task, dev, turns):
                 end = perf_counter()
             if i<2: continue
             for metric,at in (('first',ready[0]),('last',ready[-1])):
-                yield Variant('ddp', '', name),i-1,metric,(at-start)/(end-start),f'{len(ready)} buckets'
+                yield Variant('bare', '', name),i-1,metric,(at-start)/(end-start),f'{len(ready)} buckets'
 
 def work(rank, world, path, args):
     "One process: measures, and rank 0 sends the rows to a file"

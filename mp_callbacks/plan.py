@@ -45,9 +45,9 @@ class LiveBytes(TorchDispatchMode):
 # %% ../nbs/08_plan.ipynb #36ea77ba
 def _line(two, four):
     "Bytes without items, and for each item, from the bytes with two and with four items"
-    if len(two)!=len(four): two,four = [max(two)],[max(four)] # other operations: compare the peaks
+    if len(two)!=len(four): two,four = [max(two)],[max(four)]
     two,four = torch.tensor([two,four], dtype=torch.float64)
-    return 2*two-four,(four-two)/2
+    return torch.stack([2*two-four, (four-two)/2])
 
 def _most(line, n):
     "Most bytes on `line` with `n` items"
@@ -56,7 +56,7 @@ def _most(line, n):
 class MemoryPlan(NamedTuple):
     "Memory of a training step in each precision. Prints as a table."
     items:int # Batch size of the table
-    steps:dict # Precision -> for each column: bytes without items, and for each item; for the peak, after each operation
+    steps:dict # Precision -> for each column: bytes without items, and per item; for the peak, after each operation
 
     @property
     def table(self)->pd.DataFrame:
@@ -92,14 +92,14 @@ def _unchanged(model):
 
 # %% ../nbs/08_plan.ipynb #29d54850
 def _train_step(live, model, compute_loss, n, opt, copies, half):
-    "Bytes of gradients, of new optimizer state and of activations, and the log, of a step with `n` items"
+    "Bytes of gradients, of new optimizer state and of activations, and logs of forward pass and rest, of a step"
     if half: model.zero_grad()
     start,held = live.now,[]
     live.log.clear()
     hook = model.register_forward_hook(lambda *args: held.append(args), with_kwargs=True)
     with hook, half or nullcontext():
         loss = compute_loss(n)
-        activations = live.now-start
+        activations,end = live.now-start,len(live.log)
         loss.backward()
     for p,c in copies.items(): c.grad = p.grad
     grads,before = sum(p.nbytes for p in copies if p.grad is not None),live.now
@@ -107,7 +107,7 @@ def _train_step(live, model, compute_loss, n, opt, copies, half):
     state = live.now-before
     opt.zero_grad()
     for p,c in copies.items(): p.grad,c.grad = c.grad,None
-    return grads,state,activations,[*live.log]
+    return grads,state,activations,live.log[:end],live.log[end:]
 
 def precision_plan(
     model:nn.Module, # Model with float32 parameters, in training mode, on any device
@@ -133,6 +133,6 @@ def precision_plan(
         def _step(n, half): return _train_step(live, model, compute_loss, n, opt, copies, half)
         _,made,*_ = _step(2, None) # the first step of an optimizer makes its state
         seen = {k:(_step(2, o),_step(4, o)) for k,o in halves.items()}
-    def _columns(grads, _, activations, log): return [weights],[grads],[had+made],[activations],log
-    steps = {k:[_line(*o) for o in zip(_columns(*two), _columns(*four))] for k,(two,four) in seen.items()}
-    return MemoryPlan(batch_size, steps)
+    def _columns(grads, _, activations, *logs): return [weights],[grads],[had+made],[activations],*logs
+    lines = {k:[_line(*o) for o in zip(_columns(*two), _columns(*four))] for k,(two,four) in seen.items()}
+    return MemoryPlan(batch_size, {k:[*v[:4],torch.cat(v[4:], 1)] for k,v in lines.items()})

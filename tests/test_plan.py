@@ -9,7 +9,7 @@ from learners import *
 from mp_callbacks.plan import LiveBytes,precision_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'bench'))
-from models import GPT,Task,ViT,conv,loss_func,resnet
+from models import GPT,Task,ViT,conv,loss_func
 from models import mlp as bench_mlp
 
 tasks = dict( # the models of bench, with fewer and smaller layers
@@ -17,7 +17,6 @@ tasks = dict( # the models of bench, with fewer and smaller layers
     wide_mlp = Task('wide_mlp', lambda: bench_mlp(64, 6, 64),             (64,),     64,  512),
     vit      = Task('vit',      lambda: ViT(32, 4, 48, 192, 3, 4, 10),    (3,32,32), 10,  16),
     conv     = Task('conv',     lambda: conv(16, 4, 10),                  (3,32,32), 10,  32),
-    resnet   = Task('resnet',   lambda: resnet(18, 10),                   (3,32,32), 10,  16),
     gpt      = Task('gpt',      lambda: GPT(500, 32, 32, 128, 2, 2),      (32,),     500, 8))
 opts = dict(fused  = lambda params, **kwargs: OptimWrapper(params, torch.optim.AdamW, fused=True, **kwargs),
             fastai = Adam)
@@ -53,7 +52,6 @@ def test_peak(name, opt):
     model = task.model('cpu')
     plan = plan_for(model, task.data('cpu'), opts[opt]([*model.parameters()], lr=1e-6))
     errors = {k:planned(plan, task.batch, k)/trained_peak(task, opt, call)-1 for k,call in calls.items()}
-    print(name, opt, {k:f'{o:+.1%}' for k,o in errors.items()})
     assert max(map(abs, errors.values()))<.01, errors
 
 # --- What is counted
@@ -72,7 +70,7 @@ def test_parts():
     assert sizes(plan_mse(model, sgd(model)))==[644,644,0]
 
 def test_activations():
-    "Bytes per item: x and y, the hidden layer, predictions and losses. In half precision there are copies of the weights, too."
+    "Bytes per item: x and y, hidden layer, predictions and losses. In half precision there are copies of weights, too."
     model = nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.Linear(16,1))
     plan = plan_mse(model)
     def _activations(name): return [o.item() for o in plan.steps[name][3]]
@@ -110,7 +108,8 @@ def test_checkpoint(use_reentrant):
     class Deep(nn.Module):
         def __init__(self, save):
             super().__init__()
-            self.blocks,self.save = nn.ModuleList([nn.Sequential(nn.Linear(8,64), nn.GELU(), nn.Linear(64,8)) for _ in range(4)]),save
+            blocks = [nn.Sequential(nn.Linear(8,64), nn.GELU(), nn.Linear(64,8)) for _ in range(4)]
+            self.blocks,self.save = nn.ModuleList(blocks),save
         def forward(self, x):
             x = x.requires_grad_()
             for o in self.blocks: x = checkpoint(o, x, use_reentrant=use_reentrant) if self.save else o(x)
@@ -140,16 +139,22 @@ def test_small():
     assert sizes(plan)==[4,4,2*4+4] and 20<planned(plan, 1)<100
 
 def test_other_operations():
-    "If another number of items takes other operations, the peaks are compared"
-    model = nn.Linear(8,8)
-    def _loss(n): return sum(model(o).square().mean() for o in torch.randn(n,8))
-    plan = precision_plan(model, _loss, sgd(model), 4)
-    assert len(plan.steps['float32'][-1][0])==1 and planned(plan, 100)>planned(plan, 10)
+    "If four items take more operations than two, the peaks of the forward pass and of the rest are compared"
+    model = nn.Sequential(nn.Linear(64,64), nn.ReLU(), nn.Linear(64,64))
+    def _plan(views):
+        def _loss(n):
+            x = torch.randn(n,64)
+            for _ in range(views*n): x = x.view_as(x)
+            return model(x).square().mean()
+        return precision_plan(model, _loss, sgd(model), 4)
+    more,same = _plan(1),_plan(0)
+    assert more.steps['float32'][-1].shape[1]<same.steps['float32'][-1].shape[1]
+    for n in (4,100,1000): assert abs(planned(more, n)/planned(same, n)-1)<.1
 
 def test_keep():
     "Kept modules save float32 activations"
     model = mlp()
-    kept,plan = plan_mse(model, keep=nn.GELU)._replace(items=1000).table.activations,plan_mse(model)._replace(items=1000).table.activations
+    kept,plan = (plan_mse(model, keep=o)._replace(items=1000).table.activations for o in (nn.GELU,()))
     assert kept.copies>plan.copies and kept.float32==plan.float32
 
 # --- What it says
@@ -165,7 +170,7 @@ def test_batch_size():
 def test_prints():
     plan = plan_mse(mlp())._replace(items=100)
     assert repr(plan).startswith('MB with batch size 100:\n') and 'autocast' in repr(plan)
-    assert '<table' in plan._repr_html_() and [*plan.table.columns]==['weights','gradients','optimizer','activations','peak']
+    assert '<table' in plan._repr_html_() and 'activations' in plan._repr_html_()
 
 def test_bad_batch_size():
     with pytest.raises(ValueError, match='batch_size=0 must be positive'): precision_plan(mlp(), None, None, 0)
@@ -180,9 +185,9 @@ def test_half_model():
 # --- What it leaves alone
 
 def state_of(model, opt):
-    rng = torch.get_rng_state()
     numbers = [o.clone() for o in (*model.parameters(),*model.buffers())]
-    return numbers,rng,[m.training for m in model.modules()],deepcopy(opt.state_dict()),[p.grad for p in model.parameters()]
+    flags,grads = [m.training for m in model.modules()],[p.grad for p in model.parameters()]
+    return numbers,torch.get_rng_state(),flags,deepcopy(opt.state_dict()),grads
 
 @pytest.mark.parametrize('opt_func', opts.values(), ids=opts)
 @pytest.mark.parametrize('fails', [False,True])

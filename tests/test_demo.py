@@ -1,7 +1,7 @@
 "`python -m mp_callbacks` as a user runs it, and what it says to bad values"
-import signal,subprocess,sys
+import re,signal,subprocess,sys
 
-import matplotlib.image,pandas as pd,pytest,torch
+import matplotlib.image,matplotlib.pyplot as plt,pandas as pd,pytest,torch
 
 from mp_callbacks import demo
 from mp_callbacks.demo import main
@@ -15,11 +15,13 @@ def one_thread(monkeypatch):
     yield
     torch.set_num_threads(threads)
 
+error = 'python -m mp_callbacks: error:'
 cmd = [sys.executable, '-m', 'mp_callbacks', '--device', 'cpu', '--size', '.03']
 
 def test_run(tmp_path):
-    "Table, advice and files, each with every precision"
-    res = subprocess.run([*cmd, '--epochs', '1', '--precision', *demo.precisions, '--out', tmp_path/'new/out'], capture_output=True, text=True)
+    "Versions and duration first; then table, advice and files, each with every precision"
+    args = ['--epochs', '1', '--precision', *demo.precisions, '--out', tmp_path/'new/out']
+    res = subprocess.run([*cmd, *args], capture_output=True, text=True)
     assert res.returncode==0, res.stderr
     assert 'Traceback' not in res.stderr
     assert res.stderr.count('Note: float16 on a CPU')==1 # though there are two float16 runs
@@ -29,28 +31,33 @@ def test_run(tmp_path):
     rows = {o[0]:o for o in lines if o and o[0] in demo.precisions}
     assert list(rows)==list(demo.precisions) and all(len(o)==len(header) for o in rows.values())
     assert rows['fp32'][header.index('speedup')]=='1.00x' and rows['fp32'][-2:]==['-','-']
-    assert any(o[:1] in (['Use'],['Stay'],['No']) for o in lines)
+    assert [rows[o][-1]=='-' for o in rows]==[True,True,False,True,False] # only float16 has a loss scale
+    assert lines[2][0]=='torch' and re.fullmatch(r'.*: about \d+ seconds', res.stdout.splitlines()[3])
+    said = [o[0] for o in lines if o]
+    assert said.index('precision')<next(said.index(o) for o in ('Use','Stay','No') if o in said)<said.index('Table:')
     csv,png = tmp_path/'new/out/precisions.csv',tmp_path/'new/out/precisions.png'
-    assert {str(csv),str(png)} <= set(res.stdout.splitlines())
+    assert res.stdout.splitlines()[-2:]==[f'Table: {csv}',f'Plot: {png}']
     df = pd.read_csv(csv, index_col='precision')
     assert list(df.index)==list(demo.precisions) and list(df.columns)==header[1:]
-    assert (df.epoch_s>0).all() and df.accuracy.between(0,1).all() and df.loss_scale['bf16']==1 and df.loss_scale['fp16']>1
+    assert (df.step_ms>0).all() and df.accuracy.between(0,1).all()
+    assert pd.isna(df.loss_scale['bf16']) and df.loss_scale['fp16']>1
     assert matplotlib.image.imread(png).shape[0]>100
 
 @pytest.mark.slow
 def test_bad_value_from_outside():
     res = subprocess.run([*cmd, '--epochs', '0'], capture_output=True, text=True)
     assert (res.returncode,res.stdout)==(2,'')
-    assert res.stderr=="python -m mp_callbacks: error: argument --epochs: '0' must be a whole number above 0 and not above 1000\n"
+    assert res.stderr==f"{error} argument --epochs: '0' must be a whole number above 0 and not above 1000\n"
 
 @pytest.mark.skipif(sys.platform=='win32', reason='has no such signal')
 def test_interrupt(tmp_path):
-    def _heed(): signal.signal(signal.SIGINT, signal.SIG_DFL) # what a shell has started in the background ignores it, and so do its children
-    with subprocess.Popen([*cmd, '--epochs', '1000', '--precision', 'bf16', '--out', tmp_path], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, preexec_fn=_heed) as p:
+    def _heed(): signal.signal(signal.SIGINT, signal.SIG_DFL) # a shell in the background ignores it
+    args = [*cmd, '--epochs', '1000', '--precision', 'bf16', '--out', tmp_path]
+    with subprocess.Popen(args, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, preexec_fn=_heed) as p:
         p.stderr.readline() # the first epoch is over
         p.send_signal(signal.SIGINT)
         try: rest,lost = p.communicate(timeout=60)[1].splitlines(),False
-        except subprocess.TimeoutExpired: # Python drops an interrupt that comes in a finalizer, and says so; whoever sits there presses the keys again
+        except subprocess.TimeoutExpired: # Python drops an interrupt in a finalizer, with a message: interrupt again
             p.send_signal(signal.SIGINT)
             rest,lost = p.communicate()[1].splitlines(),True
     assert p.returncode==130, rest
@@ -78,36 +85,71 @@ def test_bad_value(args, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(args)==2
     out,err = capsys.readouterr()
-    assert out=='' and err.count('\n')==1 and err.startswith(f'python -m mp_callbacks: error: {says}')
+    assert out=='' and err.count('\n')==1 and err.startswith(f'{error} {says}')
     assert not list(tmp_path.iterdir())
 
 def test_unsupported_precision(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, 'supported', lambda device: ['fp32','bf16','native_bf16'])
     assert main(['--device', 'cpu', '--precision', 'native_fp16', '--out', str(tmp_path)])==2
     out,err = capsys.readouterr()
-    assert out=='' and err.splitlines()==["python -m mp_callbacks: error: argument --precision: native_fp16 needs a device that computes in torch.float16, and cpu doesn't. Use fp32 or bf16 or native_bf16."]
+    says = "needs a device that computes in torch.float16, and cpu doesn't. Use fp32 or bf16 or native_bf16."
+    assert (out,err)==('', f'{error} argument --precision: native_fp16 {says}\n')
 
 def test_out_of_memory(capsys, tmp_path, monkeypatch):
     def _fail(*args, **kwargs): raise torch.OutOfMemoryError('CUDA out of memory')
     monkeypatch.setattr(demo, 'run_precision', _fail)
     assert main(['--device', 'cpu', '--size', '.03', '--precision', 'bf16', '--out', str(tmp_path)])==2
-    assert capsys.readouterr().err.splitlines()==['python -m mp_callbacks: error: argument --size: 0.03 needs more memory than there is on cpu. Use a smaller one.']
+    says = f'{error} argument --size: 0.03 needs more memory than there is on cpu. Use a smaller one.\n'
+    assert capsys.readouterr().err==says
+
+def fake_run(monkeypatch, noise=1., **ms):
+    "Replace training by results with this noise, and 3 milliseconds per step or those for a precision"
+    def _run(precision, *args): return demo.Run(precision, [1.], .9, .3, (ms.get(precision, 3.),)*3, noise)
+    monkeypatch.setattr(demo, 'run_precision', _run)
 
 def test_table_is_shown_if_it_cannot_be_written(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, 'run_precision', lambda precision, *args, **kwargs: demo.Run(precision, [1.], .9, .3, 1.))
+    fake_run(monkeypatch)
     (tmp_path/'precisions.csv').mkdir()
     assert main(['--device', 'cpu', '--size', '.03', '--precision', 'bf16', '--out', str(tmp_path)])==2
     out,err = capsys.readouterr()
     assert 'Stay with float32' in out and err.count('\n')==1 and "argument --out: can't write to" in err
 
-@pytest.mark.parametrize('spread', (1.1,3.))
-def test_busy(spread, capsys, tmp_path, monkeypatch):
-    "Times that vary are not to be relied on, and it says so"
-    monkeypatch.setattr(demo, 'run_precision', lambda precision, *args, **kwargs: demo.Run(precision, [1.], .9, .3, 1., spread))
+@pytest.mark.parametrize('noise', (1.1,3.))
+def test_busy(noise, capsys, tmp_path, monkeypatch):
+    "If times vary, it says before the advice that they are not reliable"
+    fake_run(monkeypatch, noise)
     assert main(['--device', 'cpu', '--size', '.03', '--precision', 'bf16', '--out', str(tmp_path)])==0
     out = capsys.readouterr().out
-    assert ('Something else was running here' in out)==(spread>2)
-    if spread>2: assert out.index('Something else')<out.index('Stay with float32') # before the advice
+    assert ('Something else was running here' in out)==(noise>2)
+    if noise>2: assert out.index('Something else')<out.index('Stay with float32') # before the advice
+
+@pytest.mark.parametrize('noise,use', [(1.,'native_bf16'),(1.3,'bf16')])
+def test_ties(noise, use, capsys, tmp_path, monkeypatch):
+    "In a tie within the noise it recommends what README does, and names the other"
+    fake_run(monkeypatch, noise, bf16=1.2, native_bf16=1.)
+    assert main(['--device', 'cpu', '--size', '.03', '--precision', 'bf16', 'native_bf16', '--out', str(tmp_path)])==0
+    out = capsys.readouterr().out
+    assert f'Use learn.to_{use}() here' in out and ('within the noise: native_bf16' in out)==(use=='bf16')
+
+def test_precision_is_used(capsys, tmp_path, monkeypatch):
+    "Only those asked for, beside float32, in the order of preference"
+    fake_run(monkeypatch)
+    assert main(['--device', 'cpu', '--size', '.03', '--precision', 'native_bf16', 'bf16', '--out', str(tmp_path)])==0
+    assert 'in each of fp32, bf16, native_bf16: about' in capsys.readouterr().out
+
+@pytest.mark.parametrize('counted,scaled', [(False,False),(True,True)])
+def test_plot(counted, scaled):
+    "Peak memory and loss scale have panels only if they were measured; each line is the difference to float32"
+    runs = [demo.Run('fp32', [2.,1.], .9, .3, (2.,3.,5.)), demo.Run('bf16', [2.,1.5], .9, .3, (1.,2.,3.))]
+    if counted: runs = [o._replace(peak_mib=2.) for o in runs]
+    if scaled:  runs.append(demo.Run('fp16', [2.,1.5], .9, .3, (1.,2.,3.), 1., 2., [8.,4.], [True,False]))
+    axs = demo.plot_runs(runs, 'a title')
+    try:
+        assert axs.keys()=={'time','loss',*['memory']*counted,*['scale']*scaled}
+        assert [o.get_width() for o in axs['time'].patches[:2]]==[3,2]
+        assert [o.get_ydata().tolist() for o in axs['loss'].lines[:2]]==[[0,0],[0,.5]]
+        assert axs['time'].figure.get_suptitle()=='a title'
+    finally: plt.close('all')
 
 def test_help(capsys):
     assert main(['--help'])==0
@@ -116,5 +158,6 @@ def test_help(capsys):
 @pytest.mark.parametrize('name', [pytest.param(o, marks=[pytest.mark.slow] if o=='vit' else []) for o in demo.recipes])
 def test_models_learn(name):
     "Small ones of each kind, in bfloat16 as in float32"
-    runs = [demo.run_precision(o, name, .25, epochs=2) for o in ('fp32','bf16')]
+    rec = demo.recipes[name].at(.25)._replace(epochs=2)
+    runs = [demo.run_precision(o, rec) for o in ('fp32','bf16')]
     assert abs(runs[0].valid_loss-runs[1].valid_loss)<.1 and runs[0].losses[-1]<runs[0].losses[0]

@@ -34,7 +34,7 @@ def _lost(counts, dtype, scale):
     "Share of the numbers that `counts` counts that, multiplied by `scale`, are rounded to zero in `dtype`"
     smallest = torch.finfo(dtype).smallest_normal*torch.finfo(dtype).eps/2 # half of the smallest number
     n = max(0, round(math.log2(smallest/scale))+1-_low)
-    return (counts[:n].sum()/counts.sum().clamp(min=1)).item()
+    return (counts[:n].sum()/counts.sum()).item() # nan if there are none
 
 def _error(xs, ys, scale=1.):
     "Squared norms: of the difference between `xs`/`scale` and `ys`, and of `ys`"
@@ -85,7 +85,7 @@ class PrecisionReport:
         "Power of two that leaves six more between the largest gradient and 65504, as `to_fp16` does; 1 for bfloat16"
         seen = self._all_exponents()
         if self.dtype==torch.bfloat16 or not len(seen): return 1.
-        return 2.**min(max(15-6-seen[-1], 0), 24)
+        return 2.**min(max(16-6-seen[-1], 0), 24)
 
     def _all_exponents(self):
         "All powers of two among the gradients"
@@ -189,8 +189,8 @@ def measure_precision(
     def _works(half): return _off(_run(half, best), full, best)<=report.tolerance
     full = trace(model, compute_loss, _tensors)
     if not full.grads or not all([t.isfinite().all() for ts in full.grads.values() for t in ts]):
-        raise ValueError(f"In float32 this batch has a loss of {full.loss:g} and gradients that are not finite, so half "
-                         "precision is not the cause. Ask find_nonfinite() what is.")
+        raise ValueError(f"In float32 this batch has a loss of {full.loss:g} and gradients that are not finite, so "
+                         "half precision is not the cause. Ask find_nonfinite() what is.")
     seen = _run(half, report.scale)
     grads = [(p,full.grads[id(p)][0]) for p in model.parameters() if id(p) in full.grads]
     _add_batch(report, seen, full, _lost_updates(opt, grads, half.dtype) if opt is not None else {})

@@ -15,7 +15,7 @@ from functools import partial
 from typing import NamedTuple
 from torch import nn
 
-from .dtypes import map_tree
+from .dtypes import cast_tree,half_dtypes,map_tree
 from .grads import unique
 from .half import _named_modules,half_precision
 
@@ -94,13 +94,16 @@ def trace(
         calls[-1].out = measure(out)
         _watch(out, calls[-1].grad_out)
 
-    hooks = []
-    for n,m in _named_modules(model).items():
-        hooks += [m.register_forward_pre_hook(partial(_before, n), with_kwargs=True),
-                  m.register_forward_hook(_after, with_kwargs=True)]
     # each run has the same random numbers; `DistributedDataParallel` would mix in the gradients of other processes
     with unchanged(model), getattr(model, 'no_sync', nullcontext)(), torch.compiler.set_stance('force_eager'):
-        try: loss = compute_loss()
+        hooks = []
+        try:
+            for n,m in _named_modules(model).items():
+                hooks += [m.register_forward_pre_hook(partial(_before, n), with_kwargs=True),
+                          m.register_forward_hook(_after, with_kwargs=True)]
+                # what a recurrent layer remembers may be in half precision
+                vars(m).update(cast_tree({k:o for k,o in vars(m).items() if k[0]!='_'}, torch.float32, half_dtypes))
+            loss = compute_loss()
         finally:
             for o in hooks: o.remove() # before checkpointing computes again
         try:

@@ -20,7 +20,7 @@ each_look = pytest.mark.parametrize('look', looks)
 
 def frozen(o):
     "A copy of `o` that compares with =="
-    if isinstance(o, torch.Tensor): return str(o.dtype),tuple(o.shape),o.detach().cpu().numpy().tobytes()
+    if isinstance(o, torch.Tensor): return str(o.dtype),tuple(o.shape),o.detach().double().numpy().tobytes()
     if isinstance(o, np.ndarray): return str(o.dtype),o.tobytes()
     if isinstance(o, dict): return {k if isinstance(k, str) else id(k):frozen(v) for k,v in o.items()}
     if isinstance(o, (list,tuple,L)): return [frozen(v) for v in o]
@@ -35,7 +35,7 @@ def everything(learn):
     opt,dl = learn.opt,learn.dls.train
     while hasattr(opt, 'opt'): opt = opt.opt
     groups = getattr(opt, 'hypers', None) or getattr(opt, 'param_groups', [])
-    params = [*learn.model.parameters(),*(learn.loss_func.parameters() if isinstance(learn.loss_func, nn.Module) else [])]
+    params = [p for m in (learn.model,learn.loss_func) if isinstance(m, nn.Module) for p in m.parameters()]
     order = getattr(getattr(dl, 'items', None), 'idxs', None)
     return dict(
         weights   = frozen(params),
@@ -111,7 +111,8 @@ def language_model(path='.'):
     "AWD-LSTM with all of its regularization, and texts in a new order each time"
     config = {**awd_lstm_lm_config, 'emb_sz':8, 'n_hid':12, 'n_layers':2}
     texts = [torch.randint(20, (n,)) for n in (40,35,50,28,31)]
-    dls = DataLoaders(*[LMDataLoader(texts, bs=4, seq_len=9, shuffle=o, num_workers=0) for o in (True,False)], device='cpu')
+    def loader(shuffle): return LMDataLoader(texts, bs=4, seq_len=9, shuffle=shuffle, num_workers=0)
+    dls = DataLoaders(loader(True), loader(False), device='cpu')
     return get_learner(get_language_model(AWD_LSTM, 20, config), dls, loss_func=CrossEntropyLossFlat(),
                        cbs=rnn_cbs(alpha=2, beta=1), path=Path(path))
 
@@ -121,8 +122,9 @@ def pytorch_loaders(**kwargs):
     data = torch.utils.data.DataLoader([*zip(x, y)], 16, shuffle=True)
     return get_learner(dls=DataLoaders(data, [(x[:16],y[:16])]), path=Path('.'))
 
-makes = dict(plain=shuffled, loss=loss_with_parameter, mixup=mixup, accumulation=accumulation, counting=counting, wrapper=wrapper,
-             groups=groups, metrics=metrics, dropout=dropout, language_model=language_model, pytorch=pytorch_loaders)
+makes = dict(plain=shuffled, loss=loss_with_parameter, mixup=mixup, accumulation=accumulation, counting=counting,
+             wrapper=wrapper, groups=groups, metrics=metrics, dropout=dropout, language_model=language_model,
+             pytorch=pytorch_loaders)
 
 def make(name, mode, **kwargs):
     set_seed(3)
@@ -164,7 +166,7 @@ class Stop(Callback):
 @each_look
 @pytest.mark.parametrize('mode', ['fp16','native_bf16'])
 @pytest.mark.parametrize('event', ['after_pred','after_backward'])
-@pytest.mark.parametrize('e', [RuntimeError('as asked'),KeyboardInterrupt(),CancelFitException()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize('e', [RuntimeError('as asked'),KeyboardInterrupt(),CancelFitException()], ids=repr)
 def test_after_an_error(e, event, mode, look):
     learn = make('accumulation', mode)
     learn.fit(1)
@@ -173,12 +175,13 @@ def test_after_an_error(e, event, mode, look):
     looked(learn, look)
 
 class Trap(nn.Module):
-    "Raises `e` in call number `at`"
-    def __init__(self): super().__init__(); self.e,self.at = None,0
+    "Raises what `errors` has for this call, if anything"
+    def __init__(self):
+        super().__init__()
+        self.errors = [] # a list, because a look puts back numbers
     def forward(self, x):
-        if self.e is not None:
-            self.at -= 1
-            if self.at==0: raise self.e
+        e = self.errors.pop(0) if self.errors else None
+        if e is not None: raise e
         return x
 
 @each_look
@@ -190,11 +193,9 @@ def test_interrupted_look(e, at, fitted, look):
     model = nn.Sequential(nn.Linear(8,8), nn.BatchNorm1d(8), Trap(), nn.Dropout(.5), nn.Linear(8,1))
     learn = shuffled(model=model).to_fp16()
     if fitted: learn.fit(1)
-    trap = model[2]
     before = everything(learn)
-    trap.__dict__.update(e=e, at=at)
+    model[2].errors += [*[None]*(at-1),e]
     with pytest.raises(type(e)): looks[look](learn)
-    trap.__dict__.update(e=None, at=0)
     same(before, learn)
     assert not any(isinstance(o, StandIn) for m in model.modules() for o in vars(m).values())
     learn.fit(1)
@@ -274,9 +275,10 @@ def count_hooks(model): return sum(len(o) for m in model.modules() for k,o in va
 
 @pytest.mark.parametrize('mode', [o for o in modes if o!='fp32'])
 def test_nothing_is_added(mode):
-    "No hook stands in the model in any event, and the callbacks of a fit have nothing that they didn't have before a look"
+    "No hook stands in the model in any event, and a look leaves nothing in the callbacks"
     class Probe(Callback):
-        def __call__(self, event): seen.add((count_hooks(self.learn.model),sum(len(p._backward_hooks or ()) for p in ps)))
+        def __call__(self, event):
+            seen.add((count_hooks(self.learn.model),sum(len(p._backward_hooks or ()) for p in ps)))
     def fit(*names):
         learn = make('plain', mode)
         for o in names: looks[o](learn)
@@ -335,7 +337,6 @@ def test_no_batch(look):
         with pytest.raises(ValueError, match='no batch with targets.*dls.train'): looks[look](learn)
         same(before, learn)
     with pytest.raises(ValueError, match='no batch with targets'): get_learner().to_bf16().find_nonfinite((x[:16],))
-    with pytest.raises(ValueError, match='no batch with targets'): get_learner().to_bf16().find_nonfinite(())
 
 @pytest.mark.parametrize('n', [0,-1,True,1.5,'4',None])
 def test_bad_number_of_batches(n):
@@ -367,5 +368,6 @@ def test_in_the_middle_of_a_batch(mode, look):
         def after_loss(self):
             if self.training: looks[look](self.learn)
     learn = make('plain', mode)
-    with pytest.raises((RuntimeError,ValueError), match='in the middle of a batch|trains in float32'): learn.fit(1, cbs=Ask())
+    words = 'trains in float32' if (mode,look)==('fp32','report') else 'in the middle of a batch'
+    with pytest.raises((RuntimeError,ValueError), match=words): learn.fit(1, cbs=Ask())
     learn.fit(1)

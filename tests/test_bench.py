@@ -29,7 +29,8 @@ def run(script, out, *args):
 @pytest.mark.parametrize('script,metrics', [
     ('step', {'step_ms'}),
     pytest.param('train', {'step_ms'}, marks=pytest.mark.slow),
-    pytest.param('gpu', {'step_ms','syncs'}, marks=pytest.mark.slow)])
+    pytest.param('gpu', {'step_ms','syncs'}, marks=pytest.mark.slow),
+    pytest.param('distributed', {'step_ms','first','last'}, marks=pytest.mark.slow)])
 def test_script(script, metrics, tmp_path):
     path,found = run(script, tmp_path)
     assert metrics <= {o['metric'] for o in found}
@@ -42,7 +43,7 @@ def test_script(script, metrics, tmp_path):
     assert {'hand','fastai','ours'} <= loops
     text = path.with_suffix('.md').read_text()
     assert all(f'| {o} |' in text for o in loops if o not in ('','bare'))
-    assert script=='train' or list(tmp_path.glob('*.png'))
+    assert script in ('train','distributed') or list(tmp_path.glob('*.png'))
 
 @pytest.mark.slow
 def test_compare(tmp_path):

@@ -1,30 +1,9 @@
 "What training in half precision needs in memory beside float32 training: almost nothing"
-import gc,weakref
+import gc
 
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from learners import *
-
-class LiveBytes(TorchDispatchMode):
-    "How many bytes the tensors have that were made in here and are alive: `now`, and the most so far, `peak`"
-    def __init__(self):
-        super().__init__()
-        self.known,self.now,self.peak = weakref.WeakSet(),0,0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        res = func(*args, **(kwargs or {}))
-        for t in tree_leaves(res):
-            if not isinstance(t, torch.Tensor) or t.layout!=torch.strided: continue
-            s = t.untyped_storage()
-            if s in self.known: continue
-            self.known.add(s)
-            self.now += s.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(s, self._freed, s.nbytes())
-        return res
-
-    def _freed(self, n): self.now -= n
+from mp_callbacks.plan import LiveBytes
 
 def make_model(): return nn.Sequential(*[nn.Linear(256,256) for _ in range(32)])
 def adam(params, **kwargs): return OptimWrapper(params, torch.optim.Adam, fused=True, **kwargs)
@@ -50,7 +29,7 @@ def peak(train):
         n = sum(p.numel() for p in model.parameters())
         train(model)
         gc.collect()
-    return live.peak/n
+    return max(live.log)/n
 
 ways = dict(loop=loop, bf16=learner(lambda o: o.to_bf16()), fp16=learner(lambda o: o.to_fp16()),
             native_bf16=learner(lambda o: o.to_native_bf16()), native_fp16=learner(lambda o: o.to_native_fp16()))

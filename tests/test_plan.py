@@ -1,0 +1,216 @@
+"The planned memory of a step is what training takes, and planning changes nothing"
+import gc,sys
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+from torch.utils.checkpoint import checkpoint
+from learners import *
+from mp_callbacks.plan import LiveBytes,precision_plan
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'bench'))
+from models import GPT,Task,ViT,conv,loss_func
+from models import mlp as bench_mlp
+
+tasks = dict( # the models of bench, with fewer and smaller layers
+    mlp      = Task('mlp',      lambda: bench_mlp(256, 6, 256),           (256,),    256, 64),
+    wide_mlp = Task('wide_mlp', lambda: bench_mlp(64, 6, 64),             (64,),     64,  512),
+    vit      = Task('vit',      lambda: ViT(32, 4, 48, 192, 3, 4, 10),    (3,32,32), 10,  16),
+    conv     = Task('conv',     lambda: conv(16, 4, 10),                  (3,32,32), 10,  32),
+    gpt      = Task('gpt',      lambda: GPT(500, 32, 32, 128, 2, 2),      (32,),     500, 8))
+opts = dict(fused  = lambda params, **kwargs: OptimWrapper(params, torch.optim.AdamW, fused=True, **kwargs),
+            fastai = Adam)
+calls = dict(float32=noop, copies=lambda o: o.to_bf16(), autocast=lambda o: o.to_native_bf16())
+in_mode = pytest.mark.skipif(torch.__version__<'2.6', reason='fastai does not run in a dispatch mode of PyTorch 2.5')
+
+def some(batch, n): return [t[torch.arange(n)%len(t)] for t in batch]
+
+def plan_for(model, batch, opt, loss_func=loss_func, **kwargs):
+    def _loss(n):
+        x,y = some(batch, n)
+        return loss_func(model(x), y)
+    return precision_plan(model, _loss, opt, len(batch[0]), **kwargs)
+
+def planned(plan, n, name='float32'): return plan._replace(items=n).table.peak[name].item()*2**20
+
+def trained_peak(task, opt, call):
+    "Most bytes at any time of three steps, from before the model is made"
+    with LiveBytes() as live:
+        learn = get_learner(task.model('cpu'), DataLoaders([task.data('cpu')]*3, [], device='cpu'),
+                            loss_func=loss_func, opt_func=opts[opt], lr=1e-6)
+        call(learn).fit(1)
+    del learn
+    gc.collect()
+    return max(live.log)
+
+@in_mode
+@pytest.mark.parametrize('opt', opts)
+@pytest.mark.parametrize('name', tasks)
+def test_peak(name, opt):
+    "Within 1 % of training with a learner, in each precision"
+    task = tasks[name]
+    model = task.model('cpu')
+    plan = plan_for(model, task.data('cpu'), opts[opt]([*model.parameters()], lr=1e-6))
+    errors = {k:planned(plan, task.batch, k)/trained_peak(task, opt, call)-1 for k,call in calls.items()}
+    assert max(map(abs, errors.values()))<.01, errors
+
+# --- What is counted
+
+def sizes(plan, name='float32'): return [*plan.table.loc[name, ['weights','gradients','optimizer']]*2**20]
+def sgd(model): return torch.optim.SGD(model.parameters(), .1)
+xb,yb = torch.randn(4,8),torch.randn(4,1)
+
+def plan_mse(model, opt=None, batch=(xb,yb), **kwargs):
+    return plan_for(model, batch, opt or torch.optim.Adam(model.parameters()), F.mse_loss, **kwargs)
+
+def test_parts():
+    "8 to 16 to 1 numbers: 161 parameters of four bytes, two averages each, and Adam's counts"
+    model = nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.Linear(16,1))
+    for name in calls: assert sizes(plan_mse(model), name)==[644,644,2*644+4*4]
+    assert sizes(plan_mse(model, sgd(model)))==[644,644,0]
+
+def test_activations():
+    "Bytes per item: x and y, hidden layer, predictions and losses. In half precision there are copies of weights, too."
+    model = nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.Linear(16,1))
+    plan = plan_mse(model)
+    def _activations(name): return [o.item() for o in plan.steps[name][3]]
+    assert _activations('float32')==[0, 4*(8+1+16+1+1)]
+    # the first layer's weight isn't needed for a gradient
+    assert _activations('copies')==[2*16, 4*(8+1+1+1)+2*(8+16)]
+
+def test_existing_state():
+    "An optimizer that has made steps already has the same bytes"
+    model = mlp()
+    opt = torch.optim.Adam(model.parameters())
+    before = sizes(plan_mse(model, opt))
+    F.mse_loss(model(xb), yb).backward()
+    opt.step()
+    assert sizes(plan_mse(model, opt))==before
+
+def test_frozen():
+    "Frozen parameters have neither gradients nor state, and need no activations"
+    model,whole = mlp(),mlp()
+    for p in model[:4].parameters(): p.requires_grad_(False)
+    plan = plan_mse(model)
+    assert sizes(plan)==[sum(p.nbytes for p in whole.parameters()), 4*17, 2*4*17+2*4]
+    assert plan.table.activations.float32<plan_mse(whole).table.activations.float32
+
+def test_tied():
+    "A shared weight counts once"
+    model = nn.Sequential(nn.Linear(8,8), nn.Tanh(), nn.Linear(8,8), nn.Linear(8,1))
+    model[2].weight = model[0].weight
+    n = 4*(64+8+8+9)
+    assert sizes(plan_mse(model))==[n,n,2*n+4*5]
+
+@pytest.mark.parametrize('use_reentrant', [False,True])
+def test_checkpoint(use_reentrant):
+    "Checkpointing saves activations, and the plan says so"
+    class Deep(nn.Module):
+        def __init__(self, save):
+            super().__init__()
+            blocks = [nn.Sequential(nn.Linear(8,64), nn.GELU(), nn.Linear(64,8)) for _ in range(4)]
+            self.blocks,self.save = nn.ModuleList(blocks),save
+        def forward(self, x):
+            x = x.requires_grad_()
+            for o in self.blocks: x = checkpoint(o, x, use_reentrant=use_reentrant) if self.save else o(x)
+            return x[:,:1]
+    plain,saving = (plan_mse(Deep(o))._replace(items=1000).table for o in (False,True))
+    assert (saving.activations<.4*plain.activations).all() and (saving.peak<.7*plain.peak).all()
+
+@pytest.mark.parametrize('n', [1,7,32])
+def test_any_batch_size(n):
+    "What is computed for `n` items is what a step with `n` items takes"
+    model = nn.Sequential(nn.Conv2d(3,8,3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8*36,1))
+    def _loss(n):
+        x,y = torch.randn(n,3,8,8),torch.randn(n,1)
+        pred = model(x)
+        return F.mse_loss(pred, y)
+    plan = precision_plan(model, _loss, sgd(model), n)
+    held = []
+    model.register_forward_hook(lambda m, args, pred: held.append(pred))
+    with LiveBytes() as live:
+        for t in (*model.parameters(),*model.buffers()): live.add(t)
+        _loss(n).backward()
+    assert max(live.log)==planned(plan, n)
+
+def test_small():
+    "One parameter and one number"
+    plan = plan_mse(nn.Linear(1,1,bias=False), batch=(torch.ones(1,1),torch.ones(1,1)))
+    assert sizes(plan)==[4,4,2*4+4] and 20<planned(plan, 1)<100
+
+def test_other_operations():
+    "If four items take more operations than two, the peaks of the forward pass and of the rest are compared"
+    model = nn.Sequential(nn.Linear(64,64), nn.ReLU(), nn.Linear(64,64))
+    def _plan(views):
+        def _loss(n):
+            x = torch.randn(n,64)
+            for _ in range(views*n): x = x.view_as(x)
+            return model(x).square().mean()
+        return precision_plan(model, _loss, sgd(model), 4)
+    more,same = _plan(1),_plan(0)
+    assert more.steps['float32'][-1].shape[1]<same.steps['float32'][-1].shape[1]
+    for n in (4,100,1000): assert abs(planned(more, n)/planned(same, n)-1)<.1
+
+def test_keep():
+    "Kept modules save float32 activations"
+    model = mlp()
+    kept,plan = (plan_mse(model, keep=o)._replace(items=1000).table.activations for o in (nn.GELU,()))
+    assert kept.copies>plan.copies and kept.float32==plan.float32
+
+# --- What it says
+
+def test_batch_size():
+    "The largest that fits: one more item doesn't"
+    plan = plan_mse(mlp())
+    for gb in (1e-4,1,16):
+        for name,n in plan.batch_size(gb).items():
+            assert planned(plan, n, name)<=gb*2**30<planned(plan, n+1, name)
+    assert (plan.batch_size(1e-6)==0).all()
+
+def test_prints():
+    plan = plan_mse(mlp())._replace(items=100)
+    assert repr(plan).startswith('MB with batch size 100:\n') and 'autocast' in repr(plan)
+    assert '<table' in plan._repr_html_() and 'activations' in plan._repr_html_()
+
+def test_bad_batch_size():
+    with pytest.raises(ValueError, match='batch_size=0 must be positive'): precision_plan(mlp(), None, None, 0)
+
+@pytest.mark.parametrize('gb', [0,-1,float('nan')])
+def test_bad_gb(gb):
+    with pytest.raises(ValueError, match='must be positive'): plan_mse(mlp()).batch_size(gb)
+
+def test_half_model():
+    with pytest.raises(ValueError, match='no float32 parameters'): plan_mse(mlp().half())
+
+# --- What it leaves alone
+
+def state_of(model, opt):
+    numbers = [o.clone() for o in (*model.parameters(),*model.buffers())]
+    flags,grads = [m.training for m in model.modules()],[p.grad for p in model.parameters()]
+    return numbers,torch.get_rng_state(),flags,deepcopy(opt.state_dict()),grads
+
+@pytest.mark.parametrize('opt_func', opts.values(), ids=opts)
+@pytest.mark.parametrize('fails', [False,True])
+def test_changes_nothing(opt_func, fails):
+    "Weights, statistics, gradients, random numbers, flags, optimizer; also after an error in the loss"
+    model = nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.Dropout(.5), nn.Linear(16,1))
+    model[2].eval()
+    opt = opt_func([*model.parameters()], lr=.1)
+    F.mse_loss(model(xb), yb).backward()
+    opt.step()
+    calls = []
+    def _loss(n):
+        calls.append(n)
+        if fails and len(calls)==5: raise ZeroDivisionError
+        x,y = some((xb,yb), n)
+        return F.mse_loss(model(x), y)
+    before = state_of(model, opt)
+    gradients = [g.clone() for g in before[-1]]
+    try: precision_plan(model, _loss, opt, 4)
+    except ZeroDivisionError: assert fails
+    after = state_of(model, opt)
+    for a,b in zip(before[0],after[0]): assert a.equal(b)
+    assert before[1].equal(after[1]) and before[2]==after[2] and str(before[3])==str(after[3])
+    for a,b,g in zip(before[4],after[4],gradients): assert a is b and a.equal(g)
+    assert not model._forward_hooks and 'forward' not in vars(model)
+    assert calls==[2, 2,4, 2,4, 2,4][:5 if fails else 7]

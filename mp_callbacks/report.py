@@ -26,8 +26,8 @@ def _exponents(ts):
     "How many numbers in `ts` have which exponent, as `torch.frexp` has it: from 2^(e-1) up to 2^e; zeros don't count"
     res = torch.zeros(_high-_low, dtype=torch.long)
     for t in ts:
-        t = t[t!=0].float()
-        res += torch.bincount(torch.frexp(t).exponent-_low, minlength=len(res)).cpu()
+        res += torch.bincount(torch.frexp(t.float()).exponent.flatten()-_low, minlength=len(res)).cpu()
+        res[-_low] -= (t==0).sum().cpu() # their exponent is 0
     return res
 
 def _lost(counts, dtype, scale):
@@ -152,13 +152,13 @@ def _grad_errors(seen, full, scale):
         if own: res[c.name] = sum([_error(seen.grads.get(k, [math.nan]), full.grads[k], scale) for k in own])
     return res
 
-def _off(seen, full, scale):
+def _off(seen, full, grad_errors):
     "Relative error of the loss, or that of the modules' gradients: root of the mean square over modules"
-    errors = [_relative(o)**2 for o in _grad_errors(seen, full, scale).values()]
+    errors = [_relative(o)**2 for o in grad_errors.values()]
     res = max(math.sqrt(sum(errors)/max(len(errors), 1)), abs(seen.loss-full.loss)/max(abs(full.loss), 1e-30))
     return res if math.isfinite(res) else math.inf
 
-def _add_batch(report, seen, full, updates):
+def _add_batch(report, seen, full, grad_errors, updates):
     "Add the traces `seen`, in half precision, and `full`, in float32, to `report`"
     for c,f in zip(seen.calls, full.calls):
         if not f.module._parameters: continue
@@ -170,7 +170,7 @@ def _add_batch(report, seen, full, updates):
         for k in {id(p) for p in module._parameters.values()} & full.grads.keys():
             report.modules[n].weights += _exponents(full.grads[k])
             report.modules[n].updates += updates.get(k, 0)
-    for n,o in _grad_errors(seen, full, report.scale).items(): report.modules[n].grad_error += o
+    for n,o in grad_errors.items(): report.modules[n].grad_error += o
 
 def measure_precision(
     report:PrecisionReport, # What is seen is added to it
@@ -186,15 +186,18 @@ def measure_precision(
     before. Raises `ValueError` if the batch is not finite in float32."""
     def _run(half, scale):
         with half: return trace(model, compute_loss, _tensors, scale)
-    def _works(half): return _off(_run(half, best), full, best)<=report.tolerance
-    full = trace(model, compute_loss, _tensors)
-    if not full.grads or not all([t.isfinite().all() for ts in full.grads.values() for t in ts]):
+    def _works(half):
+        seen = _run(half, best)
+        return _off(seen, full, _grad_errors(seen, full, best))<=report.tolerance
+    full,seen = trace(model, compute_loss, _tensors),_run(half, report.scale)
+    grad_errors = _grad_errors(seen, full, report.scale)
+    if not full.grads or not all([math.isfinite(norm) for _,norm in grad_errors.values()]):
         raise ValueError(f"In float32 this batch has a loss of {full.loss:g} and gradients that are not finite, so "
                          "half precision is not the cause. Ask find_nonfinite() what is.")
-    seen = _run(half, report.scale)
     grads = [(p,full.grads[id(p)][0]) for p in model.parameters() if id(p) in full.grads]
-    _add_batch(report, seen, full, _lost_updates(opt, grads, half.dtype) if opt is not None else {})
-    error,best = _off(seen, full, report.scale),report.best_scale
+    once = opt is not None and not report.modules # the next step is one
+    _add_batch(report, seen, full, grad_errors, _lost_updates(opt, grads, half.dtype) if once else {})
+    error,best = _off(seen, full, grad_errors),report.best_scale
     report.error = max(report.error, error)
     if error<=report.tolerance or report.keep is None: return
     longer = keeping(half, report.keep)

@@ -180,17 +180,17 @@ def off(full, half, scale):
 def expected(model, opt, batches, dtype, copies, scale):
     "Table, error and best scale of the report"
     both = [run_both(model, b, dtype, copies, scale) for b in batches]
-    moves = [lost_updates(model, opt, b, dtype) for b in batches]
+    moves = lost_updates(model, opt, batches[0], dtype) # the next step
     def cat(i, k, n): return [t for o in both for t in o[i][k].get(n, [])]
     names = [*both[0][0][1]]
     best = largest_scale([g for n in names for k in (2,3) for g in cat(0, k, n)], dtype)
     rows = {}
     for n in names:
-        update = sum(o[n] for o in moves)
+        lost_now,moved = moves[n]
         rows[n] = [max(t.abs().max().item() for t in cat(0,1,n))/torch.finfo(dtype).max, error(cat(1,1,n), cat(0,1,n)),
                    error([g/scale for g in cat(1,3,n)], cat(0,3,n)),
                    *[lost(cat(0,k,n), dtype, s) for k in (2,3) for s in (scale,best)],
-                   update[0]/update[1] if update[1] else math.nan]
+                   lost_now/moved if moved else math.nan]
     return pd.DataFrame(rows).T,max(off(*o, scale) for o in both),best
 
 def report_of(model, opt, batches, dtype, copies=True, scale=1., keep=(), **kwargs):

@@ -8,11 +8,13 @@ Docs: https://example.github.io/mp_callbacks/doctor.html.md"""
 __all__ = ['undisturbed', 'look_at', 'find_nonfinite', 'precision_report']
 
 # %% ../nbs/12_doctor.ipynb #8d9c9a6d
-import torch
+import copy,torch
 from contextlib import contextmanager
 
 from fastai.callback.core import *
+from fastai.learner import Metric
 from fastai.torch_core import get_random_states,set_random_states
+from fastcore.foundation import L
 
 from .nonfinite import Finding,unchanged
 from .report import PrecisionReport,measure_precision
@@ -33,31 +35,27 @@ class _Look(Callback):
         if self.look() or self.seen==self.n: raise CancelFitException
         raise CancelBatchException
 
-    def before_validate(self): raise CancelFitException
+    def after_train(self): raise CancelFitException # before metrics are reset for a validation
 
 @contextmanager
 def undisturbed(
     learn, # `Learner`
 ):
     "Put the learner, its callbacks, its model and the random number generators back at the end"
-    opt,rng,rngs = learn.opt,getattr(learn.dls.train, 'rng', None),get_random_states()
-    hypers = [dict(o) for o in opt.hypers] if opt is not None else []
-    state = rng.getstate() if rng is not None else None
-    smooth = getattr(getattr(learn, 'recorder', None), 'smooth_loss', None)
-    owners = [learn,*learn.cbs,*([smooth] if smooth is not None else [])]
-    attrs,training = [dict(vars(o)) for o in owners],[(m,m.training) for m in learn.model.modules()]
+    dl,opt,rngs = learn.dls.train,learn.opt,get_random_states()
+    while hasattr(opt, 'opt'): opt = opt.opt
+    groups = opt.param_groups if isinstance(opt, torch.optim.Optimizer) else getattr(opt, 'hypers', ())
+    lists = [o for o in (learn.cbs,getattr(getattr(dl, 'items', None), 'idxs', None)) if isinstance(o, L)]
+    metrics = [o for cb in learn.cbs for o in vars(cb).values() if isinstance(o, Metric)]
+    owners = [o for o in (learn,dl,*lists,*learn.cbs,*learn.metrics,*metrics) if hasattr(o, '__dict__')]
+    before = [(d,dict(d)) for d in (*map(vars, owners),*groups)]
+    # callbacks, and the order of a language model's texts, change in place: `no_bar`, and shuffling
+    for o in lists: o.items = [*o.items]
+    if 'rng' in getattr(dl, '__dict__', ()): dl.rng = copy.copy(dl.rng)
+    if learn.opt is None: learn.create_opt()
     try:
-        with unchanged(learn.model): yield
-    finally:
-        for o,d in zip(owners,attrs):
-            vars(o).clear()
-            vars(o).update(d)
-        for m,o in training: m.training = o
-        for k in {'lr','wd'} & {k for o in hypers for k in o}: opt.set_hypers(**{k:[o[k] for o in hypers]})
-        set_random_states(**rngs)
-        if rng is not None:
-            learn.dls.train.rng = rng
-            rng.setstate(state)
+        with unchanged(learn.model, [p for ps in learn.opt.param_lists for p in ps], before): yield
+    finally: set_random_states(**rngs)
 
 def look_at(
     learn, # `Learner`
@@ -66,11 +64,14 @@ def look_at(
     n:int=None, # At most so many of them; None: all
 )->int: # How many there were
     "Call `look` with `learn` in the middle of each batch: predictions and loss are there, gradients are not"
-    if any(getattr(cb, '_in_batch', False) for cb in learn.cbs):
+    if hasattr(learn, 'lr_finder') or any(getattr(cb, '_in_batch', False) for cb in learn.cbs):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
     cb = _Look(look, batches, n)
-    with undisturbed(learn), learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=cb)
-    if not cb.seen: raise ValueError("There is no batch with targets in dls.train. Use a DataLoaders that has some.")
+    with undisturbed(learn), learn.no_bar(), learn.no_logging():
+        learn.gather_preds = cb # see above
+        learn.fit(1, cbs=cb)
+    if not cb.seen: raise ValueError("There was no batch with targets. Use a DataLoaders whose dls.train has some, or "
+                                     "pass a batch as it comes from there.")
     return cb.seen
 
 def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
@@ -83,6 +84,9 @@ def find_nonfinite(
     """What is not finite first in a batch, is precision the cause, and what to do; see [nonfinite](06_nonfinite.ipynb)
 
     The learner doesn't change. Raises `ValueError` if there is no batch, and `RuntimeError` in the middle of one."""
+    if batch is not None and not isinstance(batch, (list,tuple)):
+        raise TypeError(f"batch is a {type(batch).__name__}, and must be a tuple of inputs and targets. Pass one as "
+                        "dls.one_batch() returns it.")
     cb,found = _precision(learn),[]
     losses = getattr(getattr(learn, 'recorder', None), 'losses', ())
     usual = float(losses[0]) if len(losses) else None

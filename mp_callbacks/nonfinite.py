@@ -15,7 +15,7 @@ from functools import partial
 from typing import NamedTuple
 from torch import nn
 
-from .dtypes import map_tree
+from .dtypes import cast_tree,half_dtypes,map_tree
 from .grads import unique
 from .half import _named_modules,half_precision
 
@@ -39,14 +39,20 @@ def restore_buffers(
 @contextmanager
 def unchanged(
     model:nn.Module, # Model to run inside the `with`
+    others=(), # Parameters of others, such as the loss
+    dicts=(), # More dicts, and what they are to be at the end
 ):
-    "Put buffers, gradients and random number generators back at the end"
-    params,buffers = [*model.parameters()],remember_buffers(model.modules())
+    "Put gradients, buffers and other attributes of modules, and random number generators back at the end"
+    params,buffers = unique([*model.parameters(),*others]),remember_buffers(model.modules())
+    dicts = [*dicts,*[(vars(m),dict(vars(m))) for m in model.modules()]]
     grads,devices = [p.grad for p in params],{p.device.index for p in params if p.device.type=='cuda'}
     for p in params: p.grad = None
     try:
         with torch.random.fork_rng(devices): yield
     finally:
+        for d,before in dicts:
+            d.clear()
+            d.update(before)
         restore_buffers(buffers)
         for p,g in zip(params,grads): p.grad = g
 
@@ -71,7 +77,7 @@ def trace(
     measure, # Function of tensors in any structure
     scale:float=1., # Loss scale
 )->Trace: # Gradients carry the loss scale
-    "Run `compute_loss` and its backward pass; `measure` arguments and results of all modules, and their gradients"
+    "Run `compute_loss`, backward pass included; `measure` all modules' arguments, results and gradients"
     calls,running,handles = [],[],[]
     def _watch(tree, measured):
         def _hook(t):
@@ -88,21 +94,23 @@ def trace(
         calls[-1].out = measure(out)
         _watch(out, calls[-1].grad_out)
 
-    for p in model.parameters(): p.grad = None
-    hooks = []
-    for n,m in _named_modules(model).items():
-        hooks += [m.register_forward_pre_hook(partial(_before, n), with_kwargs=True),
-                  m.register_forward_hook(_after, with_kwargs=True)]
-    # `DistributedDataParallel` would mix in the gradients of other processes
-    with getattr(model, 'no_sync', nullcontext)(), torch.compiler.set_stance('force_eager'):
-        try: loss = compute_loss()
+    # each run has the same random numbers; `DistributedDataParallel` would mix in the gradients of other processes
+    with unchanged(model), getattr(model, 'no_sync', nullcontext)(), torch.compiler.set_stance('force_eager'):
+        hooks = []
+        try:
+            for n,m in _named_modules(model).items():
+                hooks += [m.register_forward_pre_hook(partial(_before, n), with_kwargs=True),
+                          m.register_forward_hook(_after, with_kwargs=True)]
+                # what a recurrent layer remembers may be in half precision
+                vars(m).update(cast_tree({k:o for k,o in vars(m).items() if k[0]!='_'}, torch.float32, half_dtypes))
+            loss = compute_loss()
         finally:
             for o in hooks: o.remove() # before checkpointing computes again
         try:
             if loss.isfinite(): (loss*scale).backward()
         finally:
             for o in handles: o.remove()
-    grads = {id(p):measure(p.grad) for p in model.parameters() if p.grad is not None}
+        grads = {id(p):measure(p.grad) for p in model.parameters() if p.grad is not None}
     return Trace(loss.item(), calls, grads)
 
 # %% ../nbs/06_nonfinite.ipynb #6d564544
@@ -243,19 +251,18 @@ def find_nonfinite(
         return Finding('inputs', text, precision=True)
     def _run(half, scale=1.):
         with half or nullcontext(): return trace(model, compute_loss, count, scale)
-    with unchanged(model):
-        seen = _run(half, scale)
-        if _finite(seen): return Finding('nothing', f"This batch is finite. Its loss is {seen.loss:.3g}.")
-        full = _run(None)
-        if not _finite(full): return _find_float32(model, full, count(targets))
-        if usual_loss is not None and full.loss>100*usual_loss:
-            return Finding('training', "Training has diverged: in float32 the loss of this batch is "
-                                       f"{full.loss:.3g}, and it was {usual_loss:.3g} before. Lower the learning rate.")
-        where,text,name = _place(seen, [(c.args,c.out) for c in full.calls], ends)
-        if where=='backward' and scale!=1 and _finite(_run(half)):
-            return Finding(where, f"{text} The loss scale of {scale:g} is too large for this batch: with 1, all "
-                                  "gradients are finite. A dynamic scale shrinks by itself.", name, True)
-        keep = shortest_keep(half, lambda longer: _finite(_run(longer)))
+    seen = _run(half, scale)
+    if _finite(seen): return Finding('nothing', f"This batch is finite. Its loss is {seen.loss:.3g}.")
+    full = _run(None)
+    if not _finite(full): return _find_float32(model, full, count(targets))
+    if usual_loss is not None and full.loss>100*usual_loss:
+        return Finding('training', "Training has diverged: in float32 the loss of this batch is "
+                                   f"{full.loss:.3g}, and it was {usual_loss:.3g} before. Lower the learning rate.")
+    where,text,name = _place(seen, [(c.args,c.out) for c in full.calls], ends)
+    if where=='backward' and scale!=1 and _finite(_run(half)):
+        return Finding(where, f"{text} The loss scale of {scale:g} is too large for this batch: with 1, all "
+                              "gradients are finite. A dynamic scale shrinks by itself.", name, True)
+    keep = shortest_keep(half, lambda longer: _finite(_run(longer)))
     text = f"{text} Precision is the cause: {end}, and in float32 all is finite, with a loss of {full.loss:.3g}. "
     return Finding(where, text+_cure(keep, half, call), name, True, tuple(keep or ()))
 

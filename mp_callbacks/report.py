@@ -17,7 +17,7 @@ from torch import nn
 
 from .dtypes import map_tree
 from .half import half_precision
-from .nonfinite import keeping,shortest_keep,trace,unchanged
+from .nonfinite import keeping,shortest_keep,trace
 
 # %% ../nbs/07_report.ipynb #cb9aeda8
 _low,_high = -160,130 # beyond all exponents of float32
@@ -26,20 +26,20 @@ def _exponents(ts):
     "How many numbers in `ts` have which exponent, as `torch.frexp` has it: from 2^(e-1) up to 2^e; zeros don't count"
     res = torch.zeros(_high-_low, dtype=torch.long)
     for t in ts:
-        t = t[t!=0].float()
-        res += torch.bincount(torch.frexp(t).exponent-_low, minlength=len(res)).cpu()
+        res += torch.bincount(torch.frexp(t.float()).exponent.flatten()-_low, minlength=len(res)).cpu()
+        res[-_low] -= (t==0).sum().cpu() # their exponent is 0
     return res
 
 def _lost(counts, dtype, scale):
     "Share of the numbers that `counts` counts that, multiplied by `scale`, are rounded to zero in `dtype`"
     smallest = torch.finfo(dtype).smallest_normal*torch.finfo(dtype).eps/2 # half of the smallest number
     n = max(0, round(math.log2(smallest/scale))+1-_low)
-    return (counts[:n].sum()/counts.sum().clamp(min=1)).item()
+    return (counts[:n].sum()/counts.sum()).item() # nan if there are none
 
 def _error(xs, ys, scale=1.):
     "Squared norms: of the difference between `xs`/`scale` and `ys`, and of `ys`"
     def _square(ts): return sum([torch.linalg.vector_norm(t, dtype=torch.float64).item()**2 for t in ts])
-    return np.array([_square([x.float()/scale-y for x,y in zip(xs,ys)]),_square(ys)])
+    return np.array([_square([x/scale-y for x,y in zip(xs,ys)]),_square(ys)])
 
 def _relative(error): return math.sqrt(error[0]/error[1]) if error[1] else 0.
 
@@ -48,6 +48,7 @@ def _lost_updates(opt, grads, dtype):
     "Numbers of each parameter that the next step of `opt` changes, and how many of these wouldn't change in `dtype`"
     copies,res = {},{}
     after = copy.deepcopy(opt, copies)
+    grads = [(p,g) for p,g in grads if id(p) in copies] # `opt` may have only some of them
     for p,g in grads: copies[id(p)].grad = g.clone()
     after.step()
     for p,_ in grads:
@@ -84,7 +85,7 @@ class PrecisionReport:
         "Power of two that leaves six more between the largest gradient and 65504, as `to_fp16` does; 1 for bfloat16"
         seen = self._all_exponents()
         if self.dtype==torch.bfloat16 or not len(seen): return 1.
-        return 2.**min(max(15-6-seen[-1], 0), 24)
+        return 2.**min(max(16-6-seen[-1], 0), 24)
 
     def _all_exponents(self):
         "All powers of two among the gradients"
@@ -127,17 +128,17 @@ class PrecisionReport:
         for scale,style in {self.best_scale:':', self.scale:'-'}.items():
             for x in ends-math.log2(scale): ax.axvline(x, color='tab:red', ls=style)
             ax.plot([], [], color='tab:red', ls=style, label=f'range at loss scale {scale:g}')
-        ax.set(xlim=(seen[0]-3, seen[-1]+3), xlabel='power of two of a gradient', yticks=range(len(counts)),
-               yticklabels=[*self.modules])
+        ax.set(xlabel='power of two of a gradient', yticks=range(len(counts)), yticklabels=[*self.modules])
+        if len(seen): ax.set_xlim(seen[0]-3, seen[-1]+3)
         ax.legend(loc='upper center', bbox_to_anchor=(.5,1.2), ncols=2, frameon=False)
         return ax
 
 # %% ../nbs/07_report.ipynb #f00aeaa2
 def _tensors(tree):
-    "The floating tensors in `tree`"
+    "Copies of the floating tensors in `tree`"
     res = []
     def _add(t):
-        if t.is_floating_point(): res.append(t.detach())
+        if t.is_floating_point(): res.append(t.detach().clone()) # the next module may work in place
         return t
     map_tree(_add, tree)
     return res
@@ -147,17 +148,17 @@ def _grad_errors(seen, full, scale):
     res = {}
     for c in full.calls:
         own = {id(p) for p in c.module._parameters.values()} & full.grads.keys()
-        if own: res[c.name] = sum([_error(seen.grads[k], full.grads[k], scale) for k in own])
+        # in half precision there are none if the loss is not finite
+        if own: res[c.name] = sum([_error(seen.grads.get(k, [math.nan]), full.grads[k], scale) for k in own])
     return res
 
-def _off(seen, full, scale):
+def _off(seen, full, grad_errors):
     "Relative error of the loss, or that of the modules' gradients: root of the mean square over modules"
-    if not seen.grads: return math.inf # the loss is not finite
-    errors = [_relative(o)**2 for o in _grad_errors(seen, full, scale).values()]
+    errors = [_relative(o)**2 for o in grad_errors.values()]
     res = max(math.sqrt(sum(errors)/max(len(errors), 1)), abs(seen.loss-full.loss)/max(abs(full.loss), 1e-30))
     return res if math.isfinite(res) else math.inf
 
-def _add_batch(report, seen, full, updates):
+def _add_batch(report, seen, full, grad_errors, updates):
     "Add the traces `seen`, in half precision, and `full`, in float32, to `report`"
     for c,f in zip(seen.calls, full.calls):
         if not f.module._parameters: continue
@@ -169,8 +170,7 @@ def _add_batch(report, seen, full, updates):
         for k in {id(p) for p in module._parameters.values()} & full.grads.keys():
             report.modules[n].weights += _exponents(full.grads[k])
             report.modules[n].updates += updates.get(k, 0)
-    if seen.grads:
-        for n,o in _grad_errors(seen, full, report.scale).items(): report.modules[n].grad_error += o
+    for n,o in grad_errors.items(): report.modules[n].grad_error += o
 
 def measure_precision(
     report:PrecisionReport, # What is seen is added to it
@@ -186,18 +186,21 @@ def measure_precision(
     before. Raises `ValueError` if the batch is not finite in float32."""
     def _run(half, scale):
         with half: return trace(model, compute_loss, _tensors, scale)
-    def _works(half): return _off(_run(half, best), full, best)<=report.tolerance
-    with unchanged(model):
-        full = trace(model, compute_loss, _tensors)
-        if not full.grads: raise ValueError(f"The loss of this batch is {full.loss} in float32, so half precision is "
-                                            "not the cause. Ask find_nonfinite() what is.")
-        seen = _run(half, report.scale)
-        grads = [(p,full.grads[id(p)][0]) for p in model.parameters() if id(p) in full.grads]
-        _add_batch(report, seen, full, _lost_updates(opt, grads, half.dtype) if opt is not None else {})
-        error,best = _off(seen, full, report.scale),report.best_scale
-        report.error = max(report.error, error)
-        if error<=report.tolerance or report.keep is None: return
-        longer = keeping(half, report.keep)
-        if _works(longer): return
-        more = shortest_keep(longer, _works)
-        report.keep = None if more is None else report.keep+more
+    def _works(half):
+        seen = _run(half, best)
+        return _off(seen, full, _grad_errors(seen, full, best))<=report.tolerance
+    full,seen = trace(model, compute_loss, _tensors),_run(half, report.scale)
+    grad_errors = _grad_errors(seen, full, report.scale)
+    if not full.grads or not all([math.isfinite(norm) for _,norm in grad_errors.values()]):
+        raise ValueError(f"In float32 this batch has a loss of {full.loss:g} and gradients that are not finite, so "
+                         "half precision is not the cause. Ask find_nonfinite() what is.")
+    grads = [(p,full.grads[id(p)][0]) for p in model.parameters() if id(p) in full.grads]
+    once = opt is not None and not report.modules # the next step is one
+    _add_batch(report, seen, full, grad_errors, _lost_updates(opt, grads, half.dtype) if once else {})
+    error,best = _off(seen, full, grad_errors),report.best_scale
+    report.error = max(report.error, error)
+    if error<=report.tolerance or report.keep is None: return
+    longer = keeping(half, report.keep)
+    if _works(longer): return
+    more = shortest_keep(longer, _works)
+    report.keep = None if more is None else report.keep+more

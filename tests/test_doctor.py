@@ -1,0 +1,373 @@
+"What `find_nonfinite` and `precision_report` of a learner leave as it was, which is everything, and what they refuse"
+import random
+
+import numpy as np,pytest
+from fastai.callback.rnn import rnn_cbs
+from fastai.callback.tensorboard import TensorBoardCallback
+from fastai.callback.tracker import *
+from fastai.callback.training import GradientAccumulation
+from fastai.text.all import AWD_LSTM,CrossEntropyLossFlat,LMDataLoader,awd_lstm_lm_config,get_language_model
+from learners import *
+from mp_callbacks.half import StandIn
+
+pytestmark = pytest.mark.filterwarnings('ignore')
+modes = {'fp32': noop, **modes}
+each_mode = pytest.mark.parametrize('mode', modes)
+looks = dict(find=lambda learn: learn.find_nonfinite(), report=lambda learn: learn.precision_report(batches=2))
+each_look = pytest.mark.parametrize('look', looks)
+
+# --- Everything there is of a learner
+
+def frozen(o):
+    "A copy of `o` that compares with =="
+    if isinstance(o, torch.Tensor): return str(o.dtype),tuple(o.shape),o.detach().double().numpy().tobytes()
+    if isinstance(o, np.ndarray): return str(o.dtype),o.tobytes()
+    if isinstance(o, dict): return {k if isinstance(k, str) else id(k):frozen(v) for k,v in o.items()}
+    if isinstance(o, (list,tuple,L)): return [frozen(v) for v in o]
+    if isinstance(o, Metric): return id(o),frozen(vars(o))
+    if isinstance(o, random.Random): return id(o),o.getstate()
+    return o if isinstance(o, (str,bool,int,float,type(None))) else id(o)
+
+def attributes(o): return {k:frozen(v) for k,v in vars(o).items() if k!='_parameters'}
+
+def everything(learn):
+    "All that a learner, its model, its optimizer, its callbacks, its data and the world around have"
+    opt,dl = learn.opt,learn.dls.train
+    while hasattr(opt, 'opt'): opt = opt.opt
+    groups = getattr(opt, 'hypers', None) or getattr(opt, 'param_groups', [])
+    params = [p for m in (learn.model,learn.loss_func) if isinstance(m, nn.Module) for p in m.parameters()]
+    order = getattr(getattr(dl, 'items', None), 'idxs', None)
+    return dict(
+        weights   = frozen(params),
+        grads     = [(id(p.grad),frozen(p.grad)) for p in params],
+        modules   = [attributes(m) for m in learn.model.modules()],
+        hooks     = [len(o) for m in learn.model.modules() for k,o in vars(m).items() if k.endswith('hooks')],
+        learner   = attributes(learn),
+        callbacks = [(id(cb),attributes(cb)) for cb in learn.cbs],
+        metrics   = frozen([*learn.metrics]),
+        groups    = frozen([*groups]),
+        state     = [(id(o),frozen(o)) for o in getattr(opt, 'state', {}).values()],
+        scale     = frozen(vars(learn.mixed_precision.scaling)) if hasattr(learn, 'mixed_precision') else None,
+        loader    = attributes(dl) if hasattr(dl, '__dict__') else None,
+        order     = None if order is None else [*order],
+        rng       = frozen([torch.get_rng_state(), *np.random.get_state(), random.getstate()]),
+        files     = {str(o):o.read_bytes() for o in sorted(Path(learn.path).rglob('*')) if o.is_file()})
+
+def same(before, learn):
+    after = everything(learn)
+    assert not [k for k in before if before[k]!=after[k]]
+
+def looked(learn, look):
+    "The same learner, looked at; nothing has changed"
+    before = everything(learn)
+    res = looks[look](learn)
+    same(before, learn)
+    return res
+
+# --- Learners
+
+class ScaledLoss(nn.Module):
+    "A loss with a parameter"
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+    def forward(self, pred, y): return F.mse_loss(self.w*pred, y)
+
+class Counting(nn.Module):
+    "Counts its calls, in a buffer and in an attribute, and draws random numbers of all three kinds"
+    def __init__(self):
+        super().__init__()
+        self.layer,self.calls,self.last = nn.Linear(8,1),0,None
+        self.register_buffer('seen', torch.zeros(()))
+    def forward(self, x):
+        self.calls += 1
+        self.seen += 1
+        self.last = self.layer(x)*(1+.1*random.random()+.1*np.random.rand()+.1*torch.rand(()))
+        return self.last
+
+def shuffled(loss_func=None, model=None, path='.', **kwargs):
+    "A learner that draws the order of its data"
+    x,y = numbers()
+    dls = DataLoaders(*[DataLoader(L(zip(x, y)), bs=16, shuffle=o, num_workers=0) for o in (True,False)], device='cpu')
+    model = mlp(norm=True) if model is None else model
+    return get_learner(model, dls, loss_func=loss_func or MSELossFlat(), path=Path(path), **kwargs)
+
+def loss_with_parameter(**kwargs):
+    loss = ScaledLoss()
+    return shuffled(loss, splitter=lambda m: [params(m),[loss.w]], **kwargs)
+
+def mixup(**kwargs): return shuffled(cbs=MixUp(.5), **kwargs)
+def accumulation(**kwargs): return shuffled(cbs=GradientAccumulation(24), **kwargs)
+def counting(**kwargs): return shuffled(model=Counting(), **kwargs)
+def wrapper(**kwargs): return shuffled(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW), **kwargs)
+def groups(**kwargs): return shuffled(splitter=lambda m: [params(m[:2]),params(m[2:])], lr=slice(1e-3,1e-2), **kwargs)
+def metrics(**kwargs):
+    learn = shuffled(metrics=[mae], **kwargs)
+    learn.recorder.train_metrics = True
+    return learn
+def dropout(**kwargs): return shuffled(model=nn.Sequential(nn.Linear(8,16), nn.Dropout(.5), nn.Linear(16,1)), **kwargs)
+
+def language_model(path='.'):
+    "AWD-LSTM with all of its regularization, and texts in a new order each time"
+    config = {**awd_lstm_lm_config, 'emb_sz':8, 'n_hid':12, 'n_layers':2}
+    texts = [torch.randint(20, (n,)) for n in (40,35,50,28,31)]
+    def loader(shuffle): return LMDataLoader(texts, bs=4, seq_len=9, shuffle=shuffle, num_workers=0)
+    dls = DataLoaders(loader(True), loader(False), device='cpu')
+    return get_learner(get_language_model(AWD_LSTM, 20, config), dls, loss_func=CrossEntropyLossFlat(),
+                       cbs=rnn_cbs(alpha=2, beta=1), path=Path(path))
+
+def pytorch_loaders(**kwargs):
+    "PyTorch's own loaders, and lists"
+    x,y = numbers()
+    data = torch.utils.data.DataLoader([*zip(x, y)], 16, shuffle=True)
+    return get_learner(dls=DataLoaders(data, [(x[:16],y[:16])]), path=Path('.'))
+
+makes = dict(plain=shuffled, loss=loss_with_parameter, mixup=mixup, accumulation=accumulation, counting=counting,
+             wrapper=wrapper, groups=groups, metrics=metrics, dropout=dropout, language_model=language_model,
+             pytorch=pytorch_loaders)
+
+def make(name, mode, **kwargs):
+    set_seed(3)
+    return modes[mode](makes[name](**kwargs))
+
+cases = crossed(makes, modes, looks, fast=lambda name, mode, look: name=='plain' or mode in ('fp16','native_bf16'))
+cases = [o for o in cases if 'fp32' not in o.values or 'report' not in o.values] # the report needs a precision
+each_case = pytest.mark.parametrize('name,mode,look', cases)
+
+# --- Nothing changes
+
+@each_case
+def test_nothing_changes(name, mode, look):
+    "Before the first fit, between two fits, and after one that was stopped; training goes on as if nobody had looked"
+    learn,other = make(name, mode),make(name, mode)
+    set_seed(4)
+    looked(learn, look)
+    assert learn.opt is None
+    learn.fit(1)
+    looked(learn, look)
+    looked(learn, look)
+    learn.fit(2)
+    looked(learn, look)
+    set_seed(4)
+    other.fit(1)
+    other.fit(2)
+    assert all(map(torch.equal, weights(learn), weights(other)))
+    assert learn.recorder.values[0][:2]==other.recorder.values[0][:2]
+    assert frozen([*learn.model.buffers()])==frozen([*other.model.buffers()])
+    if mode!='fp32': assert learn.precision_recorder.rows==other.precision_recorder.rows
+
+class Stop(Callback):
+    "Raise `e` in the middle of the second batch"
+    order = 60
+    def __init__(self, e, event): setattr(self, event, partial(self.stop, e))
+    def stop(self, e):
+        if self.training and self.iter==1: raise e
+
+@each_look
+@pytest.mark.parametrize('mode', ['fp16','native_bf16'])
+@pytest.mark.parametrize('event', ['after_pred','after_backward'])
+@pytest.mark.parametrize('e', [RuntimeError('as asked'),KeyboardInterrupt(),CancelFitException()], ids=repr)
+def test_after_an_error(e, event, mode, look):
+    learn = make('accumulation', mode)
+    learn.fit(1)
+    try: learn.fit(1, cbs=Stop(e, event))
+    except BaseException as got: assert type(got) is type(e)
+    looked(learn, look)
+
+class Trap(nn.Module):
+    "Raises what `errors` has for this call, if anything"
+    def __init__(self):
+        super().__init__()
+        self.errors = [] # a list, because a look puts back numbers
+    def forward(self, x):
+        e = self.errors.pop(0) if self.errors else None
+        if e is not None: raise e
+        return x
+
+@each_look
+@pytest.mark.parametrize('fitted', [False,True])
+@pytest.mark.parametrize('at', [1,2,3,4])
+@pytest.mark.parametrize('e', [RuntimeError('as asked'),KeyboardInterrupt()], ids=['error','interrupt'])
+def test_interrupted_look(e, at, fitted, look):
+    "Wherever it happens: in the ordinary forward pass, in half precision, in float32, or in the second batch"
+    model = nn.Sequential(nn.Linear(8,8), nn.BatchNorm1d(8), Trap(), nn.Dropout(.5), nn.Linear(8,1))
+    learn = shuffled(model=model).to_fp16()
+    if fitted: learn.fit(1)
+    before = everything(learn)
+    model[2].errors += [*[None]*(at-1),e]
+    with pytest.raises(type(e)): looks[look](learn)
+    same(before, learn)
+    assert not any(isinstance(o, StandIn) for m in model.modules() for o in vars(m).values())
+    learn.fit(1)
+
+def test_gradients_stay():
+    "Those of a step that isn't finished, too, as the same tensors"
+    learn = shuffled(cbs=GradientAccumulation(1000)).to_bf16() # the epoch ends before the step
+    learn.fit(1)
+    assert all(p.grad is not None and p.grad.abs().sum()>0 for p in learn.model.parameters())
+    for o in looks: looked(learn, o)
+
+def test_precision_changed_between_fits():
+    "A precision that has no state in the optimizer yet doesn't get any"
+    learn = shuffled()
+    learn.fit(1)
+    learn.to_fp16()
+    for o in looks: looked(learn, o)
+
+def test_inside_a_fit():
+    "Between epochs of a fit with a schedule and a progress bar"
+    class Ask(Callback):
+        order = 80
+        def before_epoch(self): self.ask()
+        def after_epoch(self): self.ask()
+        def ask(self):
+            if self.epoch==1: found.extend([self.learn.find_nonfinite(),self.learn.precision_report(2)])
+    def train(*cbs):
+        set_seed(3)
+        learn = shuffled().to_fp16()
+        learn.add_cb(ProgressCallback())
+        with learn.no_mbar(): learn.fit_one_cycle(3, cbs=[*cbs,CSVLogger()])
+        return learn
+    found = []
+    learn,other = train(Ask()),train()
+    assert len(found)==4 and all(map(torch.equal, weights(learn), weights(other)))
+    assert learn.recorder.losses==other.recorder.losses and learn.recorder.hps==other.recorder.hps
+
+@each_look
+def test_frozen(look):
+    learn = make('groups', 'fp16')
+    learn.freeze()
+    learn.fit(1)
+    learn.model[1].eval() # by hand
+    looked(learn, look)
+    assert not learn.model[1].training and [p.requires_grad for p in learn.model[0].parameters()]==[False]
+
+# --- Files, bars and words
+
+@each_look
+@pytest.mark.parametrize('fitted', [False,True])
+def test_writes_nothing(fitted, look, tmp_path, capsys):
+    "No logger, tracker or bar says a word"
+    cbs = [CSVLogger(),SaveModelCallback(),EarlyStoppingCallback(patience=1),ReduceLROnPlateau(patience=1),
+           TensorBoardCallback(tmp_path/'runs', trace_model=False, log_preds=False)]
+    learn = Learner(get_dls(), mlp(), loss_func=MSELossFlat(), cbs=cbs, path=tmp_path).to_fp16()
+    assert hasattr(learn, 'progress')
+    if fitted: learn.fit(2)
+    capsys.readouterr()
+    looked(learn, look)
+    assert capsys.readouterr()==('','')
+    assert fitted==(tmp_path/'history.csv').exists()==(tmp_path/'models').exists()==(tmp_path/'runs').exists()
+    learn.fit(1)
+    assert len(pd.read_csv(tmp_path/'history.csv'))==1 and capsys.readouterr()!=('','')
+
+def test_progress_bar_stays():
+    "The one that was there, so that it can still be removed"
+    learn = Learner(get_dls(), mlp(), loss_func=MSELossFlat()).to_bf16()
+    bar = learn.progress
+    learn.find_nonfinite()
+    assert learn.progress is bar and bar in learn.cbs
+    learn.remove_cb(bar)
+    assert not learn.cbs.filter(lambda o: isinstance(o, ProgressCallback))
+
+# --- While training is healthy
+
+def count_hooks(model): return sum(len(o) for m in model.modules() for k,o in vars(m).items() if k.endswith('hooks'))
+
+@pytest.mark.parametrize('mode', [o for o in modes if o!='fp32'])
+def test_nothing_is_added(mode):
+    "No hook stands in the model in any event, and a look leaves nothing in the callbacks"
+    class Probe(Callback):
+        def __call__(self, event):
+            seen.add((count_hooks(self.learn.model),sum(len(p._backward_hooks or ()) for p in ps)))
+    def fit(*names):
+        learn = make('plain', mode)
+        for o in names: looks[o](learn)
+        ps.extend(learn.model.parameters())
+        learn.fit(1, cbs=Probe())
+        return {type(cb).__name__:{*vars(cb)} for cb in learn.cbs}
+    ps,seen = [],set()
+    assert fit()==fit('find','report') and seen=={(0,0)}
+
+def test_compiled_stays_compiled():
+    "A look runs eagerly, and the compiled code stays valid"
+    compiles = []
+    def backend(graph, inputs): compiles.append(graph); return graph.forward
+    learn = get_learner(torch.compile(mlp(), backend=backend)).to_bf16()
+    learn.fit(1)
+    n = len(compiles)
+    for o in looks: looks[o](learn)
+    learn.fit(1)
+    assert len(compiles)==n>0
+    torch._dynamo.reset()
+
+# --- What is asked for
+
+def test_batch():
+    "A batch as it comes from `dls`, which is looked at alone"
+    learn = get_learner().to_fp16()
+    x,y = first(learn.dls.train)
+    assert learn.find_nonfinite((x,y)).where=='nothing' and learn.find_nonfinite([x,y]).where=='nothing'
+    assert learn.find_nonfinite((x*math.inf,y)).where=='inputs'
+    assert learn.find_nonfinite((x,y*math.nan)).where=='targets'
+    assert learn.find_nonfinite((x*1e6,y)).precision
+
+def test_all_batches():
+    "Without one: those of `dls.train`, until one is not finite"
+    learn = get_learner().to_fp16()
+    assert str(learn.find_nonfinite())=='All 4 batches of dls.train are finite.'
+    x,y = numbers()
+    x[40] = math.nan
+    learn.dls = DataLoaders(*[[*zip(x.split(16), y.split(16))]]*2)
+    assert learn.find_nonfinite().where=='inputs'
+
+@pytest.mark.parametrize('batch', [torch.zeros(16,8), {'x':1}, 'x', 3])
+def test_not_a_batch(batch):
+    with pytest.raises(TypeError, match='batch is a .* must be a tuple of inputs and targets.*one_batch'):
+        get_learner().to_fp16().find_nonfinite(batch)
+
+@each_look
+def test_no_batch(look):
+    "An empty loader, and one without targets"
+    x,y = numbers()
+    for batches in ([], [(x[:16],)]):
+        learn = get_learner().to_bf16()
+        learn.dls = DataLoaders(batches, batches)
+        learn.dls.n_inp = 1
+        before = everything(learn)
+        with pytest.raises(ValueError, match='no batch with targets.*dls.train'): looks[look](learn)
+        same(before, learn)
+    with pytest.raises(ValueError, match='no batch with targets'): get_learner().to_bf16().find_nonfinite((x[:16],))
+
+@pytest.mark.parametrize('n', [0,-1,True,1.5,'4',None])
+def test_bad_number_of_batches(n):
+    with pytest.raises(ValueError, match=f'batches={n!r} must be an int, at least 1. The default is 4'):
+        get_learner().to_fp16().precision_report(batches=n)
+
+def test_float32():
+    "It has no precision to report on. Finding out why its loss is nan is another matter."
+    learn = get_learner()
+    with pytest.raises(ValueError, match='trains in float32.*to_fp16'): learn.precision_report()
+    assert learn.find_nonfinite().where=='nothing'
+    x,y = numbers(16)
+    found = learn.find_nonfinite((x,y*math.nan))
+    assert found.where=='targets' and not found.precision
+
+def test_nothing_in_half_precision():
+    "All that a model without modules to compute in half precision needs to hear, it hears from `to_fp16`, or a fit"
+    learn = get_learner()
+    with pytest.raises(ValueError, match='All float32 parameters .* stay in float32'): learn.to_fp16(keep='*')
+    learn.to_fp16(keep='0')
+    learn.model = nn.Sequential(nn.Linear(8,1)) # another model than that of the call
+    for o in looks.values():
+        with pytest.raises(ValueError, match='All float32 parameters'): o(learn)
+
+@each_look
+@each_mode
+def test_in_the_middle_of_a_batch(mode, look):
+    class Ask(Callback):
+        def after_loss(self):
+            if self.training: looks[look](self.learn)
+    learn = make('plain', mode)
+    words = 'trains in float32' if (mode,look)==('fp32','report') else 'in the middle of a batch'
+    with pytest.raises((RuntimeError,ValueError), match=words): learn.fit(1, cbs=Ask())
+    learn.fit(1)

@@ -1,0 +1,401 @@
+"The numbers of the precision report against a slow reference: hooks by hand, sums in float64, casts for exponents"
+import itertools
+from contextlib import nullcontext
+from copy import deepcopy
+
+import matplotlib.pyplot as plt,numpy as np,pandas as pd,pytest
+from learners import *
+from mp_callbacks.half import half_precision
+from mp_callbacks.report import PrecisionReport,measure_precision
+from sick_models import SmallVariance,healthy,net,sick
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.filterwarnings('ignore:float16 on a CPU')
+
+# --- Models, each with something that could be counted wrongly
+
+class Tied(nn.Module):
+    "Two layers with one weight"
+    def __init__(self):
+        super().__init__()
+        self.a,self.b,self.out = nn.Linear(8,8),nn.Linear(8,8),nn.Linear(8,1)
+        self.b.weight = self.a.weight
+    def forward(self, x): return self.out(self.b(self.a(x).tanh()))
+
+class Twice(nn.Module):
+    "One layer, called twice; the model has a parameter of its own"
+    def __init__(self):
+        super().__init__()
+        self.a,self.out,self.shift = nn.Linear(8,8),nn.Linear(8,1),nn.Parameter(torch.ones(8))
+    def forward(self, x): return self.out(self.a(self.a(x).tanh()+self.shift))
+
+class Words(nn.Module):
+    "Looks up rows, some of them never"
+    def __init__(self):
+        super().__init__()
+        self.embed,self.out = nn.Embedding(12,4),nn.Linear(32,1)
+    def forward(self, x): return self.out(self.embed((x*2).long().abs().clamp(max=9)).flatten(1))
+
+class Unused(nn.Module):
+    "A layer that isn't called, one that is frozen, and a parameter that isn't used"
+    def __init__(self):
+        super().__init__()
+        self.a,self.idle,self.out = nn.Linear(8,8),nn.Linear(8,8),nn.Linear(8,1)
+        self.a.requires_grad_(False)
+        self.out.extra = nn.Parameter(torch.ones(3))
+    def forward(self, x): return self.out(self.a(x).tanh())
+
+class Several(nn.Module):
+    "Returns a tensor, a list and integers"
+    def __init__(self):
+        super().__init__()
+        self.a,self.b = nn.Linear(8,8),nn.Linear(8,3)
+        self.scale = nn.Parameter(torch.ones(8))
+    def forward(self, x): return dict(mean=self.a(x)*self.scale, rest=[self.b(x),x.long()])
+
+class Outputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body,self.out = Several(),nn.Linear(11,1)
+    def forward(self, x):
+        res = self.body(x)
+        return self.out(torch.cat([res['mean'],res['rest'][0]], 1))
+
+class Checkpointed(nn.Module):
+    "Computes the body again in the backward pass"
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant,self.first,self.out = reentrant,nn.Linear(8,8),nn.Linear(8,1)
+        self.body = nn.Sequential(nn.Linear(8,8), nn.Dropout(.2), nn.Linear(8,8))
+    def forward(self, x): return self.out(checkpoint(self.body, self.first(x).tanh(), use_reentrant=self.reentrant))
+
+class Stateful(nn.Module):
+    "What it computes depends on how often it was called, in a buffer and in an attribute"
+    def __init__(self):
+        super().__init__()
+        self.a,self.out,self.calls = nn.Linear(8,8),nn.Linear(8,1),1
+        self.register_buffer('factor', torch.ones(()))
+    def forward(self, x):
+        self.calls += 1
+        self.factor *= 1.5
+        return self.out(self.a(x)*self.factor/self.calls)
+
+def middle(): return nn.Linear(16,16)
+def in_place_relu(): return nn.ReLU(inplace=True)
+
+def compiled(model):
+    model.compile(backend='eager')
+    return model
+
+makes = dict(mlp=mlp, batch_norm=lambda: mlp(norm=True), tied=Tied, twice=Twice, words=Words, unused=Unused,
+             outputs=Outputs, in_place=lambda: net(in_place_relu, middle, in_place_relu),
+             dropout=lambda: net(nn.Dropout, middle), stateful=Stateful,
+             checkpoint=lambda: Checkpointed(False), reentrant=lambda: Checkpointed(True),
+             torch_compile=lambda: torch.compile(mlp(), backend='eager'), compile=lambda: compiled(mlp()))
+opts = dict(adam     = lambda m: Adam(params(m), lr=1e-2),
+            wrapper  = lambda m: OptimWrapper(params(m), torch.optim.AdamW, lr=1e-2),
+            torch    = lambda m: torch.optim.SGD(m.parameters(), lr=1e-2, momentum=.9),
+            some     = lambda m: Adam(params(m)[:2], lr=1e-2))
+batches = [*zip(*[o[:48].split(16) for o in numbers()])] # the first three of the learner's
+half_modes = [(dtype,copies) for dtype in (torch.float16,torch.bfloat16) for copies in (True,False)]
+each_half = pytest.mark.parametrize('dtype,copies', half_modes, ids=['fp16','native_fp16','bf16','native_bf16'])
+
+def make(name):
+    torch.manual_seed(1)
+    return makes[name]()
+
+def trained(name, opt):
+    "A model and its optimizer after two steps in float32, the same each time"
+    model = make(name)
+    opt = opts[opt](model)
+    for xb,yb in batches[:2]:
+        F.mse_loss(model(xb), yb).backward()
+        opt.step()
+        opt.zero_grad()
+    return model,opt
+
+# --- The reference
+
+def tensors(o):
+    if isinstance(o, torch.Tensor): return [o] if o.is_floating_point() else []
+    return [t for v in (o.values() if isinstance(o, dict) else o) for t in tensors(v)]
+
+def plain(model): return getattr(model, '_orig_mod', model) # without `torch.compile`
+def own(model): return {n:m for n,m in plain(model).named_modules() if [*m.parameters(False)]}
+
+def run(model, batch, half=None, scale=1.):
+    "Loss, and for each module its outputs, their gradients, and the gradients of its weights"
+    outs,acts,handles = {},{},[]
+    def hook(n, m, args, out):
+        for t in tensors(out):
+            outs.setdefault(n, []).append(t.detach().clone())
+            if t.requires_grad: t.register_hook(lambda g: acts.setdefault(n, []).append(g.clone()))
+    for n,m in own(model).items(): handles.append(m.register_forward_hook(partial(hook, n)))
+    torch.manual_seed(5)
+    for p in model.parameters(): p.grad = None
+    with half or nullcontext():
+        loss = F.mse_loss(model(batch[0]), batch[1])
+        for o in handles: o.remove()
+        (loss*scale).backward()
+    grads = {n:[p.grad.clone() for p in m.parameters(False) if p.grad is not None] for n,m in own(model).items()}
+    return loss.item(),outs,acts,grads
+
+def run_both(model, batch, dtype, copies, scale, keep=()):
+    "In float32 and in half precision, each with a copy of the model"
+    a,b = [deepcopy(plain(model)) for _ in range(2)]
+    return run(a, batch),run(b, batch, half_precision(b, dtype, keep, copies), scale)
+
+def norm(ts): return math.sqrt(sum(t.double().pow(2).sum().item() for t in ts))
+def error(xs, ys): return norm([x.double()-y.double() for x,y in zip(xs, ys, strict=True)])/norm(ys) if norm(ys) else 0.
+
+def lost(gs, dtype, scale):
+    "Share of numbers that become zero"
+    gs = torch.cat([torch.zeros(0), *[g.flatten() for g in gs]])
+    return ((gs[gs!=0]*scale).to(dtype)==0).double().mean().item()
+
+def lost_updates(model, opt, batch, dtype):
+    "Name -> how many numbers a step moves, and how many of these stay where they are in `dtype`. Steps by hand."
+    model = deepcopy(plain(model), memo:={})
+    opt,before = deepcopy(opt, memo),[p.detach().clone() for p in model.parameters()]
+    run(model, batch)
+    opt.step()
+    old,res = dict(zip(model.parameters(), before)),{}
+    for n,m in own(model).items():
+        steps = [(old[p],p.detach()-old[p],p.detach()!=old[p]) for p in m.parameters(False) if p.grad is not None]
+        stays = [((o.to(dtype).float()+d).to(dtype)==o.to(dtype)) & moved for o,d,moved in steps]
+        res[n] = np.array([sum(o.sum().item() for o in stays),sum(o[2].sum().item() for o in steps)])
+    return res
+
+def largest_scale(gs, dtype):
+    "Largest power of two that leaves six more, from 1 to 2**24"
+    largest = max(g.abs().max().item() for g in gs)
+    if dtype==torch.bfloat16 or largest==0: return 1.
+    return max([2.**i for i in range(25) if largest*2.**i*2**6<=2**16], default=1.)
+
+def off(full, half, scale):
+    "Relative error of the loss, or of the gradients, in a root mean square over modules that have some"
+    gs = [error([g/scale for g in half[3][n]], full[3][n]) for n in full[1] if full[3][n]]
+    return max(abs(half[0]-full[0])/abs(full[0]), math.sqrt(np.mean(np.square(gs))))
+
+def expected(model, opt, batches, dtype, copies, scale):
+    "Table, error and best scale of the report"
+    both = [run_both(model, b, dtype, copies, scale) for b in batches]
+    moves = lost_updates(model, opt, batches[0], dtype) # the next step
+    def cat(i, k, n): return [t for o in both for t in o[i][k].get(n, [])]
+    names = [*both[0][0][1]]
+    best = largest_scale([g for n in names for k in (2,3) for g in cat(0, k, n)], dtype)
+    rows = {}
+    for n in names:
+        lost_now,moved = moves[n]
+        rows[n] = [max(t.abs().max().item() for t in cat(0,1,n))/torch.finfo(dtype).max, error(cat(1,1,n), cat(0,1,n)),
+                   error([g/scale for g in cat(1,3,n)], cat(0,3,n)),
+                   *[lost(cat(0,k,n), dtype, s) for k in (2,3) for s in (scale,best)],
+                   lost_now/moved if moved else math.nan]
+    return pd.DataFrame(rows).T,max(off(*o, scale) for o in both),best
+
+def report_of(model, opt, batches, dtype, copies=True, scale=1., keep=(), **kwargs):
+    report = PrecisionReport(dtype, scale, **kwargs)
+    for xb,yb in batches:
+        torch.manual_seed(5)
+        half = half_precision(model, dtype, keep, copies)
+        measure_precision(report, model, lambda: F.mse_loss(model(xb), yb), half, opt)
+    return report
+
+def check(name, opt, n, dtype, copies, scale):
+    model,opt = trained(name, opt)
+    want,err,best = expected(model, opt, batches[:n], dtype, copies, scale)
+    report = report_of(model, opt, batches[:n], dtype, copies, scale)
+    table = report.table
+    assert report.best_scale==best
+    assert math.isclose(report.error, err, rel_tol=1e-5)
+    assert {*table.index}=={*want.index} and list(table.kind)==[type(own(model)[o]).__name__ for o in table.index]
+    got,want = table.drop(columns='kind').astype(float),want.loc[table.index].to_numpy()
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-12)
+    assert (report.keep==[])==(err<=report.tolerance)
+    return table
+
+# --- The table
+
+@each_half
+@pytest.mark.parametrize('name', makes)
+def test_numbers(name, dtype, copies): check(name, 'adam', 1, dtype, copies, 1.)
+
+@each_half
+@pytest.mark.parametrize('opt', opts)
+def test_optimizers(opt, dtype, copies):
+    "Lost updates of fastai's optimizers, wrapped ones and PyTorch's own; also if they have only some of the parameters"
+    table = check('mlp', opt, 1, dtype, copies, 1.)
+    assert list(table['updates lost'].isna())==[False,opt=='some',opt=='some']
+    if dtype==torch.bfloat16: assert table['updates lost'].iloc[0]>.01
+
+@each_half
+def test_batches(dtype, copies): check('batch_norm', 'wrapper', 3, dtype, copies, 2.**4)
+
+@pytest.mark.parametrize('scale', [2.**-14, 1., 2.**10])
+def test_scales(scale):
+    "A scale below 1 makes gradients vanish"
+    table = check('mlp', 'adam', 2, torch.float16, True, scale)
+    assert (table['activations lost']>.02).any()==(table['weights lost']>.02).any()==(scale<1)
+    assert (table['at best scale']==0).all() and (table['at best scale ']==0).all()
+
+def test_best_scale_is_the_learners():
+    "It is what `to_fp16` finds in the first step, where a weight has the largest gradient"
+    learn = get_learner().to_fp16()
+    best = learn.precision_report(batches=1).best_scale
+    learn.fit(1)
+    assert best==learn.mixed_precision.loss_scale>1
+
+def test_without_optimizer():
+    model = make('mlp')
+    assert report_of(model, None, batches, torch.float16).table['updates lost'].isna().all()
+
+def test_kept_modules():
+    "What is in float32 has no error of its own"
+    model,opt = trained('mlp', 'adam')
+    table = report_of(model, opt, batches, torch.bfloat16, keep='0').table
+    assert table['output error']['0']==0<table['output error']['2']
+
+@pytest.mark.parametrize('mode', modes)
+def test_learner(mode):
+    "The report of a learner is that of its batches, its precision, its loss scale and its optimizer"
+    learn = modes[mode](get_learner())
+    learn.fit(2)
+    report = learn.precision_report(batches=3)
+    cb = learn.mixed_precision
+    copies = not mode.startswith('native')
+    want = report_of(learn.model, learn.opt, batches, cb.half_dtype, copies, cb.loss_scale)
+    pd.testing.assert_frame_equal(report.table, want.table)
+    assert str(report)==str(want) and report.scale==cb.loss_scale
+
+def test_learner_before_fit():
+    "Lost updates are those of the first step, of an optimizer that isn't there yet"
+    learn = get_learner().to_bf16()
+    report = learn.precision_report(batches=1)
+    model = mlp()
+    want = report_of(model, Adam(params(model), lr=1e-2), batches[:1], torch.bfloat16)
+    pd.testing.assert_frame_equal(report.table, want.table)
+
+def test_few_batches():
+    "As many as there are"
+    learn = get_learner().to_bf16()
+    assert str(learn.precision_report(batches=100))==str(learn.precision_report(batches=4))
+
+# --- Error and keep
+
+def works(model, batch, keep, tolerance, dtype=torch.float16, scale=1.):
+    try: full,half = run_both(model, batch, dtype, True, scale, keep)
+    except ValueError: return True # everything is float32
+    return math.isfinite(half[0]) and off(full, half, scale)<=tolerance
+
+def inner(): return nn.Sequential(nn.Tanh(), SmallVariance())
+troubled = dict(variance = lambda: net(SmallVariance),
+                inside   = lambda: net(inner, nn.GELU),
+                both     = lambda: net(SmallVariance, middle, SmallVariance))
+
+@pytest.mark.parametrize('name,keep', [('variance',['1']), ('inside',['1.1']), ('both',['1','3'])])
+def test_keep(name, keep):
+    "Enough, and none can be left out"
+    model,batch = troubled[name](),batches[0]
+    report = report_of(model, None, [batch], torch.float16)
+    assert report.keep==keep and report.error>report.tolerance
+    assert works(model, batch, keep, .1)
+    for n in range(len(keep)):
+        assert not any(works(model, batch, o, .1) for o in itertools.combinations(keep, n))
+    assert report_of(model, None, [batch], torch.float16, keep=keep).keep==[]
+    assert report_of(model, None, [batch], torch.bfloat16).keep==[] # has the range
+
+@pytest.mark.parametrize('tolerance,n', [(.1,0), (.008,1), (.007,2), (.005,3)])
+def test_tolerance(tolerance, n):
+    "The bound that `keep` brings the errors under"
+    model,batch = net(middle, nn.GELU, middle, nn.GELU),batches[0]
+    report = report_of(model, None, [batch], torch.bfloat16, tolerance=tolerance)
+    assert len(report.keep)==n and (report.error>tolerance)==(n>0)
+    assert works(model, batch, report.keep, tolerance, torch.bfloat16)
+    for o in report.keep: assert not works(model, batch, [k for k in report.keep if k!=o], tolerance, torch.bfloat16)
+
+def test_no_keep_helps():
+    "If the error comes from outside all modules"
+    model,(xb,yb) = net(),batches[0]
+    report,half = PrecisionReport(torch.float16),half_precision(model, torch.float16)
+    def loss(): return F.mse_loss(model(xb), yb)*(2 if 'forward' in vars(model) else 1)
+    measure_precision(report, model, loss, half)
+    assert report.keep is None and 'No keep brings the error under 0.1' in str(report)
+
+def test_keep_of_several_batches():
+    "Each batch may add modules"
+    class Sometimes(SmallVariance):
+        def __init__(self, i): super().__init__(); self.i = i
+        def forward(self, x): return super().forward(x) if seen==self.i else x
+    model = net(partial(Sometimes, 0), middle, partial(Sometimes, 1))
+    report,half = PrecisionReport(torch.float16),half_precision(model, torch.float16)
+    for seen,(xb,yb) in enumerate(batches[:2]):
+        measure_precision(report, model, lambda: F.mse_loss(model(xb), yb), half)
+    assert report.keep==['1','3']
+
+@pytest.mark.parametrize('name', healthy)
+@pytest.mark.parametrize('call', calls)
+def test_healthy(name, call):
+    report = getattr(healthy[name](), call)().precision_report()
+    assert report.keep==[] and 'No module has to be kept' in str(report)
+
+def test_overflow():
+    "If the loss isn't finite in half precision, there are no gradients to compare"
+    report = sick['variance'].make().to_fp16().precision_report(batches=1)
+    assert report.error==math.inf and report.table['gradient error'].isna().all() and report.keep==['1']
+
+# --- Texts and picture
+
+def test_text():
+    model,opt = trained('mlp', 'adam')
+    report = report_of(model, opt, batches, torch.float16, scale=2.**-14)
+    gs = [g for b in batches for ts in run(deepcopy(model), b)[2].values() for g in ts]
+    assert str(report)==repr(report)
+    assert f'off by {report.error:.2g} of their size' in str(report)
+    assert f'{lost(gs, torch.float16, 2.**-14):.1%} of the gradients of activations become zero' in str(report)
+    assert f'at the loss scale {2.**-14:g}, 0.0% at the best scale, {report.best_scale:g}.' in str(report)
+    html = report._repr_html_()
+    assert all(o.strip() in html for o in report.table.columns) and html.count('<td>')==9*len(report.table)
+    assert "keep=['1']" in str(report_of(troubled['variance'](), None, batches[:1], torch.float16))
+
+@each_half
+def test_plot(dtype, copies):
+    "A row for each module counts its gradients by their power of two; lines are at the ends of what is not lost"
+    model,opt = trained('mlp', 'adam')
+    report = report_of(model, opt, batches[:1], dtype, copies, scale=.25)
+    _,ax = plt.subplots()
+    assert report.plot(ax) is ax
+    assert [o.get_text() for o in ax.get_yticklabels()]==list(report.table.index)==['0','2','4']
+    _,_,acts,grads = run(deepcopy(model), batches[0])
+    image, = ax.get_images()
+    left,right,_,_ = image.get_extent()
+    for n,row in zip(report.table.index, np.asarray(image.get_array())):
+        gs = torch.cat([g.flatten() for g in acts[n]+grads[n]])
+        want,_ = np.histogram(gs[gs!=0].abs().log2().numpy(), np.arange(left, right+1))
+        np.testing.assert_allclose(row, want/want.max())
+    lines = sorted({round(o.get_xdata()[0], 3) for o in ax.lines if len(o.get_xdata())})
+    low,high = dict(float16=(-25,16), bfloat16=(-134,128))[str(dtype)[6:]]
+    shifts = {-math.log2(o) for o in (.25,report.best_scale)}
+    np.testing.assert_allclose(lines, sorted(o+s for o in (low,high) for s in shifts), atol=.01)
+    a,b = ax.get_xlim()
+    powers = torch.cat([g[g!=0].abs().log2() for gs in (acts,grads) for o in gs.values() for g in o])
+    assert a<powers.min() and powers.max()<b
+    assert any(f'{report.best_scale:g}' in o.get_text() for o in ax.get_legend().get_texts())
+    plt.close('all')
+
+def test_no_gradients():
+    "A loss that has stopped moving: nothing is lost, and there is a picture"
+    model = make('mlp')
+    report = PrecisionReport(torch.float16)
+    measure_precision(report, model, lambda: model(batches[0][0]).sum()*0, half_precision(model, torch.float16))
+    assert report.best_scale==1 and report.error==0 and len(report.table)==3 and len(str(report))>50
+    report.plot()
+    plt.close('all')
+
+def nan_loss(p, y): return (p-y).mean()*math.nan
+def nan_gradients(p, y): return (p-p.detach()).pow(2).sum().sqrt()
+
+@pytest.mark.parametrize('loss', [nan_loss, nan_gradients])
+def test_not_finite_in_float32(loss):
+    "The report is about precision, which is not the cause here"
+    with pytest.raises(ValueError, match='not finite, so half precision is not the cause.*find_nonfinite'):
+        get_learner(loss_func=loss).to_fp16().precision_report()

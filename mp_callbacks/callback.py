@@ -6,8 +6,7 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 
 # %% auto #0
 __all__ = ['state_prefix', 'first_hypers', 'read_state', 'clear_state', 'LeanCallback', 'is_precision', 'PrecisionCallback',
-           'fit_device', 'check_device', 'compute_loss', 'find_in_batch', 'ModelToHalf', 'refuse_unknown',
-           'MixedPrecision', 'NativeMixedPrecision']
+           'fit_device', 'check_device', 'ModelToHalf', 'refuse_unknown', 'MixedPrecision', 'NativeMixedPrecision']
 
 # %% ../nbs/10_callback.ipynb #9d7979a9
 import re,sys,torch
@@ -25,7 +24,7 @@ from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
 from .grads import check_clip,mul_grads,prepare_grads,unique
 from .half import check_half,half_precision
 from .flat import FlatStep,check_flat
-from .nonfinite import Finding,find_nonfinite,remember_buffers,restore_buffers
+from .nonfinite import find_nonfinite,remember_buffers,restore_buffers
 
 # %% ../nbs/10_callback.ipynb #e48706fe
 _had_progress = 'fastai.callback.progress' in sys.modules
@@ -309,36 +308,33 @@ def after_batch(self:PrecisionCallback):
     if skipped and not smooth.count: smooth.count = -1 # fastai adds a zero and 1, and there is still no average
 
 # %% ../nbs/10_callback.ipynb #8dbdbd11
-def compute_loss(
-    learn, # `Learner` in the middle of a batch
-)->torch.Tensor: # `learn.loss_grad`
-    "Compute predictions and loss of the learner's batch again"
+def _compute_loss(learn):
+    "Compute predictions and loss of the learner's batch again, and return `learn.loss_grad`"
     learn.pred = learn.model(*learn.xb)
     learn('after_pred')
     learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
     with suppress(*_cancels): learn('after_loss')
     return learn.loss_grad
 
-def find_in_batch(
-    learn, # `Learner` in the middle of a batch
-    half:half_precision=None, # How its model computes; None: in float32
-    scale:float=1., # Loss scale
-    usual_loss:float=None, # Loss of other batches
-)->Finding: # Prints as a text
-    "What is not finite first in the learner's batch, and what to do: see [nonfinite](06_nonfinite.ipynb)"
+def _first_loss(learn):
+    "Loss of the first batch of the learner's last fit, if there is one"
+    losses = getattr(getattr(learn, 'recorder', None), 'losses', ())
+    return float(losses[0]) if len(losses) else None
+
+def _find_in_batch(learn, half, scale, usual_loss):
+    "The `Finding` for the batch that the learner is in"
     call = ''
     if half: call = ('to_' if half.copies else 'to_native_')+('fp16' if half.dtype==torch.float16 else 'bf16')
     before = learn.pred,learn.loss_grad
-    try: return find_nonfinite(learn.model, lambda: compute_loss(learn), half, learn.xb, learn.yb, scale, usual_loss,
+    try: return find_nonfinite(learn.model, lambda: _compute_loss(learn), half, learn.xb, learn.yb, scale, usual_loss,
                                f'learn.{call}')
     finally: learn.pred,learn.loss_grad = before
 
 @patch
 def _cause(self:PrecisionCallback):
     "What was not finite first in this batch, and what to do"
-    losses = getattr(getattr(self.learn, 'recorder', None), 'losses', ())
-    usual = float(losses[0]) if len(losses) else None
-    try: found = find_in_batch(self.learn, self._new_half(self.learn.model), self._stats.scale, usual)
+    half = self._new_half(self.learn.model)
+    try: found = _find_in_batch(self.learn, half, self._stats.scale, _first_loss(self.learn))
     except RuntimeError as e: return f"Looking for the cause failed: {e}." # such as a lack of memory
     if found.where!='nothing': return found
     names = [n for n,p in self.learn.model.named_parameters() if p is self._stats.culprit]

@@ -21,7 +21,7 @@ from .half import half_precision
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback
 from .callback import check_device,clear_state,fit_device,is_precision,refuse_unknown
 from .recorder import PrecisionRecorder
-from .doctor import find_nonfinite,precision_report
+from .doctor import find_nonfinite,precision_plan,precision_report
 import fastai.callback.channelslast # adds `to_contiguous`; after `callback`, which sees to the progress bar
 
 # %% ../nbs/13_learner.ipynb #4357455d
@@ -158,6 +158,7 @@ Learner.to_non_native_fp16 = Learner.to_fp16
 
 # %% ../nbs/13_learner.ipynb #a0ba863c
 Learner.find_nonfinite,Learner.precision_report = find_nonfinite,precision_report
+Learner.precision_plan = precision_plan
 
 # %% ../nbs/13_learner.ipynb #1d558af3
 # fastai's own methods, also after a reload of this module

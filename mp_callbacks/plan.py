@@ -10,7 +10,7 @@ __all__ = ['LiveBytes', 'MemoryPlan', 'precision_plan']
 # %% ../nbs/08_plan.ipynb #17eef170
 import copy,torch,weakref
 from bisect import bisect_right
-from contextlib import contextmanager,nullcontext
+from contextlib import nullcontext
 from typing import NamedTuple
 import pandas as pd
 from torch import nn
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .dtypes import map_tree
 from .half import half_precision
+from .nonfinite import unchanged
 
 # %% ../nbs/08_plan.ipynb #4362c36e
 class LiveBytes(TorchDispatchMode):
@@ -77,19 +78,6 @@ class MemoryPlan(NamedTuple):
 
 def _show(x): return f'{x:,.0f}' if x>=100 else f'{x:.3g}'
 
-# %% ../nbs/08_plan.ipynb #8fc831d0
-@contextmanager
-def _unchanged(model):
-    "Put buffers, gradients and random number generators back at the end"
-    params,buffers = [*model.parameters()],[(b,b.clone()) for b in model.buffers()]
-    grads,devices = [p.grad for p in params],{p.device.index for p in params if p.is_cuda}
-    for p in params: p.grad = None
-    try:
-        with torch.random.fork_rng(devices): yield
-    finally:
-        for b,numbers in buffers: b.data.copy_(numbers)
-        for p,g in zip(params,grads): p.grad = g
-
 # %% ../nbs/08_plan.ipynb #29d54850
 def _train_step(live, model, compute_loss, n, opt, copies, half):
     "Bytes of gradients, of new optimizer state and of activations, and logs of forward pass and rest, of a step"
@@ -123,7 +111,7 @@ def precision_plan(
     opt = copy.deepcopy(opt, memo) # its state is in `memo`, too
     def _half(copies): return half_precision(model, torch.bfloat16, keep, copies)
     halves = dict(float32=None, copies=_half(True), autocast=_half(False))
-    with _unchanged(model), LiveBytes() as live:
+    with unchanged(model), LiveBytes() as live:
         live.known.update(c.untyped_storage() for c in copies.values())
         for t in (*model.parameters(),*model.buffers()): live.add(t)
         weights = live.now

@@ -17,7 +17,7 @@ from torch import nn
 
 from .dtypes import map_tree
 from .half import half_precision
-from .nonfinite import keeping,shortest_keep,trace
+from .nonfinite import _keeping,shortest_keep,trace
 
 # %% ../nbs/07_report.ipynb #cb9aeda8
 _low,_high = -160,130 # beyond all exponents of float32
@@ -100,8 +100,8 @@ class PrecisionReport:
             updates = m.updates[0]/m.updates[1] if m.updates[1] else math.nan
             share = m.largest/torch.finfo(self.dtype).max
             rows.append((n, m.kind, share, _relative(m.out_error), _relative(m.grad_error), *lost, updates))
-        names = ('module','kind','largest','output error','gradient error','activations lost','at best scale',
-                 'weights lost','at best scale ','updates lost')
+        names = ('module','kind','largest/max','output error','gradient error','activations lost',
+                 'activations lost, best scale','weights lost','weights lost, best scale','updates lost')
         return pd.DataFrame(rows, columns=names).set_index('module')
 
     def _repr_html_(self): return self.table.map(lambda o: o if isinstance(o, str) else f'{o:.2g}').to_html()
@@ -109,11 +109,13 @@ class PrecisionReport:
     def __repr__(self):
         acts,best = sum([o.acts for o in self.modules.values()], _exponents([])),self.best_scale
         lost,least = [f'{_lost(acts, self.dtype, o):.1%}' for o in (self.scale,best)]
-        res = (f"{str(self.dtype)[6:]} beside float32: loss and gradients are off by {self.error:.2g} of "
-               f"their size. {lost} of the gradients of activations become zero at the loss scale {self.scale:g}, "
-               f"{least} at the best scale, {best:g}. ")
-        if self.keep is None: return f"{res}No keep brings the error under {self.tolerance:g}."
-        return res+(f"Keep in float32: keep={self.keep!r}." if self.keep else "No module has to be kept in float32.")
+        res = (f"In {str(self.dtype)[6:]}, loss and gradients differ from float32 by {self.error:.2%}. {lost} of the "
+               f"gradients of activations become zero at the loss scale {self.scale:.9g}")
+        res += f", {least} at the best scale, {best:.9g}. " if best!=self.scale else ". "
+        if self.keep is None: return f"{res}No keep brings the difference under {self.tolerance:.0%}."
+        if self.keep: return f"{res}Keep in float32: keep={self.keep!r}."
+        if self.error<=self.tolerance: return f"{res}No module has to be kept in float32."
+        return f"{res}Use the best scale, or a dynamic one: then no module has to be kept in float32."
 
     def plot(self,
         ax=None, # Matplotlib axes to draw on; None: new ones
@@ -122,15 +124,16 @@ class PrecisionReport:
         if ax is None: _,ax = plt.subplots(figsize=(7, 1.5+.25*len(self.modules)))
         counts = np.array([o.gradients.numpy() for o in self.modules.values()], dtype=float)
         counts /= counts.max(1, keepdims=True).clip(min=1)
+        seen = np.flatnonzero(counts.max(0)>.01)+_low
         ax.imshow(counts, aspect='auto', cmap='Blues', extent=(_low-1,_high-1,len(counts)-.5,-.5), interpolation='none')
-        info,seen = torch.finfo(self.dtype),self._all_exponents()
+        info = torch.finfo(self.dtype)
         ends = np.log2([info.smallest_normal*info.eps/2,info.max])
         for scale,style in {self.best_scale:':', self.scale:'-'}.items():
             for x in ends-math.log2(scale): ax.axvline(x, color='tab:red', ls=style)
-            ax.plot([], [], color='tab:red', ls=style, label=f'range at loss scale {scale:g}')
+            ax.plot([], [], color='tab:red', ls=style, label=f'range at loss scale 2^{math.log2(scale):.3g}')
         ax.set(xlabel='power of two of a gradient', yticks=range(len(counts)), yticklabels=[*self.modules])
-        if len(seen): ax.set_xlim(seen[0]-3, seen[-1]+3)
-        ax.legend(loc='upper center', bbox_to_anchor=(.5,1.2), ncols=2, frameon=False)
+        if len(seen): ax.set_xlim(seen[0]-3, max(seen[-1], ends[1]-math.log2(self.scale))+3)
+        ax.legend(loc='lower center', bbox_to_anchor=(.5,1), ncols=2, frameon=False)
         return ax
 
 # %% ../nbs/07_report.ipynb #f00aeaa2
@@ -200,7 +203,7 @@ def measure_precision(
     error,best = _off(seen, full, grad_errors),report.best_scale
     report.error = max(report.error, error)
     if error<=report.tolerance or report.keep is None: return
-    longer = keeping(half, report.keep)
+    longer = _keeping(half, report.keep)
     if _works(longer): return
     more = shortest_keep(longer, _works)
     report.keep = None if more is None else report.keep+more

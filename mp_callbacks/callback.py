@@ -24,7 +24,7 @@ from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
 from .grads import check_clip,mul_grads,prepare_grads,unique
 from .half import check_half,half_precision
 from .flat import FlatStep,check_flat
-from .nonfinite import find_nonfinite,remember_buffers,restore_buffers
+from .nonfinite import find_nonfinite,_remember_buffers,_restore_buffers
 
 # %% ../nbs/10_callback.ipynb #e48706fe
 _had_progress = 'fastai.callback.progress' in sys.modules
@@ -215,7 +215,7 @@ def _drop_grads(self:PrecisionCallback):
 
 @patch
 def _roll_back(self:PrecisionCallback):
-    self._restore_buffers()
+    self._restore()
     self._drop_grads()
     self._stats = None
 
@@ -229,15 +229,15 @@ def after_train(self:PrecisionCallback): self.drop_overflow() # a validation wou
 
 # %% ../nbs/10_callback.ipynb #fa460c11
 @patch
-def _restore_buffers(self:PrecisionCallback):
-    restore_buffers(self._snapshot or ())
+def _restore(self:PrecisionCallback):
+    _restore_buffers(self._snapshot or ())
     self._snapshot = None
 
 # %% ../nbs/10_callback.ipynb #03cc1ff4
 @patch
 def before_batch(self:PrecisionCallback):
     if not self._in_batch: return # run by hand, outside `one_batch`: an ordinary float32 batch
-    if self.learn.training and self._snapshot is None: self._snapshot = remember_buffers(self.half.modules)
+    if self.learn.training and self._snapshot is None: self._snapshot = _remember_buffers(self.half.modules)
     self.half.install()
 
 @patch
@@ -278,7 +278,7 @@ def before_step(self:PrecisionCallback):
     stats = prepare_grads(self._params(), clip=self.clip, step=self._steps, amax=scaling.wants_amax)
     learn.step_stats = self._stats = stats._replace(scale=scaling.loss_scale)
     if stats.finite: return
-    self._restore_buffers()
+    self._restore()
     for p in self._params_and_models(): p.grad = None # `zero_grad` leaves those that the optimizer doesn't have
     self._count_step()
     self._report_skips()

@@ -17,7 +17,7 @@ from fastai.torch_core import find_bs,get_random_states,set_random_states
 from fastcore.foundation import L
 
 from .dtypes import map_tree
-from .nonfinite import Finding,unchanged
+from .nonfinite import Finding,_unchanged
 from .report import PrecisionReport,measure_precision
 from .plan import MemoryPlan,precision_plan as plan_memory
 from .callback import PrecisionCallback,_compute_loss,_find_in_batch,_first_loss
@@ -54,7 +54,7 @@ def _undisturbed(learn):
     if 'rng' in getattr(dl, '__dict__', ()): dl.rng = copy.copy(dl.rng)
     if learn.opt is None: learn.create_opt()
     try:
-        with unchanged(learn.model, [p for ps in learn.opt.param_lists for p in ps], before): yield
+        with _unchanged(learn.model, [p for ps in learn.opt.param_lists for p in ps], before): yield
     finally: set_random_states(**rngs)
 
 def _look_at(learn, look, batch=None, n=None):
@@ -127,6 +127,7 @@ def precision_plan(
             learn.xb,learn.yb = map_tree(lambda t: t[torch.arange(n, device=t.device)%len(t)], batch)
             learn('before_batch')
             if cb: cb.half.remove()
+            if hasattr(learn, 'model_resetter'): learn.model.reset() # its state may be of another size and dtype
             return _compute_loss(learn)
         plans.append(plan_memory(learn.model, _loss, learn.opt, find_bs(learn.yb), keep))
         return True

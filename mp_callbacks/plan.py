@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .dtypes import map_tree
 from .half import half_precision
-from .nonfinite import unchanged
+from .nonfinite import _unchanged
 
 # %% ../nbs/08_plan.ipynb #4362c36e
 class LiveBytes(TorchDispatchMode):
@@ -111,7 +111,7 @@ def precision_plan(
     opt = copy.deepcopy(opt, memo) # its state is in `memo`, too
     def _half(copies): return half_precision(model, torch.bfloat16, keep, copies)
     halves = dict(float32=None, copies=_half(True), autocast=_half(False))
-    with unchanged(model), LiveBytes() as live:
+    with _unchanged(model), LiveBytes() as live:
         live.known.update(c.untyped_storage() for c in copies.values())
         for t in (*model.parameters(),*model.buffers()): live.add(t)
         weights = live.now

@@ -9,7 +9,7 @@ __all__ = ['PrecisionReport', 'measure_precision']
 
 # %% ../nbs/07_report.ipynb #ac4b63b2
 import copy,math,torch
-from typing import NamedTuple
+from contextlib import nullcontext
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -17,7 +17,7 @@ from torch import nn
 
 from .dtypes import map_tree
 from .half import half_precision
-from .nonfinite import _keeping,shortest_keep,trace
+from .nonfinite import _keeping,_shortest_keep,_trace
 
 # %% ../nbs/07_report.ipynb #cb9aeda8
 _low,_high = -160,130 # beyond all exponents of float32
@@ -83,13 +83,9 @@ class PrecisionReport:
     @property
     def best_scale(self):
         "Power of two that leaves six more between the largest gradient and 65504, as `to_fp16` does; 1 for bfloat16"
-        seen = self._all_exponents()
+        seen = np.flatnonzero(sum([o.gradients for o in self.modules.values()], _exponents([])))+_low
         if self.dtype==torch.bfloat16 or not len(seen): return 1.
         return 2.**min(max(16-6-seen[-1], 0), 24)
-
-    def _all_exponents(self):
-        "All powers of two among the gradients"
-        return np.flatnonzero(sum([o.gradients for o in self.modules.values()], _exponents([])))+_low
 
     @property
     def table(self)->pd.DataFrame:
@@ -109,8 +105,9 @@ class PrecisionReport:
     def __repr__(self):
         acts,best = sum([o.acts for o in self.modules.values()], _exponents([])),self.best_scale
         lost,least = [f'{_lost(acts, self.dtype, o):.1%}' for o in (self.scale,best)]
-        res = (f"In {str(self.dtype)[6:]}, loss and gradients differ from float32 by {self.error:.2%}. {lost} of the "
-               f"gradients of activations become zero at the loss scale {self.scale:.9g}")
+        off = f'differ from float32 by {self.error:.2%}' if math.isfinite(self.error) else 'are not finite'
+        res = (f"In {str(self.dtype)[6:]}, loss and gradients {off}. {lost} of the gradients of activations "
+               f"become zero at the loss scale {self.scale:.9g}")
         res += f", {least} at the best scale, {best:.9g}. " if best!=self.scale else ". "
         if self.keep is None: return f"{res}No keep brings the difference under {self.tolerance:.0%}."
         if self.keep: return f"{res}Keep in float32: keep={self.keep!r}."
@@ -188,11 +185,11 @@ def measure_precision(
     than the tolerance, looks for modules to keep. Parameters, buffers, gradients and random number generators are as
     before. Raises `ValueError` if the batch is not finite in float32."""
     def _run(half, scale):
-        with half: return trace(model, compute_loss, _tensors, scale)
+        with half or nullcontext(): return _trace(model, compute_loss, _tensors, scale, with_args=False)
     def _works(half):
         seen = _run(half, best)
         return _off(seen, full, _grad_errors(seen, full, best))<=report.tolerance
-    full,seen = trace(model, compute_loss, _tensors),_run(half, report.scale)
+    full,seen = _run(None, 1.),_run(half, report.scale)
     grad_errors = _grad_errors(seen, full, report.scale)
     if not full.grads or not all([math.isfinite(norm) for _,norm in grad_errors.values()]):
         raise ValueError(f"In float32 this batch has a loss of {full.loss:g} and gradients that are not finite, so "
@@ -205,5 +202,5 @@ def measure_precision(
     if error<=report.tolerance or report.keep is None: return
     longer = _keeping(half, report.keep)
     if _works(longer): return
-    more = shortest_keep(longer, _works)
+    more = _shortest_keep(longer, _works)
     report.keep = None if more is None else report.keep+more

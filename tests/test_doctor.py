@@ -13,8 +13,14 @@ from mp_callbacks.half import StandIn
 pytestmark = pytest.mark.filterwarnings('ignore')
 modes = {'fp32': noop, **modes}
 each_mode = pytest.mark.parametrize('mode', modes)
-looks = dict(find=lambda learn: learn.find_nonfinite(), report=lambda learn: learn.precision_report(batches=2))
+looks = dict(find=lambda learn: learn.find_nonfinite(), report=lambda learn: learn.precision_report(batches=2),
+             plan=lambda learn: learn.precision_plan())
 each_look = pytest.mark.parametrize('look', looks)
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    "An empty folder to be in: `everything` reads all files in that of the learner"
+    monkeypatch.chdir(tmp_path)
 
 # --- Everything there is of a learner
 

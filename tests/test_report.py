@@ -319,7 +319,7 @@ def test_no_keep_helps():
     report,half = PrecisionReport(torch.float16),half_precision(model, torch.float16)
     def loss(): return F.mse_loss(model(xb), yb)*(2 if 'forward' in vars(model) else 1)
     measure_precision(report, model, loss, half)
-    assert report.keep is None and 'No keep brings the error under 0.1' in str(report)
+    assert report.keep is None and 'No keep brings the difference under 10%' in str(report)
 
 def test_keep_of_several_batches():
     "Each batch may add modules"
@@ -336,7 +336,7 @@ def test_keep_of_several_batches():
 @pytest.mark.parametrize('call', calls)
 def test_healthy(name, call):
     report = getattr(healthy[name](), call)().precision_report()
-    assert report.keep==[] and 'No module has to be kept' in str(report)
+    assert report.keep==[] and 'o module has to be kept' in str(report)
 
 def test_overflow():
     "If the loss isn't finite in half precision, there are no gradients to compare"
@@ -352,7 +352,7 @@ def test_text():
     assert str(report)==repr(report)
     assert f'differ from float32 by {report.error:.2%}' in str(report)
     assert f'{lost(gs, torch.float16, 2.**-14):.1%} of the gradients of activations become zero' in str(report)
-    assert f'at the loss scale {2.**-14:g}, 0.0% at the best scale, {report.best_scale:g}.' in str(report)
+    assert f'at the loss scale {2.**-14:.9g}, 0.0% at the best scale, {report.best_scale:g}.' in str(report)
     html = report._repr_html_()
     assert all(o.strip() in html for o in report.table.columns) and html.count('<td>')==9*len(report.table)
     assert "keep=['1']" in str(report_of(troubled['variance'](), None, batches[:1], torch.float16))
@@ -378,8 +378,9 @@ def test_plot(dtype, copies):
     np.testing.assert_allclose(lines, sorted(o+s for o in (low,high) for s in shifts), atol=.01)
     a,b = ax.get_xlim()
     powers = torch.cat([g[g!=0].abs().log2() for gs in (acts,grads) for o in gs.values() for g in o])
-    assert a<powers.min() and powers.max()<b
-    assert any(f'{report.best_scale:g}' in o.get_text() for o in ax.get_legend().get_texts())
+    assert a<powers.median() and powers.max()<b # a row's first hundredth may be outside
+    texts = [o.get_text() for o in ax.get_legend().get_texts()]
+    assert texts==[f'range at loss scale 2^{math.log2(o):g}' for o in (report.best_scale,.25)]
     plt.close('all')
 
 def test_no_gradients():

@@ -4,7 +4,10 @@
     torchrun --nproc-per-node 2 examples/distributed.py --precision fp16
     accelerate launch --multi_gpu --num_processes 2 examples/distributed.py --precision fp16
 
-The last two also work without a GPU. (`accelerate launch --cpu` starts one process only.)"""
+All three work without a GPU, too. (`accelerate launch --cpu` would start one process only.) If a process may fail:
+
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/distributed.py --resume"""
+from datetime import timedelta
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai.distributed import *
@@ -19,12 +22,44 @@ def _broadcast(self:DistributedDL, t, rank):
     torch.distributed.broadcast(t, rank)
     return t.tolist()
 
+class WaitForAll(Callback):
+    "Before each batch, wait up to `seconds` for the other ranks, and name those that don't come"
+    def __init__(self, seconds): self.timeout = timedelta(seconds=seconds)
+    def before_fit(self): self.group = torch.distributed.new_group(backend='gloo') if num_distrib()>1 else None
+    def before_batch(self):
+        if self.group: torch.distributed.monitored_barrier(self.group, self.timeout, wait_all_ranks=True)
+
+class Checkpoint(Callback):
+    "Save each epoch to a file that is complete or not there, and seed each so that a restart repeats it exactly"
+    order = 20 # after the precision's own `after_train`
+    def before_epoch(self):
+        set_seed(self.epoch)
+        getattr(self.dls.train, 'dl', self.dls.train).rng.seed(self.epoch) # a `DistributedDL` has the real one as `dl`
+    def after_train(self):
+        if rank_distrib(): return
+        file = self.learn.save('unfinished')
+        file.replace(file.with_stem(f'digits_{self.epoch}'))
+
 def get_dls(bs):
     x,y = load_digits(return_X_y=True)
     items = list(zip(tensor(x/16).float(), tensor(y)))
     return DataLoaders.from_dsets(items[:1500], items[1500:], bs=bs, num_workers=0)
 
-def get_model(): return nn.Sequential(LinBnDrop(64, 128, act=nn.ReLU()), LinBnDrop(128, 10, bn=False))
+def get_model(): return nn.Sequential(LinBnDrop(64, 128, act=nn.ReLU()), LinBnDrop(128, 10, bn=False, p=.1))
+
+def train(precision, epochs, bs, lr, resume, cbs):
+    set_seed(42)
+    gpu = torch.cuda.is_available()
+    if gpu: torch.cuda.set_device(int(os.environ.get('LOCAL_RANK', 0)))
+    learn = Learner(get_dls(bs), get_model(), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
+    getattr(learn, f'to_{precision}')()
+    files,start = (learn.path/learn.model_dir).glob('digits_*.pth'),0
+    if resume and (newest := max(files, key=os.path.getmtime, default=None)):
+        learn.load(newest.stem)
+        start = int(newest.stem.split('_')[1])+1
+    with learn.distrib_ctx(cpu=not gpu, sync_bn=gpu), learn.no_bar(): # NCCL on GPUs, gloo on a CPU
+        learn.fit_one_cycle(epochs, lr, cbs=[Checkpoint(),*L(cbs)], start_epoch=start)
+    return learn
 
 @call_parse
 def main(
@@ -32,17 +67,12 @@ def main(
     epochs:int=5, # Number of epochs
     bs:int=32, # Batch size of each process
     lr:float=1e-2, # Learning rate
-    file:str='digits', # Name of the checkpoint
+    wait:int=60, # Seconds to wait for a rank before an error names it
+    resume:store_true=False, # Continue from the newest checkpoint in models, if there is one?
 ):
     "Train on scikit-learn's digits, in as many processes as `torchrun` or `accelerate launch` starts"
-    set_seed(42)
-    gpu = torch.cuda.is_available()
-    if gpu: torch.cuda.set_device(int(os.environ.get('LOCAL_RANK', 0)))
-    learn = Learner(get_dls(bs), get_model(), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
-    getattr(learn, f'to_{precision}')()
-    with learn.no_bar(), learn.distrib_ctx(cpu=not gpu, sync_bn=gpu): # NCCL on GPUs, gloo on a CPU
-        learn.fit_one_cycle(epochs, lr)
-        learn.save(file) # rank 0 writes
+    learn = train(precision, epochs, bs, lr, resume, WaitForAll(wait))
+    with learn.no_bar(), learn.no_logging(): acc = learn.validate()[1] # every rank takes part
     if rank_distrib(): return
-    print(f'accuracy {learn.recorder.values[-1][-1]:.3f}')
+    print(f'accuracy {acc:.3f}')
     if precision!='fp32': print(learn.precision_recorder.summary())

@@ -7,6 +7,7 @@
 All three work without a GPU, too. (`accelerate launch --cpu` would start one process only.) If a process may fail:
 
     torchrun --nproc-per-node 2 --max-restarts 3 examples/distributed.py --resume"""
+import torch.distributed as dist
 from datetime import timedelta
 from fastai.basics import *
 from fastai.callback.all import *
@@ -19,15 +20,15 @@ from mp_callbacks.all import *
 def _broadcast(self:DistributedDL, t, rank):
     "fastai's own asks for a GPU. This takes the device of the model, so that it works on a CPU, too."
     t = tensor(t, device=self.device)
-    torch.distributed.broadcast(t, rank)
+    dist.broadcast(t, rank)
     return t.tolist()
 
 class WaitForAll(Callback):
     "Before each batch, wait up to `seconds` for the other ranks, and name those that don't come"
     def __init__(self, seconds): self.timeout = timedelta(seconds=seconds)
-    def before_fit(self): self.group = torch.distributed.new_group(backend='gloo') if num_distrib()>1 else None
+    def before_fit(self): self.group = num_distrib()>1 and dist.new_group(timeout=self.timeout, backend='gloo')
     def before_batch(self):
-        if self.group: torch.distributed.monitored_barrier(self.group, self.timeout, wait_all_ranks=True)
+        if self.group: dist.monitored_barrier(self.group, self.timeout, wait_all_ranks=True)
 
 class Checkpoint(Callback):
     "Save each epoch to a file that is complete or not there, and seed each so that a restart repeats it exactly"

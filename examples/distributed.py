@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 2 examples/distributed.py --precision fp16
     accelerate launch --multi_gpu --num_processes 2 examples/distributed.py --precision fp16
 
-All three work without a GPU, too. (`accelerate launch --cpu` would start one process only.) If a process may fail:
-
-    torchrun --nproc-per-node 2 --max-restarts 3 examples/distributed.py --resume"""
+All three work without a GPU, too. (`accelerate launch --cpu` would start one process only.) After a failure continue
+from the last epoch with `--resume`."""
 import torch.distributed as dist
 from datetime import timedelta
+from accelerate.utils import DDPCommunicationHookType,DistributedDataParallelKwargs
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai.distributed import *
@@ -48,7 +48,7 @@ def get_dls(bs):
 
 def get_model(): return nn.Sequential(LinBnDrop(64, 128, act=nn.ReLU()), LinBnDrop(128, 10, bn=False, p=.1))
 
-def train(precision, epochs, bs, lr, resume, cbs):
+def train(precision, epochs, bs, lr, send, resume, cbs):
     set_seed(42)
     gpu = torch.cuda.is_available()
     if gpu: torch.cuda.set_device(int(os.environ.get('LOCAL_RANK', 0)))
@@ -58,7 +58,9 @@ def train(precision, epochs, bs, lr, resume, cbs):
     if resume and (newest := max(files, key=os.path.getmtime, default=None)):
         learn.load(newest.stem)
         start = int(newest.stem.split('_')[1])+1
-    with learn.distrib_ctx(cpu=not gpu, sync_bn=gpu), learn.no_bar(): # NCCL on GPUs, gloo on a CPU
+    ddp = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType(send))
+    # NCCL on GPUs, else gloo, for which PyTorch has no `SyncBatchNorm`
+    with learn.distrib_ctx(cpu=not gpu, sync_bn=gpu, kwargs_handlers=[ddp]), learn.no_bar():
         learn.fit_one_cycle(epochs, lr, cbs=[Checkpoint(),*L(cbs)], start_epoch=start)
     return learn
 
@@ -68,11 +70,12 @@ def main(
     epochs:int=5, # Number of epochs
     bs:int=32, # Batch size of each process
     lr:float=1e-2, # Learning rate
+    send:str='no', # Dtype to send gradients in: bf16, fp16, or no for their own
     wait:int=60, # Seconds to wait for a rank before an error names it
     resume:store_true=False, # Continue from the newest checkpoint in models, if there is one?
 ):
     "Train on scikit-learn's digits, in as many processes as `torchrun` or `accelerate launch` starts"
-    learn = train(precision, epochs, bs, lr, resume, WaitForAll(wait))
+    learn = train(precision, epochs, bs, lr, send, resume, WaitForAll(wait))
     with learn.no_bar(), learn.no_logging(): acc = learn.validate()[1] # every rank takes part
     if rank_distrib(): return
     print(f'accuracy {acc:.3f}')

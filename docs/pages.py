@@ -22,7 +22,7 @@ base = cfg.doc_url.rstrip('/')+'/'
 vocabularies = {'jmp','mpx','emily','fastai16'} # other libraries' names, many of them ours or plain words: they don't become links
 # Parts of the sidebar: a folder of nbs/, or the tens digit of a notebook's number, which is its layer
 parts = {'0': 'Pieces, in plain PyTorch', '1': 'In fastai', '2': 'Vocabularies', '3': 'Programs',
-         'tutorials': 'Tutorials', 'explanations': 'Explanations'}
+         'tutorials': 'Tutorials', 'howto': 'How-to guides', 'explanations': 'Explanations'}
 
 # --- What the pages are made of, in three dialects of Markdown
 

@@ -55,7 +55,7 @@ def test_metadata(metadata):
 
 def test_requirements(metadata):
     "Those in settings.ini, each in its extra"
-    wanted = lines('requirements') + [f'{o}; extra=="{k}"' for k in ('dev', 'docs', 'peers') for o in lines(f'{k}_requirements')]
+    wanted = lines('requirements') + [f'{o}; extra=="{k}"' for k in ('distributed', 'dev', 'docs', 'peers') for o in lines(f'{k}_requirements')]
     assert {Requirement(o) for o in metadata.get_all('Requires-Dist')}=={Requirement(o) for o in wanted}
 
 def test_each_fact_once():

@@ -1,0 +1,222 @@
+"""What a fault in one of two processes does to the other, to the files, and to the run that continues from them
+
+The processes train as `examples/distributed.py` does. They are real, and so are the faults: signals, a write that the
+system ends in the middle, data that don't come."""
+import functools,importlib.util,os,re,signal,subprocess,sys,time
+from datetime import timedelta
+from multiprocessing import get_context
+
+import pytest,torch
+import torch.distributed as dist
+
+from learners import *
+
+try: import resource
+except ImportError: pytest.skip('needs limits of the size of files', allow_module_level=True)
+pytest.importorskip('accelerate', reason='needs the distributed extra')
+
+here = Path(__file__).resolve().parent
+script = here.parent/'examples/distributed.py'
+epochs = 3
+timeout,patience = 60,2 # seconds that gloo waits, and that it waits for a rank that is going to hang
+ctx = get_context('forkserver') # it imports once, and each process is a fork of it
+preload = 'fastai.callback.all fastai.distributed mp_callbacks.all sklearn.datasets torch._dynamo'
+ctx.set_forkserver_preload(preload.split())
+
+def load_example():
+    spec = importlib.util.spec_from_file_location('distributed_example', script)
+    mod = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mod)
+    return mod
+
+# --- Faults
+
+def fail(): raise ValueError('as asked')
+def interrupt(): signal.raise_signal(signal.SIGINT)
+def kill(): signal.raise_signal(signal.SIGKILL)
+def hang(): time.sleep(600)
+def fill_disk(): resource.setrlimit(resource.RLIMIT_FSIZE, (20_000,resource.RLIM_INFINITY))
+def die_in_write():
+    "The system ends this process when one of its files grows beyond 20 kB"
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    fill_disk()
+
+class Fault(Callback):
+    "Call `f` on `rank` in `event` of the third batch of the second epoch"
+    def __init__(self, f, event, rank):
+        store_attr()
+        setattr(self, event, self.now)
+    def now(self):
+        if rank_distrib()==self.rank and self.epoch==1 and self.iter==2 and self.training: self.f()
+
+class LateFault(Fault): order = 20 # after the check of the gradients
+
+class FaultyData(Fault):
+    "Call `f` on `rank` while it reads the fourth batch of the second epoch"
+    def before_fit(self):
+        dl,create_item = self.dls.train,self.dls.train.create_item
+        dl.create_item = lambda i: (self.now(), create_item(i))[1]
+
+faults = dict( # name -> what to call and where, and what the rank that does it has in its log
+    raises_in_batch    = (Fault,      fail,         'after_pred',   'ValueError.*as asked'),
+    raises_before_step = (LateFault,  fail,         'before_step',  'ValueError.*as asked'),
+    raises_in_data     = (FaultyData, fail,         'after_item',   'ValueError.*as asked'),
+    hangs_in_data      = (FaultyData, hang,         'after_item',   ''),
+    interrupted        = (Fault,      interrupt,    'after_loss',   'KeyboardInterrupt'),
+    killed             = (Fault,      kill,         'before_batch', ''),
+    killed_in_save     = (Fault,      die_in_write, 'after_batch',  ''),
+    full_disk          = (Fault,      fill_disk,    'after_batch',  'Checkpoint.*after_train'))
+
+class Spoil(Callback):
+    "The second batch of rank 1 overflows, and both skip it: the checkpoint has a scale that has moved"
+    def before_batch(self):
+        if not self.training or rank_distrib()==0 or (self.epoch,self.iter)!=(0,1): return
+        self.learn.xb = (self.xb[0]*torch.inf,)
+
+# --- Processes
+
+def train(precision, resume, fault, wait=0, save=None):
+    example = load_example()
+    if save: example.Checkpoint.after_train = save
+    cbs = [*L(fault),*([Spoil()] if precision!='fp32' else []),*([example.WaitForAll(wait)] if wait else [])]
+    return example.train(precision, epochs, 128, 1e-2, 'no', resume, cbs)
+
+def work(rank, path, seconds, *args):
+    os.chdir(path)
+    log = os.open(f'{rank}.txt', os.O_WRONLY|os.O_CREAT|os.O_TRUNC)
+    for o in (1,2): os.dup2(log, o)
+    env = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2)
+    os.environ.update({k:str(v) for k,v in env.items()})
+    torch.set_num_threads(1)
+    dist.init_process_group('gloo', f'file://{path}/init', timedelta(seconds=seconds), rank=rank, world_size=2)
+    torch.save(weights(train(*args)), f'{rank}.pt')
+
+def run(path, precision, resume=False, fault=None, *args):
+    "Exit codes and logs of both ranks. If the one with the fault hangs, it is killed after the other has ended."
+    (path/'init').unlink(missing_ok=True)
+    hangs = fault and fault.f is hang
+    seconds = patience if hangs else timeout
+    ps = [ctx.Process(target=work, args=(rank, path, seconds, precision, resume, fault, *args)) for rank in range(2)]
+    for p in ps: p.start()
+    for rank,p in enumerate(ps):
+        if not (hangs and fault.rank==rank): p.join(timeout)
+    codes = [p.exitcode for p in ps] # None for one that is still there
+    for p in ps: p.kill(), p.join()
+    return codes,[(path/f'{rank}.txt').read_text() for rank in range(2)]
+
+def load(path): return torch.load(path, weights_only=False)
+
+def same(a, b):
+    if isinstance(a, torch.Tensor): return torch.equal(a, b)
+    if isinstance(a, dict): return a.keys()==b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list,tuple,L)): return len(a)==len(b) and all(map(same, a, b))
+    return a==b
+
+# --- Tests
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    "Precision -> folder of a run without a fault"
+    @functools.cache
+    def _run(precision):
+        path = tmp_path_factory.mktemp(precision)
+        codes,logs = run(path, precision)
+        assert codes==[0,0], logs
+        return path
+    return _run
+
+gone = r'Connection closed by peer|Connection reset by peer'
+
+def fault_run(path, name, precision='fp16', rank=1, says=gone, *args):
+    "Both ranks end, the one without the fault with an error that `says` why"
+    kind,f,event,own = faults[name]
+    codes,logs = run(path, precision, False, kind(f, event, rank), *args)
+    assert codes[1-rank]==1 and codes[rank]!=0, (codes,logs)
+    assert re.search(own, logs[rank], re.S), logs[rank]
+    assert re.search(says, logs[1-rank]), logs[1-rank]
+
+def check(path, whole, name, precision='fp16', rank=1, says=gone):
+    "After a fault no file is half-written, and a restart from the last checkpoint ends with the same bits"
+    fault_run(path, name, precision, rank, says)
+    whole,first,last = whole(precision),'models/digits_0.pth',f'models/digits_{epochs-1}.pth'
+    assert [o.stem for o in path.glob('models/digits_*.pth')]==['digits_0']
+    assert same(load(path/first), load(whole/first))
+    codes,logs = run(path, precision, True)
+    assert codes==[0,0], logs
+    assert same(load(path/last), load(whole/last)) # weights, buffers, optimizer with the loss scale
+    for o in ('0.pt','1.pt'): assert same(load(path/o), load(whole/'0.pt')), o
+
+ends = [(o, 0 if 'save' in o or 'disk' in o else 1) for o in faults if o!='hangs_in_data'] # rank 0 saves
+precisions = 'fp16 bf16 native_fp16 native_bf16 fp32'.split()
+
+@pytest.mark.parametrize('fault,precision', crossed(ends, precisions, fast=lambda _,p: p=='fp16'), ids=str)
+def test_rank_ends(fault, precision, tmp_path, whole):
+    "The other rank notices at once: its connection is closed"
+    check(tmp_path, whole, fault[0], precision, fault[1])
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', [n for n,rank in ends if rank==1])
+def test_first_rank_ends(name, tmp_path, whole): check(tmp_path, whole, name, rank=0)
+
+@pytest.mark.parametrize('rank', [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_rank_hangs(rank, tmp_path, whole):
+    "The other rank notices after the time-out of the process group, but not which rank is late"
+    check(tmp_path, whole, 'hangs_in_data', rank=rank, says='Timed out waiting|Application timeout')
+
+@pytest.mark.parametrize('name,rank', crossed(['hangs_in_data','killed'], [1,0], fast=lambda n,r: n=='killed' or r==1))
+def test_late_rank_is_named(name, rank, tmp_path):
+    "By the example's `WaitForAll`: rank 0 names all that don't come, the others name rank 0"
+    fault_run(tmp_path, name, 'fp16', rank, 'Ranks 1 failed to pass' if rank else 'Please check rank 0', patience)
+
+def save_in_place(self):
+    if not rank_distrib(): self.learn.save('digits')
+
+def test_plain_save_is_cut_off(tmp_path):
+    "`learn.save` alone leaves half a file, where a complete one was"
+    fault_run(tmp_path, 'killed_in_save', 'fp16', 0, gone, 0, save_in_place)
+    file = tmp_path/'models/digits.pth'
+    assert file.stat().st_size==20_000
+    with pytest.raises((RuntimeError,OSError)): load(file)
+
+# --- The programs that start several processes
+
+def launch(cmd, path, **env):
+    "Run `python` with the arguments `cmd`"
+    env = {**os.environ, 'OMP_NUM_THREADS':'1', **env}
+    cmd = [sys.executable, *cmd]
+    out = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.run(cmd, cwd=path, env=env, timeout=300, **out)
+
+torchrun = '-m torch.distributed.run --standalone --nproc-per-node 2'.split()
+accelerate = '-m accelerate.commands.launch --multi_gpu --num_processes 2'.split()
+launchers = [pytest.param([], 1, id='alone'), pytest.param(torchrun, 2, id='torchrun', marks=pytest.mark.slow),
+             pytest.param(accelerate, 2, id='accelerate', marks=pytest.mark.slow)]
+
+@pytest.mark.parametrize('launcher,world', launchers)
+def test_example(launcher, world, tmp_path):
+    "Trains, one process prints, and one process can load what was saved"
+    res = launch([*launcher, str(script), '--precision', 'fp16', '--send', 'bf16', '--epochs', '2'], tmp_path)
+    assert res.returncode==0, res.stdout
+    found = re.findall(r'^accuracy ([.\d]+)$', res.stdout, re.M)
+    assert len(found)==1 and float(found[0])>.85, res.stdout
+    assert f'\n{92//world} steps, none skipped' in res.stdout, res.stdout
+    example = load_example()
+    learn = Learner(example.get_dls(64), example.get_model(), CrossEntropyLossFlat(), metrics=accuracy, path=tmp_path)
+    learn.to_fp16().load('digits_1')
+    assert learn.mixed_precision.loss_scale>1024
+    with learn.no_bar(), learn.no_logging(): assert abs(learn.validate()[1]-float(found[0]))<1e-3
+
+@pytest.mark.slow
+def test_torchrun_names_the_first_failure(tmp_path, whole):
+    "It also ends the other processes, and a second run continues from the last checkpoint"
+    res = launch([*torchrun, __file__, 'killed'], tmp_path, PYTHONPATH=str(here.parent))
+    assert res.returncode!=0 and re.search(r'exitcode: -9\) local_rank: 1', res.stdout), res.stdout
+    res = launch([*torchrun, __file__], tmp_path, PYTHONPATH=str(here.parent))
+    assert res.returncode==0, res.stdout
+    last = f'models/digits_{epochs-1}.pth'
+    assert same(load(tmp_path/last), load(whole('fp16')/last))
+
+if __name__=='__main__': # for torchrun
+    name = ''.join(sys.argv[1:])
+    kind,f,event,_ = faults.get(name, [None]*4)
+    train('fp16', not name, kind and kind(f, event, 1))

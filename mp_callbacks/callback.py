@@ -23,7 +23,7 @@ from fastcore.basics import defaults,patch
 from .dtypes import cast_tree,half_dtypes,supports
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
 from .grads import check_clip,mul_grads,prepare_grads,unique
-from .half import check_half,half_precision
+from .half import check_half,half_precision,is_sharded,several_ranks
 from .flat import FlatStep,check_flat
 from .nonfinite import Finding,find_nonfinite,remember_buffers,restore_buffers
 
@@ -313,6 +313,10 @@ def compute_loss(
     learn, # `Learner` in the middle of a batch
 )->torch.Tensor: # `learn.loss_grad`
     "Compute predictions and loss of the learner's batch again"
+    synced = several_ranks() and any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules())
+    if synced or is_sharded(learn.model):
+        raise RuntimeError("with FSDP2 or SyncBatchNorm each forward pass waits for all processes, which don't look at "
+                           "the same time. Load the weights into an ordinary model, and call find_nonfinite in one process")
     learn.pred = learn.model(*learn.xb)
     learn('after_pred')
     learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
@@ -344,6 +348,7 @@ def _cause(self:PrecisionCallback):
     names = [n for n,p in self.learn.model.named_parameters() if p is self._stats.culprit]
     name = names[0] if names else 'a parameter outside the model'
     ways = "Look for nan or huge values in the data and the loss, or lower the learning rate."
+    if several_ranks(): ways = f"In another process it may not be: read the messages of all. {ways}"
     return f"The gradient of {name} was the first that was not finite. Computed again, this batch is finite. {ways}"
 
 @patch

@@ -9,7 +9,8 @@ __all__ = ['Look', 'undisturbed', 'look_at', 'find_nonfinite', 'precision_report
 
 # %% ../nbs/12_doctor.ipynb #8d9c9a6d
 import torch
-from contextlib import contextmanager
+from contextlib import contextmanager,nullcontext
+from torch.nn.parallel import DistributedDataParallel
 
 from fastai.callback.core import *
 from fastai.torch_core import get_random_states,set_random_states
@@ -24,6 +25,10 @@ class Look(Callback):
     order,name = 1000,'lr_finder' # see above
     def __init__(self, look, batches=None, n=None):
         self.look,self.batches,self.n,self.seen = look,batches,n,0
+
+    def before_fit(self):
+        # a model that is wrapped for each fit, as by `distrib_ctx`; for others there is `no_sync` around it
+        if isinstance(self.model, DistributedDataParallel): self.model.require_backward_grad_sync = False
 
     def before_train(self):
         if self.batches is not None: self.learn.dl = self.batches
@@ -69,7 +74,9 @@ def look_at(
     if any(getattr(cb, '_in_batch', False) for cb in learn.cbs):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
     cb = Look(look, batches, n)
-    with undisturbed(learn), learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=cb)
+    # a backward pass inside the batch would mix in the gradients of other processes
+    alone = getattr(learn.model, 'no_sync', nullcontext)()
+    with undisturbed(learn), alone, learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=cb)
     if not cb.seen: raise ValueError("There is no batch with targets in dls.train. Use a DataLoaders that has some.")
     return cb.seen
 

@@ -23,7 +23,7 @@ from fastcore.basics import defaults,patch
 from .dtypes import cast_tree,half_dtypes,supports
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
 from .grads import check_clip,mul_grads,prepare_grads,unique
-from .half import check_half,half_precision,is_sharded,several_ranks
+from .half import check_half,half_precision,is_sharded,reshard,several_ranks
 from .flat import FlatStep,check_flat
 from .nonfinite import Finding,find_nonfinite,remember_buffers,restore_buffers
 
@@ -200,6 +200,7 @@ def batch(self:PrecisionCallback):
     try: yield
     except BaseException as e:
         if training and not isinstance(e, _cancels): self._roll_back()
+        reshard(self.learn.model)
         raise
     finally:
         if training and self._stats is not None and self._snapshot is None: self._drop_grads()
@@ -227,6 +228,9 @@ def drop_overflow(self:PrecisionCallback):
 
 @patch
 def after_train(self:PrecisionCallback): self.drop_overflow() # a validation would use the spoilt buffers
+
+@patch
+def after_validate(self:PrecisionCallback): reshard(self.learn.model)
 
 # %% ../nbs/10_callback.ipynb #fa460c11
 @patch
@@ -316,7 +320,7 @@ def compute_loss(
     synced = several_ranks() and any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules())
     if synced or is_sharded(learn.model):
         raise RuntimeError("with FSDP2 or SyncBatchNorm each forward pass waits for all processes, which don't look at "
-                           "the same time. Load the weights into an ordinary model, and call find_nonfinite in one process")
+                           "the same time. Load the weights into an ordinary model in one process, and ask there")
     learn.pred = learn.model(*learn.xb)
     learn('after_pred')
     learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)

@@ -301,6 +301,13 @@ def is_sharded(
     "Does each of several processes have a part of the parameters of `model`, by `fully_shard` (FSDP2)?"
     return several_ranks() and any(hasattr(m, 'unshard') for m in model.modules())
 
+def reshard(
+    model:nn.Module, # Model; without `fully_shard` nothing happens
+):
+    "Let each process have its part of the parameters again, which a forward pass without a backward pass has gathered"
+    for m in model.modules():
+        if hasattr(m, 'unshard'): m.reshard()
+
 def _device_type(model): return next((p.device.type for p in model.parameters() if p.dtype==torch.float32), None)
 
 def _check_model(model):

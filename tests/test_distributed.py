@@ -199,7 +199,8 @@ def fine_tuned(rank, mode):
         learn.freeze()
         learn.fit(1)
     last,n = params(learn.model),'blocks.0.a.weight'
-    assert not equal(start[n], tuned[n]) and equal(tuned[n], last[n]) and not equal(tuned['head.weight'], last['head.weight'])
+    assert not equal(start[n], tuned[n]) and equal(tuned[n], last[n])
+    assert not equal(tuned['head.weight'], last['head.weight'])
     return dict(same=(last,read_state(learn.opt)))
 
 def predictions(rank, mode):
@@ -208,7 +209,7 @@ def predictions(rank, mode):
     learn = modes[mode](get_learner(Net(), as_dls(x, y)))
     with torchrun(rank), fastai_ctx(learn):
         learn.fit(1)
-        for b in learn.model.buffers(): dist.broadcast(b, 0) # without `SyncBatchNorm` each rank has statistics of its own
+        for b in learn.model.buffers(): dist.broadcast(b, 0) # each rank has statistics of its own
         valid,(preds,targs) = learn.validate(),learn.get_preds()
     alone = learn.get_preds()
     order = rank_after_rank(len(y))
@@ -262,7 +263,7 @@ def accumulate(rank, spoiled=None):
     return dict(same=prepare_grads(model.parameters()).finite, flags=finite[2], want=False)
 
 def statistics(rank, mode):
-    "Of a batch norm: each rank has those of its own rows, after a skip too, and the next forward pass starts from rank 0's"
+    "Of a batch norm: each rank has those of its own rows, and the next forward pass starts from those of rank 0"
     learn = get_learner(DistributedDataParallel(Net()), as_dls(*rows(rank)), cbs=Spoil(rank, 3))
     modes[mode](learn).fit(1, cbs=SkipValid())
     own = learn.model.module.bn.running_mean.clone()
@@ -330,7 +331,7 @@ class Own(nn.Module):
     def forward(self, x): return self.m(x)+self.p
 
 def ddp_native(rank, dtype, view, to_none):
-    "`test_ddp_native_mixed_precision_*`: computes in half precision; parameters and gradients are float32, and the same"
+    "`test_ddp_native_mixed_precision_*`: computes in half precision; gradients are float32, and the same"
     torch.manual_seed(rank)
     x = torch.randn(10, 1)
     net,seen = DistributedDataParallel(Own(dtype), gradient_as_bucket_view=view),[]
@@ -369,7 +370,8 @@ def too_large(rank):
 
 def grad_scaler(rank, has_inf):
     "`test_gradient_scaler` of FSDP2: after an inf in one shard no state changes, and the scale shrinks"
-    learn = get_learner(shard(Net(norm=nn.LayerNorm)), as_dls(*rows(rank)), opt_func=adamw).to_native_fp16(init_scale=2.)
+    learn = get_learner(shard(Net(norm=nn.LayerNorm)), as_dls(*rows(rank)), opt_func=adamw)
+    learn.to_native_fp16(init_scale=2.)
     learn.fit(0) # makes the optimizer
     before = [p.to_local().clone() for p in learn.opt.param_lists[0]]
     def _spoil(cb):
@@ -380,7 +382,8 @@ def grad_scaler(rank, has_inf):
     learn.fit(1, cbs=spoil)
     after = [p.to_local() for p in learn.opt.param_lists[0]]
     assert equal(before, after)==has_inf and (len(learn.opt.opt.state)==0)==has_inf
-    return dict(same=learn.mixed_precision.loss_scale, flags=learn.mixed_precision.loss_scale, want=1. if has_inf else 2.)
+    scale = learn.mixed_precision.loss_scale
+    return dict(same=scale, flags=scale, want=1. if has_inf else 2.)
 
 def clip_shards(rank, clip=.01):
     "`test_clip_grad_norm_1d` of FSDP2: norm and clipped gradients are those of the whole model, with empty shards, too"
@@ -403,6 +406,16 @@ def empty_shard(rank):
     return dict(same=stats.norm, flags=stats.amax, want=10.)
 
 # --- FSDP2
+
+def validated_first(rank, mode):
+    "A forward pass without a backward pass leaves gathered parameters behind: an optimizer made then wouldn't train"
+    learn = modes[mode](get_learner(shard(Net()), as_dls(*rows(rank)), opt_func=adamw))
+    before = [p.full_tensor() for p in learn.model.parameters()]
+    learn.validate()
+    learn.fit(1)
+    after = [p.full_tensor() for p in learn.model.parameters()]
+    assert not any(equal(a, b) for a,b in zip(before, after))
+    return dict(same=after)
 
 def sharded(rank, mode, net={}, opt_func=adamw, policy=False, cbs=(), **kwargs):
     "FSDP2 trains and skips; the norm is that of the whole gradient, and the state of the optimizer stays in parts"
@@ -427,7 +440,8 @@ def sharded(rank, mode, net={}, opt_func=adamw, policy=False, cbs=(), **kwargs):
 def checkpointed(rank, mode, path):
     "PyTorch's state-dict functions carry weights, optimizer and loss scale, and training goes on bit for bit"
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions,get_model_state_dict,get_state_dict,set_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions,get_model_state_dict
+    from torch.distributed.checkpoint.state_dict import get_state_dict,set_state_dict
     def _new(): return modes[mode](get_learner(shard(Net(norm=nn.LayerNorm)), as_dls(*rows(rank)), opt_func=adamw))
     def _state(learn): return dict(zip(('model','opt'), get_state_dict(learn.model, learn.opt.opt)))
     learn,file = _new(),Path(path)/f'dcp-{mode}'
@@ -501,7 +515,7 @@ def check(results):
             assert equal(a['same'], b['same']), k
             if 'dtypes' in b: assert b['dtypes']=={torch.float32}, k
             if 'own' in b and i: assert not equal(a['own'], b['own']), k # ranks had other rows
-            if 'off' in b: assert b['off']<=max(b['rounding'], 1e-4), (k,b['off'],b['rounding'])
+            if 'off' in b: assert b['off']<=max(b['rounding'], 1e-5), (k,b['off'],b['rounding'])
             if 'flags' in b: assert b['flags']==b['want'], (k,b['flags'],b['want'])
 
 each = [(p,c) for p in precisions for c in checkpointing]
@@ -516,7 +530,8 @@ def fits(engine, mode, names, **kwargs):
     return {f'{mode} {engine} {n}': (three_fits, dict(mode=mode, engine=engine, **options[n], **kwargs)) for n in names}
 
 def against_one(*engines):
-    return {f'{m} {o} whole batch': (whole_batch, dict(mode=m, engine=o)) for o in engines for m in ('float32',*precisions)}
+    each = [(m,o) for o in engines for m in ('float32',*precisions)]
+    return {f'{m} {o} whole batch': (whole_batch, dict(mode=m, engine=o)) for m,o in each}
 
 ddp = dict(
     **{f'loop {d} {c}': (loop, dict(dtype=d, reentrant=c)) for d in half_dtypes for c in checkpointing},
@@ -544,9 +559,11 @@ fsdp2 = dict(
     clip_shards=(clip_shards, {}), empty_shard=(empty_shard, {}),
     headroom=(sharded, dict(mode='fp16', max_loss_scale=2.**24)),
     **{f'sharded {p} Adam': (sharded, dict(mode=p, opt_func=Adam)) for p in ('fp16','native_bf16')},
-    **{f'sharded {p} policy': (sharded, dict(mode=p, policy=True, net=dict(norm=nn.LayerNorm))) for p in ('native_fp16','native_bf16')},
+    **{f'sharded {p} policy': (sharded, dict(mode=p, policy=True, net=dict(norm=nn.LayerNorm)))
+       for p in ('native_fp16','native_bf16')},
     **{f'{p} checkpointed': (checkpointed, dict(mode=p)) for p in ('fp16','native_fp16')},
-    told=(told, dict(mode='bf16', sharded=True)), no_look=(no_look, dict(mode='bf16')))
+    validated_first=(validated_first, dict(mode='fp16')), no_look=(no_look, dict(mode='bf16')),
+    told_sharded=(told, dict(mode='bf16', sharded=True)))
 slow = dict(
     **{f'loop {d} autocast': (loop, dict(dtype=d, reentrant='none', copies=False)) for d in half_dtypes},
     **{f'loop compiled {c}': (loop, dict(dtype=torch.bfloat16, reentrant=c, compiled=True)) for c in checkpointing},
@@ -566,9 +583,9 @@ four = dict(
     clip_shards=(clip_shards, {}), empty_shard=(empty_shard, {}))
 
 groups = [pytest.param(o, n, marks=m) for o,n,m in
-          [(ddp,2,()), (alone,2,()), (fsdp2,2,()), (slow,2,pytest.mark.slow), (four,4,pytest.mark.slow)]]
+          [({**ddp,**alone,**fsdp2},2,()), (slow,2,pytest.mark.slow), (four,4,pytest.mark.slow)]]
 
-@pytest.mark.parametrize('cases,world', groups, ids=['ddp','alone','fsdp2','slow','four'])
+@pytest.mark.parametrize('cases,world', groups, ids=['quick','slow','four'])
 def test_ranks_are_equal(tmp_path, cases, world):
     "Ranks have the same bits, also after an overflow on one of them: all skip that step"
     check(run(tmp_path, cases, world))

@@ -14,6 +14,7 @@ from contextlib import contextmanager,suppress
 from inspect import signature
 from numbers import Integral,Real
 from warnings import warn
+from torch.nn.parallel import DistributedDataParallel
 
 from fastai.callback.core import *
 from fastai.torch_core import default_device
@@ -22,7 +23,7 @@ from fastcore.basics import defaults,patch
 from .dtypes import cast_tree,half_dtypes,supports
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
 from .grads import check_clip,mul_grads,prepare_grads,unique
-from .half import check_half,half_precision
+from .half import check_half,half_precision,is_sharded,reshard,several_ranks
 from .flat import FlatStep,check_flat
 from .nonfinite import find_nonfinite,_remember_buffers,_restore_buffers
 
@@ -199,6 +200,7 @@ def batch(self:PrecisionCallback):
     try: yield
     except BaseException as e:
         if training and not isinstance(e, _cancels): self._roll_back()
+        reshard(self.learn.model)
         raise
     finally:
         if training and self._stats is not None and self._snapshot is None: self._drop_grads()
@@ -226,6 +228,9 @@ def drop_overflow(self:PrecisionCallback):
 
 @patch
 def after_train(self:PrecisionCallback): self.drop_overflow() # a validation would use the spoilt buffers
+
+@patch
+def after_validate(self:PrecisionCallback): reshard(self.learn.model)
 
 # %% ../nbs/10_callback.ipynb #fa460c11
 @patch
@@ -308,9 +313,16 @@ def after_batch(self:PrecisionCallback):
     if skipped and not smooth.count: smooth.count = -1 # fastai adds a zero and 1, and there is still no average
 
 # %% ../nbs/10_callback.ipynb #8dbdbd11
+def _unwrapped(model): return _unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
+
 def _compute_loss(learn):
-    "Compute predictions and loss of the learner's batch again, and return `learn.loss_grad`"
-    learn.pred = learn.model(*learn.xb)
+    "Compute predictions and loss of the learner's batch again, in this process alone, and return `learn.loss_grad`"
+    model = _unwrapped(learn.model)
+    synced = several_ranks() and any(isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules())
+    if synced or is_sharded(model):
+        raise RuntimeError("with FSDP2 or SyncBatchNorm each forward pass waits for all processes, which don't look at "
+                           "the same time. Load the weights into an ordinary model in one process, and ask there")
+    learn.pred = model(*learn.xb)
     learn('after_pred')
     learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
     with suppress(*_cancels): learn('after_loss')
@@ -326,20 +338,21 @@ def _find_in_batch(learn, half, scale, usual_loss):
     call = ''
     if half: call = ('to_' if half.copies else 'to_native_')+('fp16' if half.dtype==torch.float16 else 'bf16')
     before = learn.pred,learn.loss_grad
-    try: return find_nonfinite(learn.model, lambda: _compute_loss(learn), half, learn.xb, learn.yb, scale, usual_loss,
-                               f'learn.{call}')
+    try: return find_nonfinite(_unwrapped(learn.model), lambda: _compute_loss(learn), half, learn.xb, learn.yb, scale,
+                               usual_loss, f'learn.{call}')
     finally: learn.pred,learn.loss_grad = before
 
 @patch
 def _cause(self:PrecisionCallback):
     "What was not finite first in this batch, and what to do"
-    half = self._new_half(self.learn.model)
+    half = self._new_half(_unwrapped(self.learn.model))
     try: found = _find_in_batch(self.learn, half, self._stats.scale, _first_loss(self.learn))
     except RuntimeError as e: return f"Looking for the cause failed: {e}." # such as a lack of memory
     if found.where!='nothing': return found
     names = [n for n,p in self.learn.model.named_parameters() if p is self._stats.culprit]
     name = names[0] if names else 'a parameter outside the model'
     ways = "Look for nan or huge values in the data and the loss, or lower the learning rate."
+    if several_ranks(): ways = f"In another process it may not be: read the messages of all. {ways}"
     return f"The gradient of {name} was the first that was not finite. Computed again, this batch is finite. {ways}"
 
 @patch

@@ -9,7 +9,8 @@ __all__ = ['find_nonfinite', 'precision_report', 'precision_plan']
 
 # %% ../nbs/12_doctor.ipynb #8d9c9a6d
 import copy,torch
-from contextlib import contextmanager
+from contextlib import contextmanager,nullcontext
+from torch.nn.parallel import DistributedDataParallel
 
 from fastai.callback.core import *
 from fastai.learner import Metric
@@ -20,7 +21,7 @@ from .dtypes import map_tree
 from .nonfinite import Finding,_unchanged
 from .report import PrecisionReport,measure_precision
 from .plan import MemoryPlan,precision_plan as plan_memory
-from .callback import PrecisionCallback,_compute_loss,_find_in_batch,_first_loss
+from .callback import PrecisionCallback,_compute_loss,_find_in_batch,_first_loss,_unwrapped
 
 # %% ../nbs/12_doctor.ipynb #aa30d200
 class _Look(Callback):
@@ -28,6 +29,10 @@ class _Look(Callback):
     order,name = 1000,'lr_finder' # see above
     def __init__(self, look, batches=None, n=None):
         self.look,self.batches,self.n,self.seen = look,batches,n,0
+
+    def before_fit(self):
+        # a model that is wrapped for each fit, as by `distrib_ctx`; for others there is `no_sync` around it
+        if isinstance(self.model, DistributedDataParallel): self.model.require_backward_grad_sync = False
 
     def before_train(self):
         if self.batches is not None: self.learn.dl = self.batches
@@ -67,7 +72,9 @@ def _look_at(learn, look, batch=None, n=None):
     if hasattr(learn, 'lr_finder') or any(getattr(cb, '_in_batch', False) for cb in learn.cbs):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
     cb = _Look(look, None if batch is None else [batch], n)
-    with _undisturbed(learn), learn.no_bar(), learn.no_logging():
+    # a backward pass inside the batch would mix in the gradients of other processes
+    alone = getattr(learn.model, 'no_sync', nullcontext)()
+    with _undisturbed(learn), alone, learn.no_bar(), learn.no_logging():
         learn.gather_preds = cb # see above
         learn.fit(1, cbs=cb)
     if not cb.seen: raise ValueError("There was no batch with targets. Use a DataLoaders whose dls.train has some, or "
@@ -86,7 +93,7 @@ def find_nonfinite(
     The learner doesn't change. Raises `ValueError` if there is no batch, and `RuntimeError` in the middle of one."""
     cb,usual,found = _precision(learn),_first_loss(learn),[]
     def _look():
-        half,scale = (cb._new_half(learn.model),cb.loss_scale) if cb else (None,1.)
+        half,scale = (cb._new_half(_unwrapped(learn.model)),cb.loss_scale) if cb else (None,1.)
         found.append(_find_in_batch(learn, half, scale, usual))
         return found[-1].where!='nothing'
     n = _look_at(learn, _look, batch)
@@ -108,7 +115,9 @@ def precision_report(
         raise ValueError(f"batches={batches!r} must be an int, at least 1. The default is 4.")
     report = PrecisionReport(cb.half_dtype, cb.loss_scale, tolerance)
     def _loss(): return _compute_loss(learn)
-    def _look(): measure_precision(report, learn.model, _loss, cb._new_half(learn.model), learn.opt)
+    def _look():
+        model = _unwrapped(learn.model)
+        measure_precision(report, model, _loss, cb._new_half(model), learn.opt)
     _look_at(learn, _look, n=batches)
     return report
 
@@ -129,7 +138,7 @@ def precision_plan(
             if cb: cb.half.remove()
             if hasattr(learn, 'model_resetter'): learn.model.reset() # its state may be of another size and dtype
             return _compute_loss(learn)
-        plans.append(plan_memory(learn.model, _loss, learn.opt, find_bs(learn.yb), keep))
+        plans.append(plan_memory(_unwrapped(learn.model), _loss, learn.opt, find_bs(learn.yb), keep))
         return True
     _look_at(learn, _look, batch)
     return plans[0]

@@ -55,6 +55,13 @@ def _kinds(xs):
     kinds = group_tensors([xs], with_indices=True) if xs else {}
     for (device,dtype),((group,),idxs) in kinds.items(): yield device,dtype,group,idxs
 
+def _largest_in_shards(xs):
+    "Largest absolute value in each `DTensor` of `xs`, before ranks are compared: for an empty shard torch has no norm"
+    from torch.distributed.tensor import Partial
+    shards,mesh = [x.to_local() for x in xs],xs[0].device_mesh
+    res = torch.stack(foreach_norm([o if o.numel() else o.new_zeros(1) for o in shards], torch.inf))
+    return type(xs[0]).from_local(res, mesh, [Partial('max')]*mesh.ndim)
+
 def _norms_of_kind(device, dtype, xs, ord):
     "Norm of each of `xs`, all on `device` and in `dtype`"
     sizes = [*map(torch.Tensor.numel, xs)]
@@ -62,7 +69,8 @@ def _norms_of_kind(device, dtype, xs, ord):
         # on a CPU a call for each tensor takes longer than to add up few numbers
         squares = flatten_tensors(xs).to(torch.promote_types(dtype, torch.float32)).square()
         return torch.segment_reduce(squares, 'sum', lengths=torch.tensor(sizes), initial=0).sqrt()
-    res = torch.stack(foreach_norm(xs, ord, **(dict(dtype=torch.float32) if dtype in half_dtypes else {})))
+    if ord==torch.inf and hasattr(xs[0], 'to_local'): res = _largest_in_shards(xs)
+    else: res = torch.stack(foreach_norm(xs, ord, **(dict(dtype=torch.float32) if dtype in half_dtypes else {})))
     return res.full_tensor() if hasattr(res, 'full_tensor') else res # of whole gradients, where `fully_shard` has parts
 
 def _norms(xs, ord=2):

@@ -78,8 +78,7 @@ def _trace(model, compute_loss, measure, scale=1., with_args=True):
         calls[-1].out = measure(out)
         _watch(out, calls[-1].grad_out)
 
-    # each run has the same random numbers; `DistributedDataParallel` would mix in the gradients of other processes
-    with _unchanged(model), getattr(model, 'no_sync', nullcontext)(), torch.compiler.set_stance('force_eager'):
+    with _unchanged(model), torch.compiler.set_stance('force_eager'): # each run has the same random numbers
         hooks = []
         try:
             for n,m in _named_modules(model).items():

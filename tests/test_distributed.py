@@ -457,6 +457,7 @@ def checkpointed(rank, mode, path):
     other.fit(1, reset_opt=False)
     got,want = ([p.full_tensor() for ps in o.opt.param_lists for p in ps] for o in (other,learn))
     assert equal(got, want) and read_state(learn.opt)==read_state(other.opt)
+    with pytest.raises(ValueError, match='get_state_dict'): learn.save('m')
     whole = get_model_state_dict(learn.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank==0: Net(norm=nn.LayerNorm).load_state_dict(whole) # an ordinary model takes it
     return dict(same=(got,read_state(other.opt)))

@@ -119,7 +119,7 @@ def test_core_is_small():
 def test_doctor_is_small():
     "What looks inside a model, and the recorder beyond the thirty lines that it had before"
     lines = {o:code_lines(o) for o in ('nonfinite','report','plan','doctor','recorder')}
-    assert sum(map(len, lines.values()))-30<=650
+    assert sum(map(len, lines.values()))-30<=660
     assert [f'{k}: {o.strip()[:60]}' for k,v in lines.items() for o in v if len(o)>120 and '__all__' not in o]==[]
 
 def states(name):
@@ -142,7 +142,7 @@ def test_classes_have_little_state(name):
 # --- Changes to fastai
 
 methods = ('to_fp16 to_bf16 to_native_fp16 to_native_bf16 to_fp32 to_native_fp32 to_non_native_fp16 to_non_native_fp32 '
-           'one_batch _backward to_contiguous find_nonfinite precision_plan precision_report').split()
+           'one_batch _backward save to_contiguous find_nonfinite precision_plan precision_report').split()
 
 changes = '''if True:
     import json,sys

@@ -23,7 +23,7 @@ from fastcore.basics import defaults,patch
 from .dtypes import cast_tree,half_dtypes,supports
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
 from .grads import check_clip,mul_grads,prepare_grads,unique
-from .half import check_half,half_precision,is_sharded,reshard,several_ranks
+from .half import check_half,half_precision,_is_sharded,_reshard,_several_ranks
 from .flat import FlatStep,check_flat
 from .nonfinite import find_nonfinite,_remember_buffers,_restore_buffers
 
@@ -200,7 +200,7 @@ def batch(self:PrecisionCallback):
     try: yield
     except BaseException as e:
         if training and not isinstance(e, _cancels): self._roll_back()
-        reshard(self.learn.model)
+        _reshard(self.learn.model)
         raise
     finally:
         if training and self._stats is not None and self._snapshot is None: self._drop_grads()
@@ -230,7 +230,7 @@ def drop_overflow(self:PrecisionCallback):
 def after_train(self:PrecisionCallback): self.drop_overflow() # a validation would use the spoilt buffers
 
 @patch
-def after_validate(self:PrecisionCallback): reshard(self.learn.model)
+def after_validate(self:PrecisionCallback): _reshard(self.learn.model)
 
 # %% ../nbs/10_callback.ipynb #fa460c11
 @patch
@@ -318,8 +318,8 @@ def _unwrapped(model): return _unwrapped(model.module) if isinstance(model, Dist
 def _compute_loss(learn):
     "Compute predictions and loss of the learner's batch again, in this process alone, and return `learn.loss_grad`"
     model = _unwrapped(learn.model)
-    synced = several_ranks() and any(isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules())
-    if synced or is_sharded(model):
+    synced = _several_ranks() and any(isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules())
+    if synced or _is_sharded(model):
         raise RuntimeError("with FSDP2 or SyncBatchNorm each forward pass waits for all processes, which don't look at "
                            "the same time. Load the weights into an ordinary model in one process, and ask there")
     learn.pred = model(*learn.xb)
@@ -352,7 +352,7 @@ def _cause(self:PrecisionCallback):
     names = [n for n,p in self.learn.model.named_parameters() if p is self._stats.culprit]
     name = names[0] if names else 'a parameter outside the model'
     ways = "Look for nan or huge values in the data and the loss, or lower the learning rate."
-    if several_ranks(): ways = f"In another process it may not be: read the messages of all. {ways}"
+    if _several_ranks(): ways = f"In another process it may not be: read the messages of all. {ways}"
     return f"The gradient of {name} was the first that was not finite. Computed again, this batch is finite. {ways}"
 
 @patch

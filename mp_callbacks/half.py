@@ -290,20 +290,16 @@ def _float32(self:half_precision, forward, args, kwargs, half_out=False):
     return cast_tree(res, self.dtype, torch.float32) if half_out and had_half else res
 
 # %% ../nbs/03_half.ipynb #698d5678
-def several_ranks()->bool:
+def _several_ranks():
     "Does this process train together with others?"
     dist = torch.distributed
     return dist.is_available() and dist.is_initialized() and dist.get_world_size()>1
 
-def is_sharded(
-    model:nn.Module, # Model
-)->bool:
+def _is_sharded(model):
     "Does each of several processes have a part of the parameters of `model`, by `fully_shard` (FSDP2)?"
-    return several_ranks() and any(hasattr(m, 'unshard') for m in model.modules())
+    return _several_ranks() and any(hasattr(m, 'unshard') for m in model.modules())
 
-def reshard(
-    model:nn.Module, # Model; without `fully_shard` nothing happens
-):
+def _reshard(model):
     "Let each process have its part of the parameters again, which a forward pass without a backward pass has gathered"
     for m in model.modules():
         if hasattr(m, 'unshard'): m.reshard()

@@ -17,7 +17,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from .loss_scale import DynamicLossScale,StaticLossScale
-from .half import half_precision,is_sharded
+from .half import half_precision,_is_sharded
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback
 from .callback import check_device,clear_state,fit_device,is_precision,refuse_unknown
 from .recorder import PrecisionRecorder
@@ -193,7 +193,7 @@ _save = getattr(Learner.save, 'plain', Learner.save)
 
 @wraps(_save)
 def _save_whole(self, file, **kwargs):
-    if _precision(self) is not None and is_sharded(self.model):
+    if _precision(self) is not None and _is_sharded(self.model):
         raise ValueError("With FSDP2 each process has a part of the model, and learn.save would write one part. Use "
                          "get_state_dict of torch.distributed.checkpoint.state_dict.")
     return _save(self, file, **kwargs)

@@ -1,0 +1,114 @@
+"The formulas of the page on scale, against what processes hold in memory and hand to collectives"
+import json,warnings
+from datetime import timedelta
+from pathlib import Path
+
+import pytest,torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook,bf16_compress_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy,fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mp_callbacks.half import half_precision
+from mp_callbacks.plan import precision_plan
+
+page = Path(__file__).parent.parent/'nbs/explanations/scale.ipynb'
+
+def formulas():
+    "The functions that the page defines"
+    cells = [''.join(c['source']) for c in json.loads(page.read_text(encoding='utf-8'))['cells'] if c['cell_type']=='code']
+    res = {}
+    for c in cells:
+        if c.startswith('def '): exec(c, res)
+    return res['memory'],res['messages']
+
+memory,messages = formulas()
+
+class Sent(TorchDispatchMode):
+    "Inside a `with`, count the bytes that this process hands to collectives, by kind"
+    def __init__(self):
+        super().__init__()
+        self.bytes = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.partition('.')[0]
+        if func.namespace=='c10d' and name in ('allreduce_','_allgather_base_','_reduce_scatter_base_'):
+            # the whole message: what is gathered into, what is reduced
+            whole = args[0] if name!='_reduce_scatter_base_' else args[1]
+            tensors = whole if isinstance(whole, (list,tuple)) else [whole]
+            self.bytes[name] = self.bytes.get(name, 0)+sum(t.nbytes for t in tensors)
+        return func(*args, **(kwargs or {}))
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(64,64) for _ in range(4)])
+
+def held(opt):
+    "Bytes of parameters, their gradients and optimizer state on this rank"
+    def _local(t): return t.to_local() if hasattr(t, 'to_local') else t
+    params = [p for g in opt.param_groups for p in g['params']]
+    states = [o for s in opt.state.values() for o in s.values() if isinstance(o, torch.Tensor) and o.ndim]
+    return sum(_local(t).nbytes for p in params for t in (p,p.grad))+sum(_local(t).nbytes for t in states)
+
+def step(model, opt, copies=True):
+    half = half_precision(model, torch.bfloat16, copies=copies)
+    with Sent() as sent:
+        with half: model(torch.ones(8,64)).mean().backward()
+        opt.step()
+    return sent.bytes
+
+def work(rank, world, path):
+    torch.set_num_threads(1)
+    warnings.simplefilter('ignore')
+    dist.init_process_group('gloo', init_method=f'file://{path}/init', rank=rank, world_size=world,
+                            timeout=timedelta(seconds=60))
+    res,reduced,all_reduce = {},[],dist.all_reduce
+    def _counted(tensor, *args, **kwargs):
+        reduced.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **kwargs)
+    dist.all_reduce = _counted # which PyTorch's hooks call
+    for name,hook in dict(ddp=allreduce_hook, ddp_bf16=bf16_compress_hook).items():
+        model = DistributedDataParallel(make())
+        model.register_comm_hook(None, hook)
+        opt = torch.optim.Adam(model.parameters())
+        reduced.clear()
+        step(model, opt)
+        res[name] = held(opt),sum(reduced)
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    for name,policy in dict(fsdp=MixedPrecisionPolicy(), fsdp_policy=policy).items():
+        model = make()
+        for m in (*model, model): fully_shard(m, mp_policy=policy)
+        opt = torch.optim.Adam(model.parameters())
+        sent = step(model, opt, copies=False)
+        res[name] = held(opt),sent
+    if rank==0: torch.save(res, f'{path}/res')
+    dist.destroy_process_group()
+
+@pytest.mark.parametrize('world', [1,2,pytest.param(4, marks=pytest.mark.slow)])
+def test_processes(world, tmp_path):
+    "States per process, and the messages of a step, whose share (N-1)/N is sent by a ring"
+    mp.spawn(work, (world,str(tmp_path)), nprocs=world)
+    res = torch.load(tmp_path/'res', weights_only=False)
+    n,ring = sum(p.numel() for p in make().parameters()),(world-1)/world
+    assert res['ddp'][0]==memory(n, 1, False, False, 0) # DDP's buffer of 4 bytes per parameter is its own
+    assert 2*ring*res['ddp'][1]==messages(n, world, False)
+    assert 2*ring*res['ddp_bf16'][1]==messages(n, world, False, gradient=2)
+    for name,weight in dict(fsdp=4, fsdp_policy=2).items():
+        held,sent = res[name]
+        assert held==pytest.approx(memory(n, world, True, False, 0), rel=.01) # padding
+        if world==1: continue # nothing is sent
+        assert sent['_allgather_base_']==pytest.approx(2*weight*n, rel=.01)
+        assert ring*sum(sent.values())==pytest.approx(messages(n, world, True, weight), rel=.01)
+
+@pytest.mark.parametrize('half', [False,True])
+def test_plan(half):
+    "One process, against `precision_plan`: copies of weights are saved, and counted among the activations there"
+    model = make()
+    plan = precision_plan(model, lambda n: model(torch.ones(n,64)).mean(), torch.optim.Adam(model.parameters(), fused=True), 1)
+    row,n = plan.table.loc['copies' if half else 'float32']*2**20,sum(p.numel() for p in model.parameters())
+    without = row.activations-(2*n if half else 0)
+    got = row.weights+row.gradients+row.optimizer+row.activations
+    assert got==pytest.approx(memory(n, 1, False, half, without), rel=.01) and without<.2*n

@@ -320,7 +320,13 @@ def _writing_to(p, out):
         p.error(f"argument --out: can't write to '{out}': {e.strerror}. Name a folder that can be written to.")
 
 # %% ../nbs/30_demo.ipynb #f4615bc1
-def _note(message, *args, **kwargs): print('Note:', *str(message).split(), file=sys.stderr, flush=True)
+def _new_note():
+    "A function that prints each warning once; the filter of `warnings` forgets what it has shown when filters change"
+    said = set()
+    def _note(message, *args, **kwargs):
+        if str(message) not in said: print('Note:', *str(message).split(), file=sys.stderr, flush=True)
+        said.add(str(message))
+    return _note
 
 def _title(name, model, device):
     "Model, device and versions, in three lines"
@@ -379,8 +385,8 @@ def main(
         args = p.parse_args(argv)
         with _writing_to(p, args.out): args.out.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
-            warnings.simplefilter('once', UserWarning)
-            warnings.showwarning = _note
+            warnings.simplefilter('always', UserWarning)
+            warnings.showwarning = _new_note()
             runs,title = _train(p, args)
         _report(p, args.out, runs, title)
     except SystemExit as e: return e.code # how argparse ends

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fastai.callback.core import *
 from fastai.learner import Metric
 from fastai.torch_core import find_bs,get_random_states,set_random_states
+from fastcore.basics import first
 from fastcore.foundation import L
 
 from .dtypes import map_tree
@@ -26,7 +27,7 @@ from .callback import PrecisionCallback,_compute_loss,_find_in_batch,_first_loss
 # %% ../nbs/12_doctor.ipynb #aa30d200
 class _Look(Callback):
     "Call `look` in the batches of a fit, instead of a backward pass, up to `n` times or until it returns true"
-    order,name = 1000,'lr_finder' # see above
+    order,name = 1000,'lr_finder' # fastai's trackers and most loggers are silent while it is there
     def __init__(self, look, batches=None, n=None):
         self.look,self.batches,self.n,self.seen = look,batches,n,0
 
@@ -75,7 +76,7 @@ def _look_at(learn, look, batch=None, n=None):
     # a backward pass inside the batch would mix in the gradients of other processes
     alone = getattr(learn.model, 'no_sync', nullcontext)()
     with _undisturbed(learn), alone, learn.no_bar(), learn.no_logging():
-        learn.gather_preds = cb # see above
+        learn.gather_preds = cb # and `CSVLogger` while this is
         learn.fit(1, cbs=cb)
     if not cb.seen: raise ValueError("There was no batch with targets. Use a DataLoaders whose dls.train has some, or "
                                      "pass a batch as it comes from there.")
@@ -129,16 +130,19 @@ def precision_plan(
 
     The learner doesn't change. Raises `ValueError` if there is no batch, and `RuntimeError` in the middle of one."""
     cb,plans = _precision(learn),[]
+    keep,dtype = (cb._new_half(learn.model).keep,cb.half_dtype) if cb else ((),torch.bfloat16)
+    if batch is None:
+        with _undisturbed(learn): batch = first(learn.dls.train)
     def _look():
-        batch,keep = (learn.xb,learn.yb),cb.half.keep if cb else ()
         def _loss(n):
             "Loss of `n` items, with all that callbacks do to them"
-            learn.xb,learn.yb = map_tree(lambda t: t[torch.arange(n, device=t.device)%len(t)], batch)
+            items = map_tree(lambda t: t[torch.arange(n, device=t.device)%len(t)], batch)
+            learn._split(learn._set_device(items)) # as `one_batch` does
             learn('before_batch')
             if cb: cb.half.remove()
             if hasattr(learn, 'model_resetter'): learn.model.reset() # its state may be of another size and dtype
             return _compute_loss(learn)
-        plans.append(plan_memory(_unwrapped(learn.model), _loss, learn.opt, find_bs(learn.yb), keep))
+        plans.append(plan_memory(_unwrapped(learn.model), _loss, learn.opt, find_bs(learn.yb), keep, dtype))
         return True
     _look_at(learn, _look, batch)
     return plans[0]

@@ -57,7 +57,7 @@ class _Call:
 
     def __repr__(self): return f"{self.name or 'the model'} ({type(self.module).__name__})"
 
-# unscaled loss; calls in the order in which they ended; `id` of each parameter with a gradient -> what `measure` made of it
+# unscaled loss; calls in the order in which they ended; `id` of a parameter -> what `measure` made of its gradient
 _Trace = namedtuple('_Trace', 'loss calls grads')
 
 def _trace(model, compute_loss, measure, scale=1., with_args=True):
@@ -70,7 +70,8 @@ def _trace(model, compute_loss, measure, scale=1., with_args=True):
         map_tree(_hook, tree)
 
     def _before(name, module, args, kwargs):
-        running.append(_Call(name, module, len(calls)+len(running), measure((args,kwargs)) if with_args else None))
+        started = len(calls)+len(running) # how many calls started before this one
+        running.append(_Call(name, module, started, measure((args,kwargs)) if with_args else None))
         if with_args: _watch((args,kwargs), running[-1].grad_args)
 
     def _after(module, args, kwargs, out):
@@ -137,7 +138,7 @@ def _keeping(half, names):
     return half_precision(half.model, half.dtype, keep, half.copies)
 
 def _shortest_keep(half, works):
-    """Names of the fewest modules to keep in float32 besides those of `half`; None if that doesn't help
+    """Modules to keep in float32 besides those of `half`, of which none can be left out; None if that can't help
 
     `works` is a function of a `half_precision`: does the model work with it?"""
     names = [n for n in _named_modules(half.model) if n]
@@ -149,10 +150,10 @@ def _shortest_keep(half, works):
 
     def _shrink(names, others):
         "Those of `names` that have to be kept while `others` are, or modules inside them"
-        for n in names:
+        for n in [*names]:
             without = [o for o in names if o!=n]
             if _works([*others,*without]): names = without
-        for n in names:
+        for n in [*names]:
             rest,inside = [*others,*[o for o in names if o!=n]],_inside(n)
             if not inside or not _works([*rest,*inside]): continue
             smaller = _shrink(inside, rest)
@@ -195,11 +196,12 @@ def _place(seen, normal, ends):
 
 def _cure(keep, half, call):
     "What to do if precision is the cause"
-    more = ", or train in bfloat16, which has the range of float32" if half.dtype==torch.float16 else ''
-    if keep is None: return f"It happens between modules. Use autocast(enabled=False) there{more}."
+    bf16 = 'train in bfloat16, which has the range of float32' if half.dtype==torch.float16 else ''
+    more = bf16 and f", or {bf16}"
+    if keep is None: return f"No keep helps: {bf16 or 'train in float32'}."
     names = repr(keep[0] if len(keep)==1 else keep)
     them = 'it' if len(keep)==1 else 'these'
-    if half.keep: return f"Keep {them} in float32, too: add {names} to keep{more}."
+    if half.keep: return f"Keep {them} in float32, too, beside keep={half.keep!r}: {names}{more}."
     return f"Keep {them} in float32: {call}(keep={names}){more}."
 
 # %% ../nbs/06_nonfinite.ipynb #362aefca
@@ -219,18 +221,18 @@ def find_nonfinite(
     Parameters, buffers, gradients and random number generators are as before."""
     ends = torch.finfo(half.dtype).max if half else math.inf
     end = f"{str(half.dtype).removeprefix('torch.')} ends at {ends:g}" if half else ''
-    given = _count(inputs)
-    if given.bad: return Finding('inputs', f"The inputs of this batch have inf or nan: {given.bad} numbers.")
-    if given.largest>ends:
-        text = f"The inputs of this batch have values up to {given.largest:g}, and {end}: normalize them."
-        return Finding('inputs', text, precision=True)
     def _run(half, scale=1.):
         with half or nullcontext(): return _trace(model, compute_loss, _count, scale)
     seen = _run(half, scale)
     if _finite(seen): return Finding('nothing', f"This batch is finite. Its loss is {seen.loss:.3g}.")
-    full = _run(None)
-    if not _finite(full): return _find_float32(model, full, _count(targets))
-    if usual_loss is not None and full.loss>100*usual_loss:
+    full,given = _run(None),_count(inputs)
+    if not _finite(full):
+        if given.bad: return Finding('inputs', f"The inputs of this batch have inf or nan: {given.bad} numbers.")
+        return _find_float32(model, full, _count(targets))
+    if given.largest>ends:
+        text = f"The inputs of this batch have values up to {given.largest:g}, and {end}: normalize them."
+        return Finding('inputs', text, precision=True)
+    if usual_loss is not None and full.loss>100*usual_loss>0:
         return Finding('training', "Training has diverged: in float32 the loss of this batch is "
                                    f"{full.loss:.3g}, and it was {usual_loss:.3g} before. Lower the learning rate.")
     where,text,name = _place(seen, [(c.args,c.out) for c in full.calls], ends)

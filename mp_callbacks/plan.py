@@ -103,13 +103,14 @@ def precision_plan(
     opt, # Optimizer of the parameters of `model`, PyTorch's or fastai's
     batch_size:int, # Batch size of the table
     keep=(), # Modules to keep in float32, as in `half_precision`
+    half_dtype:torch.dtype=torch.bfloat16, # Half-precision dtype; only recurrent layers make a difference
 )->MemoryPlan: # Prints as a table
     "Memory that training `model` takes in each precision, from a few steps with two and with four items"
     if not batch_size>0: raise ValueError(f"batch_size={batch_size} must be positive: the number of items in a batch.")
     copies = {p:nn.Parameter(p.detach().clone(), p.requires_grad) for p in model.parameters()}
     memo = {id(p):c for p,c in copies.items()}
     opt = copy.deepcopy(opt, memo) # its state is in `memo`, too
-    def _half(copies): return half_precision(model, torch.bfloat16, keep, copies)
+    def _half(cast): return half_precision(model, half_dtype, keep, cast)
     halves = dict(float32=None, copies=_half(True), autocast=_half(False))
     with _unchanged(model), LiveBytes() as live:
         live.known.update(c.untyped_storage() for c in copies.values())

@@ -49,8 +49,8 @@ class PrecisionRecorder(LeanCallback):
         self._stats,self._new = o,True
 
     def after_batch(self):
-        if self._new and hasattr(self.learn, 'recorder'):
-            self.rows[-1] = self.rows[-1]._replace(loss=self.learn.recorder.losses[-1].item()) # on the CPU
+        losses = getattr(getattr(self.learn, 'recorder', None), 'losses', ())
+        if self._new and losses: self.rows[-1] = self.rows[-1]._replace(loss=losses[-1].item()) # on the CPU
         self._new = False
 
     def after_validate(self):
@@ -100,7 +100,7 @@ def summary(self:PrecisionRecorder)->str: # One sentence a line
                    f"The longest run of them starts at step {longest[0]} and has length {len(longest)}.")
     culprits = log.culprit[~log.finite].value_counts()
     for name,n in culprits[:1].items():
-        res.append(f"The first gradient that was not finite was most often that of {name} ({n} of {culprits.sum()}).")
+        res.append(f"Of gradients that weren't finite, the last was most often that of {name} ({n} of {culprits.sum()}).")
     if scale.nunique()==1: res.append(f"The loss scale was always {scale[0]:.9g}.")
     else: res.append(f"The loss scale went from {scale[0]:.9g} to {scale.iloc[-1]:.9g} (smallest {scale.min():.9g}, "
                      f"largest {scale.max():.9g}, growths: {(scale.diff()>0).sum()}).")

@@ -75,14 +75,14 @@ class PrecisionReport:
     def __init__(self,
         dtype:torch.dtype, # Half-precision dtype
         scale:float=1., # Present loss scale
-        tolerance:float=.1, # Largest relative error of loss and gradients that needs no `keep`; each module counts the same
+        tolerance:float=.1, # Largest relative error of loss and gradients that needs no `keep`
     ):
         self.dtype,self.scale,self.tolerance = dtype,scale,tolerance
         self.modules,self.keep,self.error = {},[],0.
 
     @property
     def best_scale(self):
-        "Power of two that leaves six more between the largest gradient and 65504, as `to_fp16` does; 1 for bfloat16"
+        "Power of two that leaves a factor of 2^6 between the largest gradient and 65504, as `to_fp16` does"
         seen = np.flatnonzero(sum([o.gradients for o in self.modules.values()], _exponents([])))+_low
         if self.dtype==torch.bfloat16 or not len(seen): return 1.
         return 2.**min(max(16-6-seen[-1], 0), 24)
@@ -110,7 +110,7 @@ class PrecisionReport:
                f"become zero at the loss scale {self.scale:.9g}")
         res += f", {least} at the best scale, {best:.9g}. " if best!=self.scale else ". "
         if self.keep is None: return f"{res}No keep brings the difference under {self.tolerance:.0%}."
-        if self.keep: return f"{res}Keep in float32: keep={self.keep!r}."
+        if self.keep: return f"{res}Keep in float32, beside what is kept already: keep={self.keep!r}."
         if self.error<=self.tolerance: return f"{res}No module has to be kept in float32."
         return f"{res}Use the best scale, or a dynamic one: then no module has to be kept in float32."
 
@@ -153,7 +153,7 @@ def _grad_errors(seen, full, scale):
     return res
 
 def _off(seen, full, grad_errors):
-    "Relative error of the loss, or that of the modules' gradients: root of the mean square over modules"
+    "The larger of the relative errors of the loss and of the modules' gradients (root of the mean square over modules)"
     errors = [_relative(o)**2 for o in grad_errors.values()]
     res = max(math.sqrt(sum(errors)/max(len(errors), 1)), abs(seen.loss-full.loss)/max(abs(full.loss), 1e-30))
     return res if math.isfinite(res) else math.inf
@@ -195,8 +195,8 @@ def measure_precision(
         raise ValueError(f"In float32 this batch has a loss of {full.loss:g} and gradients that are not finite, so "
                          "half precision is not the cause. Ask find_nonfinite() what is.")
     grads = [(p,full.grads[id(p)][0]) for p in model.parameters() if id(p) in full.grads]
-    once = opt is not None and not report.modules # the next step is one
-    _add_batch(report, seen, full, grad_errors, _lost_updates(opt, grads, half.dtype) if once else {})
+    first = opt is not None and not report.modules # updates are those of the first batch
+    _add_batch(report, seen, full, grad_errors, _lost_updates(opt, grads, half.dtype) if first else {})
     error,best = _off(seen, full, grad_errors),report.best_scale
     report.error = max(report.error, error)
     if error<=report.tolerance or report.keep is None: return

@@ -120,7 +120,7 @@ def test_existing_keep():
     model,loss = net_and_loss(1e5)
     for keep in ('0', ['0'], {'0':'float32'}):
         found = find_nonfinite(model, loss, half_precision(model, torch.float16, keep))
-        assert found.keep==('1','3') and "Keep these in float32, too: add ['1', '3'] to keep" in str(found)
+        assert found.keep==('1','3') and f"Keep these in float32, too, beside keep={keep!r}: ['1', '3']" in str(found)
 
 def test_masks_are_no_overflow():
     "A mask of -inf goes through all modules, and only the layer that overflows is named"

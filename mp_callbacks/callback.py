@@ -25,7 +25,7 @@ from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
 from .grads import check_clip,mul_grads,prepare_grads,unique
 from .half import check_half,half_precision,_is_sharded,_reshard,_several_ranks
 from .flat import FlatStep,check_flat
-from .nonfinite import find_nonfinite,_remember_buffers,_restore_buffers
+from .nonfinite import find_nonfinite,_count,_remember_buffers,_restore_buffers
 
 # %% ../nbs/10_callback.ipynb #e48706fe
 _had_progress = 'fastai.callback.progress' in sys.modules
@@ -347,10 +347,12 @@ def _cause(self:PrecisionCallback):
     "What was not finite first in this batch, and what to do"
     half = self._new_half(_unwrapped(self.learn.model))
     try: found = _find_in_batch(self.learn, half, self._stats.scale, _first_loss(self.learn))
-    except RuntimeError as e: return f"Looking for the cause failed: {e}." # such as a lack of memory
+    except RuntimeError as e: # such as a lack of memory
+        bad = _count(self.learn.xb).bad
+        return f"The inputs of this batch have inf or nan: {bad} numbers." if bad else f"Looking for the cause failed: {e}."
     if found.where!='nothing': return found
-    names = [n for n,p in self.learn.model.named_parameters() if p is self._stats.culprit]
-    name = names[0] if names else 'a parameter outside the model'
+    params = self.learn.model.named_parameters()
+    name = next((n for n,p in params if p is self._stats.culprit), 'a parameter outside the model')
     ways = "Look for nan or huge values in the data and the loss, or lower the learning rate."
     if _several_ranks(): ways = f"In another process it may not be: read the messages of all. {ways}"
     return f"The gradient of {name} was the first that was not finite. Computed again, this batch is finite. {ways}"

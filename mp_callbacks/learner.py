@@ -157,8 +157,7 @@ Learner.to_native_fp32 = Learner.to_non_native_fp32 = Learner.to_fp32
 Learner.to_non_native_fp16 = Learner.to_fp16
 
 # %% ../nbs/13_learner.ipynb #a0ba863c
-Learner.find_nonfinite,Learner.precision_report = find_nonfinite,precision_report
-Learner.precision_plan = precision_plan
+Learner.find_nonfinite,Learner.precision_plan,Learner.precision_report = find_nonfinite,precision_plan,precision_report
 
 # %% ../nbs/13_learner.ipynb #1d558af3
 # fastai's own methods, also after a reload of this module

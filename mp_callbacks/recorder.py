@@ -20,8 +20,7 @@ class PrecisionRecorder(LeanCallback):
     "Record loss, gradient norm, loss scale and outcome of every step"
     order = 55 # after fastai's `Recorder`, before its progress bar and loggers
     _stateattrs = '_stats','_new','_start'
-    _stats = None # of the step before
-    _new = False # did this batch add a row?
+    _stats,_new = None,False # of the step before; did this batch add a row?
     _start = None # number of rows when training began in this epoch; None if it hasn't
 
     def __init__(self,

@@ -348,8 +348,8 @@ def _cause(self:PrecisionCallback):
     half = self._new_half(_unwrapped(self.learn.model))
     try: found = _find_in_batch(self.learn, half, self._stats.scale, _first_loss(self.learn))
     except RuntimeError as e: # such as a lack of memory
-        bad = _count(self.learn.xb).bad
-        return f"The inputs of this batch have inf or nan: {bad} numbers." if bad else f"Looking for the cause failed: {e}."
+        n = _count(self.learn.xb).bad
+        return f"The inputs of this batch have inf or nan: {n} numbers." if n else f"Looking for the cause failed: {e}."
     if found.where!='nothing': return found
     params = self.learn.model.named_parameters()
     name = next((n for n,p in params if p is self._stats.culprit), 'a parameter outside the model')

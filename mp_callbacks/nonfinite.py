@@ -11,6 +11,7 @@ __all__ = ['Finding', 'find_nonfinite']
 import math,torch
 from contextlib import contextmanager,nullcontext
 from functools import partial
+from textwrap import fill
 from collections import namedtuple
 from typing import NamedTuple
 from torch import nn
@@ -171,8 +172,8 @@ class Finding(NamedTuple):
     module:str='' # Name of the module, where there is one
     precision:bool=False # Is half precision the cause?
     keep:tuple=() # More modules to keep in float32
-    def __repr__(self): return self.text
-    __str__ = __repr__
+    def __str__(self): return self.text
+    def __repr__(self): return fill(self.text, 110)
 
 def _forward_text(c, normal, ends):
     "Why the results of call `c`, which are `normal` in float32, are not finite"

@@ -477,6 +477,18 @@ def fsdp1(rank):
     with pytest.raises(ValueError, match='flat shards'): half_precision(model, torch.bfloat16)
     return dict(same=True)
 
+def synced(rank, mode):
+    "`SyncBatchNorm`, for which PyTorch needs a GPU: both processes share one, and send by gloo"
+    model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(Net()).cuda())
+    learn = get_learner(model, as_dls(*rows(rank)).cuda(), cbs=Spoil(rank))
+    modes[mode](learn)
+    learn.fit(2)
+    log = learn.precision_recorder.log
+    with pytest.raises(RuntimeError, match='waits for all processes'): learn.find_nonfinite()
+    # its statistics are those of both, unlike those of `BatchNorm`
+    return dict(same=(params(model),model.module.bn.running_mean.clone(),[*log.norm[log.finite]]), flags=[*log.finite],
+                want=[True,True,False,True]+[True]*4)
+
 # --- Processes
 
 def work(rank, world, path, cases):
@@ -589,3 +601,7 @@ groups = [pytest.param(o, n, marks=m) for o,n,m in
 def test_ranks_are_equal(tmp_path, cases, world):
     "Ranks have the same bits, also after an overflow on one of them: all skip that step"
     check(run(tmp_path, cases, world))
+
+@pytest.mark.cuda
+def test_synced_batch_norm(tmp_path):
+    check(run(tmp_path, {p:(synced, dict(mode=p)) for p in precisions}))

@@ -41,7 +41,11 @@ def pools():
     with ProcessPoolExecutor(1, get_context('spawn')) as plain, ProcessPoolExecutor(1, get_context('spawn')) as fastai:
         yield dict(plain=plain, fastai=fastai)
 
-@pytest.mark.parametrize('fn', sorted(nbglob(cfg.nbs_path, as_path=True)), ids=name)
+def case(fn):
+    "Those in folders export nothing, so that `nbdev-test` runs the same cells: here they are slow tests"
+    return pytest.param(fn, id=name(fn), marks=() if fn.parent==cfg.nbs_path else pytest.mark.slow)
+
+@pytest.mark.parametrize('fn', map(case, sorted(nbglob(cfg.nbs_path, as_path=True))))
 def test_notebook(fn, flags, pools):
     error = pools['plain' if fn.name.startswith('0') else 'fastai'].submit(run, fn, flags).result()
     if error: pytest.fail(error, pytrace=False)

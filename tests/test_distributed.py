@@ -594,8 +594,9 @@ four = dict(
     **against_one('hand','fastai','fsdp2'), **{f'sharded {p}': (sharded, dict(mode=p)) for p in precisions},
     clip_shards=(clip_shards, {}), empty_shard=(empty_shard, {}))
 
+some_fsdp2 = {k:fsdp2[k] for k in ('sharded fp16','sharded native_bf16','fp16 checkpointed','empty_shard','told_sharded')}
 groups = [pytest.param(o, n, marks=m) for o,n,m in
-          [({**ddp,**alone,**fsdp2},2,()), (slow,2,pytest.mark.slow), (four,4,pytest.mark.slow)]]
+          [({**ddp,**alone,**some_fsdp2},2,()), ({**fsdp2,**slow},2,pytest.mark.slow), (four,4,pytest.mark.slow)]]
 
 @pytest.mark.parametrize('cases,world', groups, ids=['quick','slow','four'])
 def test_ranks_are_equal(tmp_path, cases, world):

@@ -44,8 +44,7 @@ def trained_peak(task, opt, call):
     return max(live.log)
 
 @in_mode
-@pytest.mark.parametrize('opt', opts)
-@pytest.mark.parametrize('name', tasks)
+@pytest.mark.parametrize('name,opt', crossed(tasks, opts, fast=lambda name, opt: opt=='fused' or 'mlp' in name))
 def test_peak(name, opt):
     "Within 1 % of training with a learner, in each precision"
     task = tasks[name]

@@ -19,10 +19,9 @@ page = Path(__file__).parent.parent/'nbs/explanations/scale.ipynb'
 
 def formulas():
     "The functions that the page defines"
-    cells = [''.join(c['source']) for c in json.loads(page.read_text(encoding='utf-8'))['cells'] if c['cell_type']=='code']
-    res = {}
-    for c in cells:
-        if c.startswith('def '): exec(c, res)
+    cells,res = json.loads(page.read_text(encoding='utf-8'))['cells'],{}
+    for source in (''.join(c['source']) for c in cells if c['cell_type']=='code'):
+        if source.startswith('def '): exec(source, res)
     return res['memory'],res['messages']
 
 memory,messages = formulas()
@@ -107,7 +106,8 @@ def test_processes(world, tmp_path):
 def test_plan(half):
     "One process, against `precision_plan`: copies of weights are saved, and counted among the activations there"
     model = make()
-    plan = precision_plan(model, lambda n: model(torch.ones(n,64)).mean(), torch.optim.Adam(model.parameters(), fused=True), 1)
+    opt = torch.optim.Adam(model.parameters(), fused=True)
+    plan = precision_plan(model, lambda n: model(torch.ones(n,64)).mean(), opt, 1)
     row,n = plan.table.loc['copies' if half else 'float32']*2**20,sum(p.numel() for p in model.parameters())
     without = row.activations-(2*n if half else 0)
     got = row.weights+row.gradients+row.optimizer+row.activations

@@ -21,10 +21,6 @@ test: check  ## everything that can be tested here; FLAGS="cuda slow" adds those
 check: .venv/ready  ## make modules and README again from the notebooks, and fail if that changed something
 	$(BIN)/python .ci/generate.py
 
-guarantees: .venv/ready  ## count the cases again that the page of guarantees shows
-	$(BIN)/python tests/test_guarantees.py nbs/explanations/guarantees.ipynb
-	$(BIN)/nbdev-clean
-
 docs: .venv/ready  ## the site, in _docs/index.html
 	$(BIN)/python docs/pages.py pages
 	$(BIN)/zensical build --strict --clean --config-file _proc/mkdocs.yml
@@ -45,4 +41,4 @@ else
 endif
 	@touch $@
 
-.PHONY: help demo test check guarantees docs
+.PHONY: help demo test check docs

@@ -35,7 +35,6 @@ ways = dict(loop=loop, bf16=learner(lambda o: o.to_bf16()), fp16=learner(lambda 
             native_bf16=learner(lambda o: o.to_native_bf16()), native_fp16=learner(lambda o: o.to_native_fp16()))
 
 @pytest.mark.filterwarnings('ignore:float16 on a CPU')
-@pytest.mark.skipif(torch.__version__<'2.6', reason='fastai does not run in a dispatch mode of PyTorch 2.5')
 @pytest.mark.parametrize('way', ways)
 def test_memory(way):
     "With Adam, float32 weights, gradients and two averages are 16 bytes. Copies add less than half a byte."

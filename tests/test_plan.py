@@ -21,7 +21,6 @@ tasks = dict( # the models of bench, with fewer and smaller layers
 opts = dict(fused  = lambda params, **kwargs: OptimWrapper(params, torch.optim.AdamW, fused=True, **kwargs),
             fastai = Adam)
 calls = dict(float32=noop, copies=lambda o: o.to_bf16(), autocast=lambda o: o.to_native_bf16())
-in_mode = pytest.mark.skipif(torch.__version__<'2.6', reason='fastai does not run in a dispatch mode of PyTorch 2.5')
 
 def some(batch, n): return [t[torch.arange(n)%len(t)] for t in batch]
 
@@ -43,7 +42,6 @@ def trained_peak(task, opt, call):
     gc.collect()
     return max(live.log)
 
-@in_mode
 @pytest.mark.parametrize('name,opt', crossed(tasks, opts, fast=lambda name, opt: opt=='fused' or 'mlp' in name))
 def test_peak(name, opt):
     "Within 1 % of training with a learner, in each precision"

@@ -47,7 +47,7 @@ def run(code):
     return valid_loss(model)
 
 @pytest.mark.filterwarnings('ignore')
-@pytest.mark.parametrize('title', diffs())
+@pytest.mark.parametrize('title', [*diffs()])
 def test_both_sides(title, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path) # Lightning writes to the current folder
     if title=='Lightning': pytest.importorskip('pytorch_lightning')

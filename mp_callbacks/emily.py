@@ -1,4 +1,4 @@
-"""The words of Emily's mixed precision module, for Elixir's Nx, in PyTorch
+"""The functions of Emily's mixed-precision module, for Elixir's Nx, in PyTorch
 
 Docs: https://example.github.io/mp_callbacks/emily.html.md"""
 
@@ -52,8 +52,9 @@ class LossScaler:
 
     def _machine(self):
         low = min(self.scale, self.min_scale) # the floor counts only when the scale shrinks
-        return DynamicLossScale.preset('emily', loss_scale=self.scale, counter=self.counter, period=self.growth_interval,
-                                       factor=self.growth_factor, backoff=self.backoff_factor, min_loss_scale=low)
+        return DynamicLossScale.preset('emily', loss_scale=self.scale, counter=self.counter, min_loss_scale=low,
+                                       period=self.growth_interval, factor=self.growth_factor,
+                                       backoff=self.backoff_factor)
 
     @classmethod
     def new(cls, *, scale=65_536., growth_factor=2., backoff_factor=.5, growth_interval=2000, min_scale=1.):
@@ -72,7 +73,9 @@ def scale_loss(
     scaler:LossScaler, # The scaler
 ): # A tensor or a number, as `loss` is
     "`loss` times the scale of `scaler`"
-    if not isinstance(loss, (Tensor,int,float)): raise TypeError(f'A loss is a tensor or a number, not a {type(loss).__name__}. Scale the loss before it is put into anything.')
+    if not isinstance(loss, (Tensor,int,float)):
+        raise TypeError(f'A loss is a tensor or a number, not a {type(loss).__name__}. '
+                        'Scale the loss before it is put into anything.')
     return loss*scaler.scale
 
 # %% ../nbs/22_emily.ipynb #768cd174
@@ -90,7 +93,9 @@ def update(
     overflow:bool, # Was there an overflow?
 )->LossScaler: # The scaler of the next step
     "The scaler that follows `scaler`. Raises `TypeError` if `overflow` isn't a bool."
-    if not isinstance(overflow, bool): raise TypeError(f'overflow={overflow!r} must be True or False. Use has_overflow, or the second result of unscale.')
+    if not isinstance(overflow, bool):
+        raise TypeError(f'overflow={overflow!r} must be True or False. '
+                        'Use has_overflow, or the second result of unscale.')
     now = scaler._machine().adjust(not overflow)
     scale = max(now.loss_scale, scaler.min_scale) if overflow else now.loss_scale
     return replace(scaler, scale=scale, counter=now.counter)

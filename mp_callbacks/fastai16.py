@@ -1,4 +1,4 @@
-"""Model in float16, master weights in float32: the functions of fastai's `callback.fp16`
+"""Float16 model and float32 master weights: the helper functions of fastai's `callback.fp16`
 
 Docs: https://example.github.io/mp_callbacks/fastai16.html.md"""
 
@@ -82,4 +82,6 @@ def copy_clone(
     d:dict, # The state of one parameter
 )->dict: # A copy that shares no memory
     "Clone the tensors in `d`, half-precision ones as float32"
-    return {k:cast_tree(v.detach().clone(), torch.float32, half_dtypes) if isinstance(v, torch.Tensor) else v for k,v in d.items()}
+    def _clone(v):
+        return cast_tree(v.detach().clone(), torch.float32, half_dtypes) if isinstance(v, torch.Tensor) else v
+    return {k:_clone(v) for k,v in d.items()}

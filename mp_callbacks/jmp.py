@@ -1,4 +1,4 @@
-"""The words of JMP, DeepMind's mixed precision library for JAX, in PyTorch
+"""JMP's names for policies and loss scales, in PyTorch
 
 Docs: https://example.github.io/mp_callbacks/jmp.html.md"""
 
@@ -66,7 +66,8 @@ def get_policy(
     policy_name:str, # A dtype for all three parts, or 'params=float32,compute=float16,output=float32', or 'p=f32,c=f16'
 )->Policy:
     "The `Policy` that `policy_name` describes. Raises `ValueError` for an unknown part or dtype, and for a space."
-    if ' ' in policy_name: raise ValueError(f"policy_name={policy_name!r} must have no spaces. Write it as in 'p=f32,c=f16,o=f32'.")
+    if ' ' in policy_name:
+        raise ValueError(f"policy_name={policy_name!r} must have no spaces. Write it as in 'p=f32,c=f16,o=f32'.")
     p = dtypes.get_policy(policy_name)
     return Policy(p.param_dtype, p.compute_dtype, p.output_dtype)
 
@@ -114,7 +115,9 @@ class StaticLossScale(loss_scales.StaticLossScale):
 
 # %% ../nbs/20_jmp.ipynb #c28329a9
 class DynamicLossScale(loss_scales.DynamicLossScale):
-    "A `loss_scale` that is multiplied by `factor` when `counter` reaches `period`, and divided by it after an overflow, down to `min_loss_scale`"
+    """A `loss_scale` that grows by `factor` when `counter` reaches `period`, and shrinks by it after an overflow
+
+    It does not shrink below `min_loss_scale`."""
     def __init__(self,
         loss_scale, # What the loss is multiplied by: a number, or a tensor of one
         counter=0, # Finite steps in a row
@@ -142,5 +145,7 @@ def select_tree(
     a, # What to take if `pred` is true
     b, # What to take otherwise: a structure like `a`
 ): # A structure like `a`
-    "`a` if `pred`, else `b`. Raises `TypeError` if `pred` isn't one bool or tensors differ in dtype or shape, `ValueError` if structures do."
+    """`a` if `pred`, else `b`
+
+    Raises `TypeError` if `pred` isn't one bool or tensors differ in dtype or shape, `ValueError` if structures do."""
     return functional.select_tree(pred, a, b)

@@ -1,4 +1,4 @@
-"""The words of MPX, mixed precision for JAX and Equinox, in PyTorch
+"""MPX's functions for a training step in mixed precision, in PyTorch
 
 Docs: https://example.github.io/mp_callbacks/mpx.html.md"""
 
@@ -38,11 +38,12 @@ def half_precision_datatype():
 def set_half_precision_datatype(
     datatype:torch.dtype|str, # `torch.float16` or `torch.bfloat16`, or its name
 ):
-    "Let half precision mean `datatype`. Raises `ValueError` for an unknown name, and `TypeError` for what is no half-precision dtype."
+    "Let half precision be `datatype`. Raises `ValueError` for an unknown name, and `TypeError` for another dtype."
     global _half
     res = dtypes.as_dtype(datatype) if isinstance(datatype, str) else datatype
     if res not in half_dtypes:
-        raise (ValueError if isinstance(datatype, str) else TypeError)(f"datatype={datatype!r} must be torch.float16 or torch.bfloat16, or 'float16' or 'bfloat16'.")
+        error = ValueError if isinstance(datatype, str) else TypeError
+        raise error(f"datatype={datatype!r} must be torch.float16 or torch.bfloat16, or 'float16' or 'bfloat16'.")
     _half = res
 
 @contextmanager
@@ -84,7 +85,7 @@ def cast_to_half_precision(x):
     return cast_tree(x, half_precision_datatype())
 
 # %% ../nbs/21_mpx.ipynb #ef135ef3
-def _like(func): return wraps(func.forward if isinstance(func, nn.Module) else func) # a module's own attributes are not for a function
+def _like(func): return wraps(func.forward if isinstance(func, nn.Module) else func) # not a module's attributes
 
 def cast_function(
     func, # Any function of tensors
@@ -106,18 +107,21 @@ def _full(func):
         return functional_call(func, cast_tree(named, torch.float32), args, kwargs)
     return _f
 
-def _half_in(tree): return next((o.dtype for o in leaves(tree) if isinstance(o, torch.Tensor) and o.dtype in half_dtypes), None)
+def _half_in(tree):
+    tensors = [o for o in leaves(tree) if isinstance(o, torch.Tensor)]
+    return next((o.dtype for o in tensors if o.dtype in half_dtypes), None)
 
 def force_full_precision(
     func=None, # Any function of tensors, or a module; None to make a decorator with a `return_dtype`
-    return_dtype:torch.dtype|str='args', # What it returns is cast to; None: float32; 'args': the half dtype among the arguments, if any
+    return_dtype:torch.dtype|str='args', # Dtype of the result; None: float32; 'args': the half dtype of the arguments
 ): # A function like `func`
     "`func`, computed in float32 whatever the surroundings compute in"
     if func is None: return partial(force_full_precision, return_dtype=return_dtype)
     full = dtypes.force_full_precision(_full(func))
     @_like(func)
     def _f(*args, **kwargs):
-        to,res = _half_in((args,kwargs)) if return_dtype=='args' else return_dtype or torch.float32,full(*args, **kwargs)
+        to = _half_in((args,kwargs)) if return_dtype=='args' else return_dtype or torch.float32
+        res = full(*args, **kwargs)
         return res if to is None else cast_tree(res, to)
     return _f
 
@@ -126,7 +130,7 @@ def _number(x): return x.item() if hasattr(x, 'item') else x
 
 @dataclass(frozen=True)
 class DynamicLossScaling:
-    "A `loss_scaling` that is multiplied by `factor` after `period` finite steps in a row, and divided by it after each other step"
+    "A `loss_scaling` that grows by `factor` after `period` finite steps in a row, and shrinks by it after any other"
     loss_scaling:float # What the loss is multiplied by: a number, or a tensor of one
     min_loss_scaling:float # It never shrinks below
     factor:float = 2 # What it is multiplied by to grow, and divided by to shrink
@@ -135,7 +139,8 @@ class DynamicLossScaling:
     max_loss_scaling:float = None # It never grows above; None: 65504 while half precision means float16
 
     def __post_init__(self):
-        for o in ('loss_scaling','min_loss_scaling','counter','max_loss_scaling'): object.__setattr__(self, o, _number(getattr(self,o)))
+        for o in ('loss_scaling','min_loss_scaling','counter','max_loss_scaling'):
+            object.__setattr__(self, o, _number(getattr(self,o)))
         if self.counter is None: object.__setattr__(self, 'counter', 0)
         self._scale()
 
@@ -144,8 +149,9 @@ class DynamicLossScaling:
         return FLOAT16_MAX if half_precision_datatype()==torch.float16 else BFLOAT16_MAX
 
     def _scale(self):
-        return DynamicLossScale.preset('mpx', loss_scale=self.loss_scaling, min_loss_scale=self.min_loss_scaling, factor=self.factor, period=self.period,
-                                       counter=self.counter, max_loss_scale=max(self._cap(), self.loss_scaling))
+        return DynamicLossScale.preset('mpx', loss_scale=self.loss_scaling, min_loss_scale=self.min_loss_scaling,
+                                       factor=self.factor, period=self.period, counter=self.counter,
+                                       max_loss_scale=max(self._cap(), self.loss_scaling))
 
     @property
     def loss_scale(self):
@@ -186,7 +192,8 @@ def _mixed(func, scaling, has_aux, use_mixed_precision, result):
         if not use_mixed_precision: return result(value_and_grad(func, None, has_aux=has_aux)(model, *args, **kwargs))
         args,kwargs = cast_to_half_precision((args,kwargs))
         dtype = half_precision_datatype()
-        if not isinstance(model, nn.Module): model,dtype = cast_to_half_precision(model),None # the gradient is that of the copies
+        if not isinstance(model, nn.Module): # the gradient is that of the copies
+            model,dtype = cast_to_half_precision(model),None
         return result(value_and_grad(func, dtype, scaling, has_aux=has_aux)(model, *args, **kwargs))
     return _f
 
@@ -196,7 +203,7 @@ def calculate_scaled_grad(
     has_aux:bool=False, # Does `func` return `(loss, aux)`?
     use_mixed_precision:bool=True, # If not, nothing is cast or scaled
 ): # Called as `func` is, it returns `(value, grads)` or `((value, aux), grads)`
-    "The scaled value of `func` and its scaled gradient: of half copies of the first argument, or of a module's parameters"
+    "Scaled value and scaled gradient of `func`: of half copies of its first argument, or of a module's parameters"
     loss = scaled(func, scaling, has_aux) if use_mixed_precision else func
     def _result(res): return ((res.value,res.aux) if has_aux else res.value),res.grads
     return _mixed(loss, None, has_aux, use_mixed_precision, _result)
@@ -219,7 +226,7 @@ def filter_value_and_grad(
     scaling, # The loss scale; None does without `use_mixed_precision`
     has_aux:bool=False, # Does `func` return `(loss, aux)`?
     use_mixed_precision:bool=True, # If not, nothing is cast or scaled
-): # Called as `func` is, it returns `(value, scaling, grads_finite, grads)` or `((value, aux), scaling, grads_finite, grads)`
+): # Called as `func` is, returns `(value, scaling, grads_finite, grads)`, where `value` may be `(value, aux)`
     "The value of `func` and its gradient with respect to its first argument, in mixed precision"
     def _result(res):
         new = scaling.adjust(res.finite) if use_mixed_precision else scaling

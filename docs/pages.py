@@ -20,9 +20,23 @@ from nbdev.processors import FilterDefaults,add_links,exec_show_docs
 cfg  = get_config(Path(__file__).resolve().parent)
 base = cfg.doc_url.rstrip('/')+'/'
 vocabularies = {'jmp','mpx','emily','fastai16'} # other libraries' names, many of them ours or plain words: they don't become links
-# Parts of the sidebar: a folder of nbs/, or the tens digit of a notebook's number, which is its layer
-parts = {'0': 'Pieces, in plain PyTorch', '1': 'In fastai', '2': 'Vocabularies', '3': 'Programs',
-         'tutorials': 'Tutorials', 'howto': 'How-to guides', 'explanations': 'Explanations'}
+blob = f'{cfg.git_url}/blob/{cfg.branch}/'
+# The cell that makes a notebook work in Colab, under `#| hide` and `#| eval: false`. A page links to Colab if its notebook has it.
+install = '! [ -e /content ] && pip install -Uqq mp_callbacks'
+# The sidebar: notebooks in nbs/, and files of the repository's root
+sidebar = {
+    'Home': 'index',
+    'Get started': 'tutorials/get_started tutorials/underflow 30_demo',
+    'How-to': 'howto/which_precision howto/troubleshooting howto/migrate howto/from_other_libraries howto/recorder_and_report howto/keep '
+              'howto/checkpoints howto/accumulation_and_clipping howto/callbacks howto/applications howto/several_gpus howto/results '
+              'howto/less_memory',
+    'Learner calls': '13_learner 10_callback',
+    'Recorder and report': '11_recorder 12_doctor',
+    'Comparison and guarantees': 'explanations/comparison explanations/guarantees',
+    'Loops without fastai': 'tutorials/your_own_loop 03_half 02_grads 04_functional 06_nonfinite 07_report 08_plan',
+    'Internals': 'explanations/architecture 00_dtypes 01_loss_scale explanations/presets 05_flat explanations/scale',
+    'Ports': '20_jmp 21_mpx 22_emily 23_fastai16',
+    'Contributing': 'CONTRIBUTING.md CHANGELOG.md'}
 
 # --- What the pages are made of, in three dialects of Markdown
 
@@ -53,6 +67,7 @@ class Site(GitHub):
     def link(self, url):
         "Links inside the site become relative, so that the build checks them"
         p,sep,frag = super().link(url).partition('#')
+        if p in [blob+o for o in root_files()]: p = p.replace(blob, base)
         if not p.startswith(base): return p+sep+frag
         page = Path(p.removeprefix(base) or 'index.html').with_suffix('.md')
         return os.path.relpath(page, self.page.parent).replace(os.sep, '/')+sep+frag
@@ -91,6 +106,8 @@ def documented():
     def wanted(k, v): return not re.search(r'(^|\.)_', k) and (not isinstance(v, tuple) or Path(v[1]).stem not in vocabularies)
     return {k: v for k,v in res.items() if wanted(k, v)}
 
+def root_files(): return [o for o in ' '.join(sidebar.values()).split() if o.endswith('.md')]
+
 def to_dialect(s, d, names=()):
     "Markdown `s` in dialect `d`: callouts, formulas, links; and a link where back-ticks have a documented name that is not in `names`"
     lookup = NbdevLookup()
@@ -107,6 +124,11 @@ def to_dialect(s, d, names=()):
     return _math.sub(lambda m: m[0] if m['code'] else d.math((m['block'] or m['inline']).strip(), bool(m['block'])), s)
 
 # --- Documentation of a symbol
+
+def internal(name, ns):
+    "Is the symbol `name` private, or an event of a callback?"
+    cls,_,attr = name.rpartition('.')
+    return attr.startswith('_') or bool(cls) and attr in getattr(eval(cls, ns), '_methods', ())
 
 def namespace(mod):
     "What a notebook that exports to `mod` can document: the names in `mod`, or in every module if it exports nothing"
@@ -155,6 +177,19 @@ def param_table(func, d):
     lines = [f'| {" | ".join(o)} |' for o in zip(*cols)]
     return '\n'.join([lines[0], '|---'*len(cols)+'|', *lines[1:]]) if rows else ''
 
+def member_table(cls, name, shown, d):
+    "A row for each public method and property that the class `cls` itself defines, without events; those in `shown` with a link"
+    rows = []
+    for k,v in vars(cls).items():
+        func,doc = getattr(cls, k),inspect.getdoc(getattr(cls, k))
+        if internal(f'C.{k}', dict(C=cls)) or not doc or not (isinstance(v, property) or inspect.isroutine(func)): continue
+        args = [] if isinstance(v, property) else [o.name for o in parameters(func)]
+        head = f'`{k}`' if isinstance(v, property) else f'`{k}({", ".join(args)})`'
+        if f'{name}.{k}' in shown: head = f'[{head}](#{name.lower()}.{k.lower()})'
+        text = to_dialect(doc.splitlines()[0].replace('|', r'\|'), d, args)
+        rows.append(f'| {head} | {text} |')
+    return '\n'.join(['| member | what it does |', '|---|---|', *rows]) if rows else ''
+
 def subject(call, ns):
     "What a `show_doc` call is about, its name, and the line where it begins"
     name = ast.unparse(call.args[0])
@@ -173,6 +208,7 @@ def symbol_md(call, ns, shown, d):
     res = [d.symbol(title, kw.get('title_level', 3), [o.lower() for o in anchors], source)]
     if not callable(func): return '\n\n'.join([*res, to_dialect(docstring(func), d)])
     res += [f'```python\n{signature(func, title)}\n```', to_dialect(docstring(func), d, [o.name for o in parameters(func)]), param_table(func, d)]
+    if inspect.isclass(func): res.append(member_table(func, name, shown, d))
     return '\n\n'.join(filter(None, res))
 
 # --- Notebooks
@@ -211,16 +247,18 @@ def convert(fn, d, files):
     Filter()(nb)
     calls = {o.id: options(o)[1] for o in nb.cells if o.cell_type=='code'}
     calls = {k: ast.parse(v).body[0].value for k,v in calls.items() if v.startswith('show_doc(')}
-    shown = {ast.unparse(o.args[0]) for o in calls.values()}
+    left_out = {k for k,v in calls.items() if not d.show_docs or internal(ast.unparse(v.args[0]), ns)}
+    nb.cells = [o for o in nb.cells if o.id not in left_out]
+    shown = {ast.unparse(v.args[0]) for k,v in calls.items() if k not in left_out}
     res,cells = [],[]
     for is_call,run in groupby(nb.cells, key=lambda c: c.id in calls): # nbdev documents what a cell defines from the last to the first
-        cells += sorted(run, key=lambda c: subject(calls[c.id], ns)[-1]) if is_call and d.show_docs else run
+        cells += sorted(run, key=lambda c: subject(calls[c.id], ns)[-1]) if is_call else run
     for c in cells:
         opts,src = options(c)
         if c.cell_type=='markdown' and not src.startswith('<!-- WARNING'): res.append(to_dialect(src, d))
         if c.cell_type!='code': continue
         if c.id in calls:
-            if d.show_docs: res.append(symbol_md(calls[c.id], ns, shown, d))
+            res.append(symbol_md(calls[c.id], ns, shown, d))
             continue
         if opts.get('include')=='false': continue
         if src and opts.get('echo')!='false': res.append(d.code(src, opts))
@@ -235,39 +273,63 @@ def convert(fn, d, files):
     about = nb.frontmatter_
     return about.get('title', fn.stem),about.get('description', ''),'\n\n'.join(o for o in res if o)+'\n'
 
+def convert_file(fn, d):
+    "Title, description and Markdown of the Markdown file `fn` of the root; its links lead to pages of the site, others to the repository"
+    title,desc,md = re.match(r'# (.*)\n+(?:> (.*)\n)?(.*)', fn.read_text(encoding='utf-8'), re.S).groups()
+    def link(m):
+        if m['code'] or re.match('https?:|#', m['url']): return m[0]
+        return ']('+(m['url'].removeprefix('nbs/') if '.ipynb' in m['url'] else blob+m['url'])
+    return title,desc or '',to_dialect(_link.sub(link, md), d)
+
 # --- The two commands
 
-def navigation(nbs):
-    "The sidebar for notebooks `nbs`: the index, then `parts` in their order"
-    def part(o): return o.parts[0] if len(o.parts)>1 else o.name[0]
-    def page(o): return nbpath2html(o).with_suffix('.md').as_posix()
-    other = [o for o in nbs if o.name!=cfg.readme_nb]
-    if lost := [str(o) for o in other if part(o) not in parts]:
-        sys.exit(f'{", ".join(lost)}: not in a part of the sidebar. Number it, move it to one of the folders, or add one in docs/pages.py.')
-    nav = [{title: [page(o) for o in other if part(o)==k]} for k,title in parts.items()]
-    return [page(Path(cfg.readme_nb)), *(o for o in nav if all(o.values()))]
+def page_path(name): return Path(name) if name.endswith('.md') else nbpath2html(Path(name+'.ipynb')).with_suffix('.md')
+
+def navigation(found):
+    "The sidebar, in which each page of `found` has its place"
+    listed = [o for part in sidebar.values() for o in part.split()]
+    if lost := sorted({*found}-{*listed}): sys.exit(f'{", ".join(lost)}: not in the sidebar. Add it to one of the parts of `sidebar` in docs/pages.py.')
+    if gone := [o for o in listed if o not in found]: sys.exit(f'{", ".join(gone)}: in `sidebar` of docs/pages.py, but there is no such file.')
+    parts = {k: [page_path(o).as_posix() for o in v.split()] for k,v in sidebar.items()}
+    return [{k: v if len(v)>1 else v[0]} for k,v in parts.items()]
+
+def notebook_links(fn):
+    "Links to the notebook `fn` on GitHub and, if it installs this package there, in Colab"
+    url = blob+fn.relative_to(cfg.config_path).as_posix()
+    links = f'[Notebook]({url})'
+    if install not in fn.read_text(encoding='utf-8'): return links
+    return links+f' · [Open in Colab]({url.replace("github.com", "colab.research.google.com/github")})'
+
+def site_page(title, desc, md, links=''):
+    "A page for Zensical: its metadata, title, links, description and text"
+    meta = dict(description=re.sub(r'[`*[]|\]\([^)]*\)', '', desc or cfg.description))
+    if title==cfg.title: meta['title'] = cfg.description # else the browser shows the site's name twice
+    meta = ''.join(f'{k}: {json.dumps(v)}\n' for k,v in meta.items())
+    parts = f'---\n{meta}---',f'# {title}',links and f'{links}\n{{ .links }}',desc and f'{desc}\n{{ .lead }}',md
+    return '\n\n'.join(o for o in parts if o)
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding='utf-8')
 
 def pages(dest):
     "Write to the folder `dest` a page for each notebook, each page as plain Markdown, and mkdocs.yml"
-    shutil.rmtree(dest, ignore_errors=True)
     root,here = cfg.path('nbs_path'),Path(__file__).resolve().parent
-    nbs = sorted(o.relative_to(root) for o in nbglob(root, as_path=True))
-    for nb in nbs:
-        page = nbpath2html(nb).with_suffix('.md')
-        for folder,d in (('pages', Site(page)), ('md', Plain(page))):
-            out = (dest/folder/page).with_suffix('.md' if folder=='pages' else '.html.md')
-            out.parent.mkdir(parents=True, exist_ok=True)
-            title,desc,md = convert(root/nb, d, out.with_name(page.stem))
-            path = f'{cfg.user}/{cfg.repo}/blob/{cfg.branch}/{root.name}/{nb.as_posix()}'
-            links = f'[Notebook](https://github.com/{path}) · [Colab](https://colab.research.google.com/github/{path})'
-            head = f'> {desc}' if folder=='md' else f'{links}\n{{ .links }}\n\n{desc}\n{{ .lead }}'
-            out.write_text(f'# {title}\n\n{head}\n\n{md}', encoding='utf-8')
+    nbs = {o.relative_to(root).with_suffix('').as_posix(): o for o in sorted(nbglob(root, as_path=True))}
+    nav = navigation([*nbs, *(o for o in root_files() if (cfg.config_path/o).exists())])
+    shutil.rmtree(dest, ignore_errors=True)
+    for name,fn in nbs.items():
+        page = page_path(name)
+        html,plain = dest/'pages'/page,(dest/'md'/page).with_suffix('.html.md')
+        write(html, site_page(*convert(fn, Site(page), html.with_suffix('')), notebook_links(fn)))
+        title,desc,md = convert(fn, Plain(page), plain.with_name(page.stem))
+        write(plain, f'# {title}\n\n> {desc}\n\n{md}')
+    for name in root_files(): write(dest/'pages'/name, site_page(*convert_file(cfg.config_path/name, Site(Path(name)))))
     shutil.copytree(here/'assets', dest/'pages', dirs_exist_ok=True)
-    # A link in the footer instead of `repo_url`, for which each reader's browser would ask GitHub for the number of stars
-    social = dict(icon='fontawesome/brands/github', link=cfg.git_url, name='Source')
     site = dict(INHERIT=os.path.relpath(here/'mkdocs.yml', dest), site_name=cfg.title, site_description=cfg.description, site_url=base,
-                docs_dir='pages', site_dir='site', nav=navigation(nbs), extra=dict(social=[social]))
-    (dest/'mkdocs.yml').write_text(json.dumps(site, indent=1), encoding='utf-8')
+                repo_url=cfg.git_url, repo_name=f'GitHub, version {cfg.version}', docs_dir='pages', site_dir='site', nav=nav,
+                theme=dict(custom_dir=os.path.relpath(here/'theme', dest)))
+    write(dest/'mkdocs.yml', json.dumps(site, indent=1))
 
 def readme(folder):
     "README.md as the index notebook has it; its pictures go to README_files in `folder`"

@@ -7,7 +7,7 @@ from html import escape
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
-from textwrap import dedent
+from textwrap import dedent,indent
 
 from latex2mathml.converter import convert as mathml
 
@@ -48,14 +48,12 @@ class GitHub:
         p,sep,frag = url.partition('#')
         if not p.endswith('.ipynb') or '://' in p: return url
         return base+os.path.normpath(self.page.parent/nbpath2html(p)).replace(os.sep, '/')+sep+frag
-    def callout(self, kind, title, body, fold):
-        return '\n'.join(f'> {o}'.rstrip() for o in [f'[!{kind.upper()}]', *([f'**{title}**', ''] if title else []), *body.splitlines()])
-    def symbol(self, title, level, anchors, source): return f'{"#"*level} {title}' + (f' ([source]({source}))' if source else '')
-    def code(self, code, opts): return f'```python\n{code}\n```'
+    def callout(self, kind, body): return '\n'.join(f'> {o}'.rstrip() for o in [f'[!{kind.upper()}]', *body.splitlines()])
+    def symbol(self, name, anchors, source): return f'### {name}' + (f' ([source]({source}))' if source else '')
     def text(self, s): return f'```text\n{s.rstrip()}\n```'
     def html(self, s): return s
-    def math(self, s, block): return f'$$\n{s}\n$$' if block else f'${s}$'
-    def image(self, path, cap, alt): return f'![{alt}]({path})'
+    def math(self, s): return f'${s}$'
+    def image(self, path, alt): return f'![{alt}]({path})'
 
 class Plain(GitHub):
     "The site's pages as plain Markdown, which the docstrings of the modules link to"
@@ -71,29 +69,19 @@ class Site(GitHub):
         if not p.startswith(base): return p+sep+frag
         page = Path(p.removeprefix(base) or 'index.html').with_suffix('.md')
         return os.path.relpath(page, self.page.parent).replace(os.sep, '/')+sep+frag
-    def callout(self, kind, title, body, fold):
-        head = f'{"???" if fold else "!!!"} {kind}' + (f' "{title}"' if title else '')
-        return head+'\n\n' + '\n'.join('    '+o if o else '' for o in body.splitlines())
-    def symbol(self, title, level, anchors, source):
+    def callout(self, kind, body): return f'!!! {kind}\n\n'+indent(body, '    ')
+    def symbol(self, name, anchors, source):
         ids = ''.join(f'<a id="{o}"></a>' for o in anchors[1:])
-        head = f'{"#"*level} {title} {{ #{anchors[0]} }}'
-        return '\n\n'.join(o for o in (ids, head, f'[source]({source}){{ .source }}' if source else '') if o)
-    def code(self, code, opts):
-        res,fold = super().code(code, opts),opts.get('code-fold')
-        if fold in (None, 'false'): return res
-        res = self.callout('quote', opts.get('code-summary') or 'Code', res, True)
-        return res.replace('???', '???+', 1) if fold=='show' else res
+        return '\n\n'.join(o for o in (ids, f'### {name} {{ #{anchors[0]} }}', f'[source]({source}){{ .source }}' if source else '') if o)
     def text(self, s): return f'``` {{ .text .output .no-copy }}\n{s.rstrip()}\n```'
     def html(self, s): return f'<div class="output">{s}</div>'
-    def math(self, s, block): return f'<div>{mathml(s, display="block")}</div>' if block else mathml(s)
-    def image(self, path, cap, alt):
-        return f'<figure markdown="span">\n![{alt}]({path})\n' + (f'<figcaption>{cap}</figcaption>\n' if cap else '') + '</figure>'
+    def math(self, s): return mathml(s)
+    def image(self, path, alt): return f'<figure markdown="span">\n![{alt}]({path})\n</figure>'
 
-_callout = re.compile(r'^:{3,} *\{\.callout-(\w+)([^}]*)\} *\n(.*?)^:{3,} *$', re.M|re.S)
+_callout = re.compile(r'^::: *\{\.callout-(\w+)\} *\n(.*?)^::: *$', re.M|re.S)
 _alert   = re.compile(r'^> \[!(\w+)\] *\n((?:^>.*\n?)+)', re.M)
 _link    = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|\]\((?P<url>[^)\s]+)', re.M|re.S)
-_math    = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|\$\$(?P<block>.+?)\$\$|'
-                      r'(?<![\\\w$])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?!\d)', re.M|re.S)
+_math    = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|(?<![\\\w$])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?!\d)', re.M|re.S)
 
 @lru_cache
 def documented():
@@ -113,15 +101,10 @@ def to_dialect(s, d, names=()):
     lookup = NbdevLookup()
     lookup.syms = {k: v for k,v in documented().items() if k not in names}
     s = lookup.linkify(s) or ''
-    def callout(m):
-        kind,attrs,body = m.groups()
-        title,body = re.search(r'title="([^"]*)"', attrs),body.strip()
-        if not title and (title := re.match(r'#+ (.*)\n', body)): body = body[title.end():].strip()
-        return d.callout(kind, title and title[1], body, 'collapse="true"' in attrs)
-    s = _callout.sub(callout, s)
-    s = _alert.sub(lambda m: d.callout(m[1].lower(), None, re.sub('(?m)^> ?', '', m[2]).strip(), False)+'\n', s)
+    s = _callout.sub(lambda m: d.callout(m[1], m[2].strip()), s)
+    s = _alert.sub(lambda m: d.callout(m[1].lower(), re.sub('(?m)^> ?', '', m[2]).strip())+'\n', s)
     s = _link.sub(lambda m: m[0] if m['code'] else f']({d.link(m["url"])}', s)
-    return _math.sub(lambda m: m[0] if m['code'] else d.math((m['block'] or m['inline']).strip(), bool(m['block'])), s)
+    return _math.sub(lambda m: m[0] if m['code'] else d.math(m['inline']), s)
 
 # --- Documentation of a symbol
 
@@ -137,7 +120,9 @@ def namespace(mod):
 
 def brief(s): return re.sub(r'\b(?:[a-z_]\w*\.)+(?=[A-Z])', '', s) # without the modules that classes are from
 def type_name(o): return '' if o in (None, inspect.Parameter.empty) else brief(inspect.formatannotation(o).strip("'"))
-def default_name(o): return '' if o is inspect.Parameter.empty else getattr(o, '__name__', None) or repr(o)
+def default_name(o):
+    if o is inspect.Parameter.empty: return ''
+    return getattr(o, '__name__', None) or re.sub(r'<function (\w+) at \w+>', r'\1', repr(o))
 def returns(func): return '' if inspect.isclass(func) else type_name(inspect.signature(func).return_annotation)
 
 def parameters(func):
@@ -190,24 +175,21 @@ def member_table(cls, name, shown, d):
         rows.append(f'| {head} | {text} |')
     return '\n'.join(['| member | what it does |', '|---|---|', *rows]) if rows else ''
 
-def subject(call, ns):
-    "What a `show_doc` call is about, its name, and the line where it begins"
-    name = ast.unparse(call.args[0])
+def subject(name, ns):
+    "The function or class that the symbol `name` is or, as a property, calls; and the line where it begins"
     sym = eval(name, ns)
     func = sym.fget if isinstance(sym, property) else inspect.unwrap(sym)
-    return func,name,inspect.getsourcelines(func)[1]
+    return func,inspect.getsourcelines(func)[1]
 
-def symbol_md(call, ns, shown, d):
-    "For a `show_doc` call: heading, link to the source, signature, docstring, table of parameters"
-    (func,name,line),lookup = subject(call, ns),NbdevLookup()
-    kw    = {o.arg: ast.literal_eval(o.value) for o in call.keywords}
-    title = kw.get('name', name)
+def symbol_md(name, ns, shown, d):
+    "For the symbol `name`: heading, link to the source, signature, docstring, table of parameters, and of members of a class"
+    (func,line),lookup = subject(name, ns),NbdevLookup()
     # nbdev's index has links to every method of a class: they need somewhere to lead
     anchors = [name, *(o for o in lookup.syms if o.startswith(f'{name}.') and o not in shown)]
     source = f'{lookup[name][2]}#L{line}' if isinstance(lookup[name], tuple) else None
-    res = [d.symbol(title, kw.get('title_level', 3), [o.lower() for o in anchors], source)]
+    res = [d.symbol(name, [o.lower() for o in anchors], source)]
     if not callable(func): return '\n\n'.join([*res, to_dialect(docstring(func), d)])
-    res += [f'```python\n{signature(func, title)}\n```', to_dialect(docstring(func), d, [o.name for o in parameters(func)]), param_table(func, d)]
+    res += [f'```python\n{signature(func, name)}\n```', to_dialect(docstring(func), d, [o.name for o in parameters(func)]), param_table(func, d)]
     if inspect.isclass(func): res.append(member_table(func, name, shown, d))
     return '\n\n'.join(filter(None, res))
 
@@ -226,17 +208,15 @@ def options(cell):
     return opts,'\n'.join(lines).strip()
 
 def output(o, d, save):
-    "One output of a cell, if it has something to show; `save` takes a picture's bytes and its kind"
+    "One output of a cell, if it has something to show; `save` takes a picture's bytes"
     if o.output_type=='stream': return d.text(''.join(o.text)) if o.name=='stdout' else None
-    if o.output_type=='error':  return d.text('\n'.join(o.traceback))
     data = {k: v if isinstance(v, str) else ''.join(v) for k,v in o.data.items()}
     if 'text/html' in data:
         h = re.sub(r'<style.*?</style>\s*', '', data['text/html'], flags=re.S)
         h = re.sub(r' (class="(dataframe|fastprogress)"|border="1"|style="text-align: right;")', '', h)
         return d.html(re.sub(r'\n\s*', '', h)) if re.sub('<[^>]*>', '', h).strip() else None
     if 'text/markdown' in data: return to_dialect(data['text/markdown'], d)
-    if 'image/svg+xml' in data: return save(data['image/svg+xml'].encode(), 'svg')
-    if 'image/png'     in data: return save(base64.b64decode(data['image/png']), 'png')
+    if 'image/png' in data: return save(base64.b64decode(data['image/png']))
     return d.text(data['text/plain']) if 'text/plain' in data else None
 
 def convert(fn, d, files):
@@ -245,37 +225,31 @@ def convert(fn, d, files):
     mod = next((o.directives['default_exp'] for o in nb.cells if 'default_exp' in o.directives), None)
     ns = namespace(mod) if d.show_docs else {}
     Filter()(nb)
-    calls = {o.id: options(o)[1] for o in nb.cells if o.cell_type=='code'}
-    calls = {k: ast.parse(v).body[0].value for k,v in calls.items() if v.startswith('show_doc(')}
-    left_out = {k for k,v in calls.items() if not d.show_docs or internal(ast.unparse(v.args[0]), ns)}
+    symbols = {o.id: m[1] for o in nb.cells if (m := re.fullmatch(r'show_doc\((.*)\)', options(o)[1]))}
+    left_out = [k for k,v in symbols.items() if not d.show_docs or internal(v, ns)]
     nb.cells = [o for o in nb.cells if o.id not in left_out]
-    shown = {ast.unparse(v.args[0]) for k,v in calls.items() if k not in left_out}
+    shown = {v for k,v in symbols.items() if k not in left_out}
     res,cells = [],[]
-    for is_call,run in groupby(nb.cells, key=lambda c: c.id in calls): # nbdev documents what a cell defines from the last to the first
-        cells += sorted(run, key=lambda c: subject(calls[c.id], ns)[-1]) if is_call else run
+    for is_symbol,run in groupby(nb.cells, key=lambda c: c.id in symbols): # nbdev documents what a cell defines from the last to the first
+        cells += sorted(run, key=lambda c: subject(symbols[c.id], ns)[1]) if is_symbol else run
     for c in cells:
         opts,src = options(c)
         if c.cell_type=='markdown' and not src.startswith('<!-- WARNING'): res.append(to_dialect(src, d))
         if c.cell_type!='code': continue
-        if c.id in calls:
-            res.append(symbol_md(calls[c.id], ns, shown, d))
-            continue
-        if opts.get('include')=='false': continue
-        if src and opts.get('echo')!='false': res.append(d.code(src, opts))
-        if opts.get('output')=='false': continue
+        if c.id in symbols: res.append(symbol_md(symbols[c.id], ns, shown, d))
+        elif src and opts.get('echo')!='false': res.append(f'```python\n{src}\n```')
         for i,o in enumerate(c.get('outputs', [])):
-            def save(data, kind):
+            def save(data):
                 files.mkdir(parents=True, exist_ok=True)
-                (files/f'{c.id}-{i}.{kind}').write_bytes(data)
-                cap = opts.get('fig-cap', '')
-                return d.image(f'{files.name}/{c.id}-{i}.{kind}', cap, opts.get('fig-alt', cap))
+                (files/f'{c.id}-{i}.png').write_bytes(data)
+                return d.image(f'{files.name}/{c.id}-{i}.png', opts.get('fig-alt', ''))
             if md := output(o, d, save): res.append(md)
     about = nb.frontmatter_
     return about.get('title', fn.stem),about.get('description', ''),'\n\n'.join(o for o in res if o)+'\n'
 
 def convert_file(fn, d):
     "Title, description and Markdown of the Markdown file `fn` of the root; its links lead to pages of the site, others to the repository"
-    title,desc,md = re.match(r'# (.*)\n+(?:> (.*)\n)?(.*)', fn.read_text(encoding='utf-8'), re.S).groups()
+    title,desc,md = re.match(r'# ([^\n]*)\n+(?:> ([^\n]*)\n)?(.*)', fn.read_text(encoding='utf-8'), re.S).groups()
     def link(m):
         if m['code'] or re.match('https?:|#', m['url']): return m[0]
         return ']('+(m['url'].removeprefix('nbs/') if '.ipynb' in m['url'] else blob+m['url'])
@@ -305,7 +279,7 @@ def site_page(title, desc, md, links=''):
     meta = dict(description=re.sub(r'[`*[]|\]\([^)]*\)', '', desc or cfg.description))
     if title==cfg.title: meta['title'] = cfg.description # else the browser shows the site's name twice
     meta = ''.join(f'{k}: {json.dumps(v)}\n' for k,v in meta.items())
-    parts = f'---\n{meta}---',f'# {title}',links and f'{links}\n{{ .links }}',desc and f'{desc}\n{{ .lead }}',md
+    parts = f'---\n{meta}---',f'# {title}',links and f'{links}\n{{ .links data-search-exclude=1 }}',desc and f'{desc}\n{{ .lead }}',md
     return '\n\n'.join(o for o in parts if o)
 
 def write(path, text):

@@ -138,18 +138,22 @@ def looks(html, browser):
     res = {}
     for page in html:
         browser.open(page)
-        res[page,1400] = browser.js(look)
-        browser.resize(400)
-        res[page,400] = dict(browser.js(look), errors=browser.errors())
+        for width in (1400, 400):
+            browser.resize(width)
+            res[page,width] = dict(browser.js(look), errors=browser.errors())
     return res
 
-def wrong(looks, key, widths=(400, 1400)): return {k: v[key] for k,v in looks.items() if k[1] in widths and v.get(key)}
+def refuse(bad, what):
+    "Fail with a line for each page in `bad` that has something to say"
+    if lines := [f'{page}: {o}' for page,o in bad.items() if o]: pytest.fail('\n  '.join([f'{what}:', *lines]), pytrace=False)
 
-def test_console(looks): assert wrong(looks, 'errors')=={}
-def test_images(looks): assert wrong(looks, 'images')=={}, 'not loaded, or without alternative text'
-def test_width(looks): assert wrong(looks, 'scrolls')=={}, 'the page scrolls sideways'
-def test_tables(looks): assert wrong(looks, 'tables')=={}, 'a part of the table cannot be reached'
-def test_code(looks): assert wrong(looks, 'code', [1400])=={}, 'code has a line that is too long'
+@pytest.mark.parametrize('key,what,widths', [
+    ('errors', 'errors in the console', [400]), # those of both widths
+    ('images', 'images that do not load or have no alternative text', [400]),
+    ('scrolls', 'pages that scroll sideways', [400, 1400]),
+    ('tables', 'tables with a part that cannot be reached', [400, 1400]),
+    ('code', 'lines of code that are cut, where they should have at most 100 columns', [1400])])
+def test_look(key, what, widths, looks): refuse({k: v[key] for k,v in looks.items() if k[1] in widths}, what)
 
 def test_schemes(browser):
     "Colours, also those of plots, are what the system asks for until the button in the header changes them, also for the next page"
@@ -220,15 +224,14 @@ def broken(link, page, parsed, site):
     return bool(anchor) and name in parsed and unquote(anchor) not in parsed[name].ids
 
 def test_links(parsed, site):
-    bad = {page: [o for o in p.links if broken(o, page, parsed, site)] for page,p in parsed.items()}
-    assert {k: v for k,v in bad.items() if v}=={}
+    refuse({page: [o for o in p.links if broken(o, page, parsed, site)] for page,p in parsed.items()}, 'broken links')
 
 def test_descriptions(parsed):
     "Each page has a title and a description, and shares them with no other"
     for key in ('title', 'description'):
         by = {}
         for page,p in parsed.items(): by.setdefault(p.about.get(key), []).append(page)
-        assert {k: v for k,v in by.items() if len(v)>1 or not k}=={}
+        refuse({k: v for k,v in by.items() if len(v)>1 or not k}, f'pages without a {key}, or with that of another')
     assert parsed['index.html'].about['title'].count(pages.cfg.title)==1
 
 def test_header(parsed, site):

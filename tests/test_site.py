@@ -23,8 +23,9 @@ spec.loader.exec_module(pages)
 # --- The site, and a browser
 
 @pytest.fixture(scope='module')
-def site(tmp_path_factory):
+def site(tmp_path_factory, flags):
     "Folder with the built site"
+    if 'slow' not in flags: pytest.skip('needs --flags slow') # said here, too, as this is set up before a test's marks are looked at
     tmp = tmp_path_factory.mktemp('site')
     pages.pages(tmp)
     subprocess.run([zensical, 'build', '--strict', '--clean', '--config-file', tmp/'mkdocs.yml'], check=True)
@@ -34,7 +35,7 @@ class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *args): pass
 
 class Browser:
-    "One tab of headless Chromium, driven by its DevTools protocol: JSON messages over a pipe, with a zero byte after each"
+    "Headless Chromium, driven by its DevTools protocol: JSON messages over a pipe, with a zero byte after each"
     def __init__(self, url, profile):
         (its_in,self.to),(self.fro,its_out) = os.pipe(),os.pipe()
         args = [chromium, '--headless', '--no-sandbox', '--disable-gpu', '--disable-background-networking', '--disable-dev-shm-usage',
@@ -43,12 +44,18 @@ class Browser:
         self.process = subprocess.Popen(['bash', '-c', f'exec "$@" 3<&{its_in} 4>&{its_out}', 'bash', *args], pass_fds=(its_in,its_out),
                                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         os.close(its_in), os.close(its_out)
-        self.url,self.sent,self.buffer,self.events,self.session = url,0,b'',[],{}
-        tab = self.call('Target.createTarget', url='about:blank')['targetId']
+        self.url,self.sent,self.buffer,self.events = url,0,b'',[]
+        self.new_tab()
+
+    def new_tab(self):
+        "Go on in a tab that remembers nothing from other tabs"
+        self.session = {}
+        profile = self.call('Target.createBrowserContext')['browserContextId']
+        tab = self.call('Target.createTarget', url='about:blank', browserContextId=profile)['targetId']
         self.session = dict(sessionId=self.call('Target.attachToTarget', targetId=tab, flatten=True)['sessionId'])
         for o in ('Page', 'Runtime', 'Log', 'Network'): self.call(f'{o}.enable')
 
-    def read(self, seconds=20):
+    def read(self, seconds=40):
         "The next message"
         while b'\0' not in self.buffer:
             if not select.select([self.fro], [], [], seconds)[0]: raise TimeoutError('no answer from Chromium')
@@ -147,20 +154,24 @@ def refuse(bad, what):
     "Fail with a line for each page in `bad` that has something to say"
     if lines := [f'{page}: {o}' for page,o in bad.items() if o]: pytest.fail('\n  '.join([f'{what}:', *lines]), pytrace=False)
 
-@pytest.mark.parametrize('key,what,widths', [
-    ('errors', 'errors in the console', [400]), # those of both widths
-    ('images', 'images that do not load or have no alternative text', [400]),
-    ('scrolls', 'pages that scroll sideways', [400, 1400]),
-    ('tables', 'tables with a part that cannot be reached', [400, 1400]),
-    ('code', 'lines of code that are cut, where they should have at most 100 columns', [1400])])
-def test_look(key, what, widths, looks): refuse({k: v[key] for k,v in looks.items() if k[1] in widths}, what)
+looked_for = dict(
+    errors  = ([400],       'errors in the console'), # those of both widths
+    images  = ([400],       'images that do not load or have no alternative text'),
+    scrolls = ([400, 1400], 'pages that scroll sideways'),
+    tables  = ([400, 1400], 'tables with a part that cannot be reached'),
+    code    = ([1400],      'lines of code that are cut, where they should have at most 100 columns'))
+
+@pytest.mark.parametrize('key', looked_for)
+def test_look(key, looks):
+    widths,what = looked_for[key]
+    refuse({k: v[key] for k,v in looks.items() if k[1] in widths}, what)
 
 def test_schemes(browser):
     "Colours, also those of plots, are what the system asks for until the button in the header changes them, also for the next page"
     def dark(): return browser.js("""[getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every(o => o<50),
                                      getComputedStyle(document.querySelector('figure img')).filter.includes('invert')]""")
     for scheme in ('light', 'dark'):
-        browser.js('localStorage.clear()')
+        browser.new_tab()
         browser.open('loss_scale.html', scheme=scheme)
         assert dark()==[scheme=='dark']*2
     browser.js("document.querySelector('label[for=__palette_0]').click()")

@@ -20,7 +20,7 @@ from nbdev.processors import FilterDefaults,add_links,exec_show_docs
 cfg  = get_config(Path(__file__).resolve().parent)
 base = cfg.doc_url.rstrip('/')+'/'
 vocabularies = {'jmp','mpx','emily','fastai16'} # other libraries' names, many of them ours or plain words: they don't become links
-blob = f'{cfg.git_url}/blob/{cfg.branch}/'
+blob = f'{cfg.git_url}/blob/{cfg.branch}/' # the repository's files
 # The cell that makes a notebook work in Colab, under `#| hide` and `#| eval: false`. A page links to Colab if its notebook has it.
 install = '! [ -e /content ] && pip install -Uqq mp_callbacks'
 # The sidebar: notebooks in nbs/, and files of the repository's root
@@ -60,7 +60,7 @@ class Plain(GitHub):
     show_docs = True
 
 class Site(GitHub):
-    "Markdown as Zensical reads it, and MkDocs with Material too"
+    "Markdown as Zensical reads it"
     show_docs = True
     def link(self, url):
         "Links inside the site become relative, so that the build checks them"
@@ -184,8 +184,8 @@ def subject(name, ns):
 def symbol_md(name, ns, shown, d):
     "For the symbol `name`: heading, link to the source, signature, docstring, table of parameters, and of members of a class"
     (func,line),lookup = subject(name, ns),NbdevLookup()
-    # nbdev's index has links to every method of a class: they need somewhere to lead
-    anchors = [name, *(o for o in lookup.syms if o.startswith(f'{name}.') and o not in shown)]
+    # Links to methods without a heading lead to their class
+    anchors = [name, *(o for o in lookup.syms if o.startswith(f'{name}.') and '._' not in o and o not in shown)]
     source = f'{lookup[name][2]}#L{line}' if isinstance(lookup[name], tuple) else None
     res = [d.symbol(name, [o.lower() for o in anchors], source)]
     if not callable(func): return '\n\n'.join([*res, to_dialect(docstring(func), d)])
@@ -276,7 +276,7 @@ def notebook_links(fn):
 
 def site_page(title, desc, md, links=''):
     "A page for Zensical: its metadata, title, links, description and text"
-    meta = dict(description=re.sub(r'[`*[]|\]\([^)]*\)', '', desc or cfg.description))
+    meta = dict(description=re.sub(r'[`*[]|\]\([^)]*\)', '', desc or f'{title} of {cfg.title}'))
     if title==cfg.title: meta['title'] = cfg.description # else the browser shows the site's name twice
     meta = ''.join(f'{k}: {json.dumps(v)}\n' for k,v in meta.items())
     parts = f'---\n{meta}---',f'# {title}',links and f'{links}\n{{ .links data-search-exclude=1 }}',desc and f'{desc}\n{{ .lead }}',md

@@ -37,6 +37,7 @@ sidebar = {
     'Internals': 'explanations/architecture 00_dtypes 01_loss_scale explanations/presets 05_flat explanations/scale',
     'Ports': '20_jmp 21_mpx 22_emily 23_fastai16',
     'Contributing': 'CONTRIBUTING.md CHANGELOG.md'}
+root_files = [o for part in sidebar.values() for o in part.split() if o.endswith('.md')]
 
 # --- What the pages are made of, in three dialects of Markdown
 
@@ -65,7 +66,7 @@ class Site(GitHub):
     def link(self, url):
         "Links inside the site become relative, so that the build checks them"
         p,sep,frag = super().link(url).partition('#')
-        if p in [blob+o for o in root_files()]: p = p.replace(blob, base)
+        if p in [blob+o for o in root_files]: p = p.replace(blob, base)
         if not p.startswith(base): return p+sep+frag
         page = Path(p.removeprefix(base) or 'index.html').with_suffix('.md')
         return os.path.relpath(page, self.page.parent).replace(os.sep, '/')+sep+frag
@@ -93,8 +94,6 @@ def documented():
             if mod.split('.')[-1] not in vocabularies: res[name] = f'{base}{page}',file,old[2].replace(old[1], file)
     def wanted(k, v): return not re.search(r'(^|\.)_', k) and (not isinstance(v, tuple) or Path(v[1]).stem not in vocabularies)
     return {k: v for k,v in res.items() if wanted(k, v)}
-
-def root_files(): return [o for o in ' '.join(sidebar.values()).split() if o.endswith('.md')]
 
 def to_dialect(s, d, names=()):
     "Markdown `s` in dialect `d`: callouts, formulas, links; and a link where back-ticks have a documented name that is not in `names`"
@@ -290,7 +289,7 @@ def pages(dest):
     "Write to the folder `dest` a page for each notebook, each page as plain Markdown, and mkdocs.yml"
     root,here = cfg.path('nbs_path'),Path(__file__).resolve().parent
     nbs = {o.relative_to(root).with_suffix('').as_posix(): o for o in sorted(nbglob(root, as_path=True))}
-    nav = navigation([*nbs, *(o for o in root_files() if (cfg.config_path/o).exists())])
+    nav = navigation([*nbs, *(o for o in root_files if (cfg.config_path/o).exists())])
     shutil.rmtree(dest, ignore_errors=True)
     for name,fn in nbs.items():
         page = page_path(name)
@@ -298,7 +297,7 @@ def pages(dest):
         write(html, site_page(*convert(fn, Site(page), html.with_suffix('')), notebook_links(fn)))
         title,desc,md = convert(fn, Plain(page), plain.with_name(page.stem))
         write(plain, f'# {title}\n\n> {desc}\n\n{md}')
-    for name in root_files(): write(dest/'pages'/name, site_page(*convert_file(cfg.config_path/name, Site(Path(name)))))
+    for name in root_files: write(dest/'pages'/name, site_page(*convert_file(cfg.config_path/name, Site(Path(name)))))
     shutil.copytree(here/'assets', dest/'pages', dirs_exist_ok=True)
     site = dict(INHERIT=os.path.relpath(here/'mkdocs.yml', dest), site_name=cfg.title, site_description=cfg.description, site_url=base,
                 repo_url=cfg.git_url, repo_name=f'GitHub, version {cfg.version}', docs_dir='pages', site_dir='site', nav=nav,

@@ -7,7 +7,7 @@ from html import escape
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
-from textwrap import dedent
+from textwrap import dedent,indent
 
 from latex2mathml.converter import convert as mathml
 
@@ -20,9 +20,24 @@ from nbdev.processors import FilterDefaults,add_links,exec_show_docs
 cfg  = get_config(Path(__file__).resolve().parent)
 base = cfg.doc_url.rstrip('/')+'/'
 vocabularies = {'jmp','mpx','emily','fastai16'} # other libraries' names, many of them ours or plain words: they don't become links
-# Parts of the sidebar: a folder of nbs/, or the tens digit of a notebook's number, which is its layer
-parts = {'0': 'Pieces, in plain PyTorch', '1': 'In fastai', '2': 'Vocabularies', '3': 'Programs',
-         'tutorials': 'Tutorials', 'howto': 'How-to guides', 'explanations': 'Explanations'}
+blob = f'{cfg.git_url}/blob/{cfg.branch}/' # the repository's files
+# The cell that makes a notebook work in Colab, under `#| hide` and `#| eval: false`. A page links to Colab if its notebook has it.
+install = '! [ -e /content ] && pip install -Uqq mp_callbacks'
+# The sidebar: notebooks in nbs/, and files of the repository's root
+sidebar = {
+    'Home': 'index',
+    'Get started': 'tutorials/get_started tutorials/underflow 30_demo',
+    'How-to': 'howto/which_precision howto/troubleshooting howto/migrate howto/from_other_libraries howto/recorder_and_report howto/keep '
+              'howto/checkpoints howto/accumulation_and_clipping howto/callbacks howto/applications howto/several_gpus howto/results '
+              'howto/less_memory',
+    'Learner calls': '13_learner 10_callback',
+    'Recorder and report': '11_recorder 12_doctor',
+    'Comparison and guarantees': 'explanations/comparison explanations/guarantees',
+    'Loops without fastai': 'tutorials/your_own_loop 03_half 02_grads 04_functional 06_nonfinite 07_report 08_plan',
+    'Internals': 'explanations/architecture 00_dtypes 01_loss_scale explanations/presets 05_flat explanations/scale',
+    'Ports': '20_jmp 21_mpx 22_emily 23_fastai16',
+    'Contributing': 'CONTRIBUTING.md CHANGELOG.md'}
+root_files = [o for part in sidebar.values() for o in part.split() if o.endswith('.md')]
 
 # --- What the pages are made of, in three dialects of Markdown
 
@@ -34,51 +49,40 @@ class GitHub:
         p,sep,frag = url.partition('#')
         if not p.endswith('.ipynb') or '://' in p: return url
         return base+os.path.normpath(self.page.parent/nbpath2html(p)).replace(os.sep, '/')+sep+frag
-    def callout(self, kind, title, body, fold):
-        return '\n'.join(f'> {o}'.rstrip() for o in [f'[!{kind.upper()}]', *([f'**{title}**', ''] if title else []), *body.splitlines()])
-    def symbol(self, title, level, anchors, source): return f'{"#"*level} {title}' + (f' ([source]({source}))' if source else '')
-    def code(self, code, opts): return f'```python\n{code}\n```'
+    def callout(self, kind, body): return '\n'.join(f'> {o}'.rstrip() for o in [f'[!{kind.upper()}]', *body.splitlines()])
+    def symbol(self, name, anchors, source): return f'### {name}' + (f' ([source]({source}))' if source else '')
     def text(self, s): return f'```text\n{s.rstrip()}\n```'
     def html(self, s): return s
-    def math(self, s, block): return f'$$\n{s}\n$$' if block else f'${s}$'
-    def image(self, path, cap, alt): return f'![{alt}]({path})'
+    def math(self, s): return f'${s}$'
+    def image(self, path, alt): return f'![{alt}]({path})'
 
 class Plain(GitHub):
     "The site's pages as plain Markdown, which the docstrings of the modules link to"
     show_docs = True
 
 class Site(GitHub):
-    "Markdown as Zensical reads it, and MkDocs with Material too"
+    "Markdown as Zensical reads it"
     show_docs = True
     def link(self, url):
         "Links inside the site become relative, so that the build checks them"
         p,sep,frag = super().link(url).partition('#')
+        if p in [blob+o for o in root_files]: p = p.replace(blob, base)
         if not p.startswith(base): return p+sep+frag
         page = Path(p.removeprefix(base) or 'index.html').with_suffix('.md')
         return os.path.relpath(page, self.page.parent).replace(os.sep, '/')+sep+frag
-    def callout(self, kind, title, body, fold):
-        head = f'{"???" if fold else "!!!"} {kind}' + (f' "{title}"' if title else '')
-        return head+'\n\n' + '\n'.join('    '+o if o else '' for o in body.splitlines())
-    def symbol(self, title, level, anchors, source):
+    def callout(self, kind, body): return f'!!! {kind}\n\n'+indent(body, '    ')
+    def symbol(self, name, anchors, source):
         ids = ''.join(f'<a id="{o}"></a>' for o in anchors[1:])
-        head = f'{"#"*level} {title} {{ #{anchors[0]} }}'
-        return '\n\n'.join(o for o in (ids, head, f'[source]({source}){{ .source }}' if source else '') if o)
-    def code(self, code, opts):
-        res,fold = super().code(code, opts),opts.get('code-fold')
-        if fold in (None, 'false'): return res
-        res = self.callout('quote', opts.get('code-summary') or 'Code', res, True)
-        return res.replace('???', '???+', 1) if fold=='show' else res
+        return '\n\n'.join(o for o in (ids, f'### {name} {{ #{anchors[0]} }}', f'[source]({source}){{ .source }}' if source else '') if o)
     def text(self, s): return f'``` {{ .text .output .no-copy }}\n{s.rstrip()}\n```'
     def html(self, s): return f'<div class="output">{s}</div>'
-    def math(self, s, block): return f'<div>{mathml(s, display="block")}</div>' if block else mathml(s)
-    def image(self, path, cap, alt):
-        return f'<figure markdown="span">\n![{alt}]({path})\n' + (f'<figcaption>{cap}</figcaption>\n' if cap else '') + '</figure>'
+    def math(self, s): return mathml(s)
+    def image(self, path, alt): return f'<figure markdown="span">\n![{alt}]({path})\n</figure>'
 
-_callout = re.compile(r'^:{3,} *\{\.callout-(\w+)([^}]*)\} *\n(.*?)^:{3,} *$', re.M|re.S)
+_callout = re.compile(r'^::: *\{\.callout-(\w+)\} *\n(.*?)^::: *$', re.M|re.S)
 _alert   = re.compile(r'^> \[!(\w+)\] *\n((?:^>.*\n?)+)', re.M)
 _link    = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|\]\((?P<url>[^)\s]+)', re.M|re.S)
-_math    = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|\$\$(?P<block>.+?)\$\$|'
-                      r'(?<![\\\w$])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?!\d)', re.M|re.S)
+_math    = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|(?<![\\\w$])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?!\d)', re.M|re.S)
 
 @lru_cache
 def documented():
@@ -96,17 +100,17 @@ def to_dialect(s, d, names=()):
     lookup = NbdevLookup()
     lookup.syms = {k: v for k,v in documented().items() if k not in names}
     s = lookup.linkify(s) or ''
-    def callout(m):
-        kind,attrs,body = m.groups()
-        title,body = re.search(r'title="([^"]*)"', attrs),body.strip()
-        if not title and (title := re.match(r'#+ (.*)\n', body)): body = body[title.end():].strip()
-        return d.callout(kind, title and title[1], body, 'collapse="true"' in attrs)
-    s = _callout.sub(callout, s)
-    s = _alert.sub(lambda m: d.callout(m[1].lower(), None, re.sub('(?m)^> ?', '', m[2]).strip(), False)+'\n', s)
+    s = _callout.sub(lambda m: d.callout(m[1], m[2].strip()), s)
+    s = _alert.sub(lambda m: d.callout(m[1].lower(), re.sub('(?m)^> ?', '', m[2]).strip())+'\n', s)
     s = _link.sub(lambda m: m[0] if m['code'] else f']({d.link(m["url"])}', s)
-    return _math.sub(lambda m: m[0] if m['code'] else d.math((m['block'] or m['inline']).strip(), bool(m['block'])), s)
+    return _math.sub(lambda m: m[0] if m['code'] else d.math(m['inline']), s)
 
 # --- Documentation of a symbol
+
+def internal(name, ns):
+    "Is the symbol `name` private, or an event of a callback?"
+    cls,_,attr = name.rpartition('.')
+    return attr.startswith('_') or bool(cls) and attr in getattr(eval(cls, ns), '_methods', ())
 
 def namespace(mod):
     "What a notebook that exports to `mod` can document: the names in `mod`, or in every module if it exports nothing"
@@ -115,7 +119,9 @@ def namespace(mod):
 
 def brief(s): return re.sub(r'\b(?:[a-z_]\w*\.)+(?=[A-Z])', '', s) # without the modules that classes are from
 def type_name(o): return '' if o in (None, inspect.Parameter.empty) else brief(inspect.formatannotation(o).strip("'"))
-def default_name(o): return '' if o is inspect.Parameter.empty else getattr(o, '__name__', None) or repr(o)
+def default_name(o):
+    if o is inspect.Parameter.empty: return ''
+    return getattr(o, '__name__', None) or re.sub(r'<function (\w+) at \w+>', r'\1', repr(o))
 def returns(func): return '' if inspect.isclass(func) else type_name(inspect.signature(func).return_annotation)
 
 def parameters(func):
@@ -155,24 +161,35 @@ def param_table(func, d):
     lines = [f'| {" | ".join(o)} |' for o in zip(*cols)]
     return '\n'.join([lines[0], '|---'*len(cols)+'|', *lines[1:]]) if rows else ''
 
-def subject(call, ns):
-    "What a `show_doc` call is about, its name, and the line where it begins"
-    name = ast.unparse(call.args[0])
+def member_table(cls, name, shown, d):
+    "A row for each public method and property that the class `cls` itself defines, without events; those in `shown` with a link"
+    rows = []
+    for k,v in vars(cls).items():
+        func,doc = getattr(cls, k),inspect.getdoc(getattr(cls, k))
+        if internal(f'C.{k}', dict(C=cls)) or not doc or not (isinstance(v, property) or inspect.isroutine(func)): continue
+        args = [] if isinstance(v, property) else [o.name for o in parameters(func)]
+        head = f'`{k}`' if isinstance(v, property) else f'`{k}({", ".join(args)})`'
+        if f'{name}.{k}' in shown: head = f'[{head}](#{name.lower()}.{k.lower()})'
+        text = to_dialect(doc.splitlines()[0].replace('|', r'\|'), d, args)
+        rows.append(f'| {head} | {text} |')
+    return '\n'.join(['| member | what it does |', '|---|---|', *rows]) if rows else ''
+
+def subject(name, ns):
+    "The function or class that the symbol `name` is or, as a property, calls; and the line where it begins"
     sym = eval(name, ns)
     func = sym.fget if isinstance(sym, property) else inspect.unwrap(sym)
-    return func,name,inspect.getsourcelines(func)[1]
+    return func,inspect.getsourcelines(func)[1]
 
-def symbol_md(call, ns, shown, d):
-    "For a `show_doc` call: heading, link to the source, signature, docstring, table of parameters"
-    (func,name,line),lookup = subject(call, ns),NbdevLookup()
-    kw    = {o.arg: ast.literal_eval(o.value) for o in call.keywords}
-    title = kw.get('name', name)
-    # nbdev's index has links to every method of a class: they need somewhere to lead
-    anchors = [name, *(o for o in lookup.syms if o.startswith(f'{name}.') and o not in shown)]
+def symbol_md(name, ns, shown, d):
+    "For the symbol `name`: heading, link to the source, signature, docstring, table of parameters, and of members of a class"
+    (func,line),lookup = subject(name, ns),NbdevLookup()
+    # Links to methods without a heading lead to their class
+    anchors = [name, *(o for o in lookup.syms if o.startswith(f'{name}.') and '._' not in o and o not in shown)]
     source = f'{lookup[name][2]}#L{line}' if isinstance(lookup[name], tuple) else None
-    res = [d.symbol(title, kw.get('title_level', 3), [o.lower() for o in anchors], source)]
+    res = [d.symbol(name, [o.lower() for o in anchors], source)]
     if not callable(func): return '\n\n'.join([*res, to_dialect(docstring(func), d)])
-    res += [f'```python\n{signature(func, title)}\n```', to_dialect(docstring(func), d, [o.name for o in parameters(func)]), param_table(func, d)]
+    res += [f'```python\n{signature(func, name)}\n```', to_dialect(docstring(func), d, [o.name for o in parameters(func)]), param_table(func, d)]
+    if inspect.isclass(func): res.append(member_table(func, name, shown, d))
     return '\n\n'.join(filter(None, res))
 
 # --- Notebooks
@@ -190,17 +207,15 @@ def options(cell):
     return opts,'\n'.join(lines).strip()
 
 def output(o, d, save):
-    "One output of a cell, if it has something to show; `save` takes a picture's bytes and its kind"
+    "One output of a cell, if it has something to show; `save` takes a picture's bytes"
     if o.output_type=='stream': return d.text(''.join(o.text)) if o.name=='stdout' else None
-    if o.output_type=='error':  return d.text('\n'.join(o.traceback))
     data = {k: v if isinstance(v, str) else ''.join(v) for k,v in o.data.items()}
     if 'text/html' in data:
         h = re.sub(r'<style.*?</style>\s*', '', data['text/html'], flags=re.S)
         h = re.sub(r' (class="(dataframe|fastprogress)"|border="1"|style="text-align: right;")', '', h)
         return d.html(re.sub(r'\n\s*', '', h)) if re.sub('<[^>]*>', '', h).strip() else None
     if 'text/markdown' in data: return to_dialect(data['text/markdown'], d)
-    if 'image/svg+xml' in data: return save(data['image/svg+xml'].encode(), 'svg')
-    if 'image/png'     in data: return save(base64.b64decode(data['image/png']), 'png')
+    if 'image/png' in data: return save(base64.b64decode(data['image/png']))
     return d.text(data['text/plain']) if 'text/plain' in data else None
 
 def convert(fn, d, files):
@@ -209,65 +224,85 @@ def convert(fn, d, files):
     mod = next((o.directives['default_exp'] for o in nb.cells if 'default_exp' in o.directives), None)
     ns = namespace(mod) if d.show_docs else {}
     Filter()(nb)
-    calls = {o.id: options(o)[1] for o in nb.cells if o.cell_type=='code'}
-    calls = {k: ast.parse(v).body[0].value for k,v in calls.items() if v.startswith('show_doc(')}
-    shown = {ast.unparse(o.args[0]) for o in calls.values()}
+    symbols = {o.id: m[1] for o in nb.cells if (m := re.fullmatch(r'show_doc\((.*)\)', options(o)[1]))}
+    left_out = [k for k,v in symbols.items() if not d.show_docs or internal(v, ns)]
+    nb.cells = [o for o in nb.cells if o.id not in left_out]
+    shown = {v for k,v in symbols.items() if k not in left_out}
     res,cells = [],[]
-    for is_call,run in groupby(nb.cells, key=lambda c: c.id in calls): # nbdev documents what a cell defines from the last to the first
-        cells += sorted(run, key=lambda c: subject(calls[c.id], ns)[-1]) if is_call and d.show_docs else run
+    for is_symbol,run in groupby(nb.cells, key=lambda c: c.id in symbols): # nbdev documents what a cell defines from the last to the first
+        cells += sorted(run, key=lambda c: subject(symbols[c.id], ns)[1]) if is_symbol else run
     for c in cells:
         opts,src = options(c)
         if c.cell_type=='markdown' and not src.startswith('<!-- WARNING'): res.append(to_dialect(src, d))
         if c.cell_type!='code': continue
-        if c.id in calls:
-            if d.show_docs: res.append(symbol_md(calls[c.id], ns, shown, d))
-            continue
-        if opts.get('include')=='false': continue
-        if src and opts.get('echo')!='false': res.append(d.code(src, opts))
-        if opts.get('output')=='false': continue
+        if c.id in symbols: res.append(symbol_md(symbols[c.id], ns, shown, d))
+        elif src and opts.get('echo')!='false': res.append(f'```python\n{src}\n```')
         for i,o in enumerate(c.get('outputs', [])):
-            def save(data, kind):
+            def save(data):
                 files.mkdir(parents=True, exist_ok=True)
-                (files/f'{c.id}-{i}.{kind}').write_bytes(data)
-                cap = opts.get('fig-cap', '')
-                return d.image(f'{files.name}/{c.id}-{i}.{kind}', cap, opts.get('fig-alt', cap))
+                (files/f'{c.id}-{i}.png').write_bytes(data)
+                return d.image(f'{files.name}/{c.id}-{i}.png', opts.get('fig-alt', ''))
             if md := output(o, d, save): res.append(md)
     about = nb.frontmatter_
     return about.get('title', fn.stem),about.get('description', ''),'\n\n'.join(o for o in res if o)+'\n'
 
+def convert_file(fn, d):
+    "Title, description and Markdown of the Markdown file `fn` of the root; its links lead to pages of the site, others to the repository"
+    title,desc,md = re.match(r'# ([^\n]*)\n+(?:> ([^\n]*)\n)?(.*)', fn.read_text(encoding='utf-8'), re.S).groups()
+    def link(m):
+        if m['code'] or re.match('https?:|#', m['url']): return m[0]
+        return ']('+(m['url'].removeprefix('nbs/') if '.ipynb' in m['url'] else blob+m['url'])
+    return title,desc or '',to_dialect(_link.sub(link, md), d)
+
 # --- The two commands
 
-def navigation(nbs):
-    "The sidebar for notebooks `nbs`: the index, then `parts` in their order"
-    def part(o): return o.parts[0] if len(o.parts)>1 else o.name[0]
-    def page(o): return nbpath2html(o).with_suffix('.md').as_posix()
-    other = [o for o in nbs if o.name!=cfg.readme_nb]
-    if lost := [str(o) for o in other if part(o) not in parts]:
-        sys.exit(f'{", ".join(lost)}: not in a part of the sidebar. Number it, move it to one of the folders, or add one in docs/pages.py.')
-    nav = [{title: [page(o) for o in other if part(o)==k]} for k,title in parts.items()]
-    return [page(Path(cfg.readme_nb)), *(o for o in nav if all(o.values()))]
+def page_path(name): return Path(name) if name.endswith('.md') else nbpath2html(Path(name+'.ipynb')).with_suffix('.md')
+
+def navigation(found):
+    "The sidebar, in which each page of `found` has its place"
+    listed = [o for part in sidebar.values() for o in part.split()]
+    if lost := sorted({*found}-{*listed}): sys.exit(f'{", ".join(lost)}: not in the sidebar. Add it to one of the parts of `sidebar` in docs/pages.py.')
+    if gone := [o for o in listed if o not in found]: sys.exit(f'{", ".join(gone)}: in `sidebar` of docs/pages.py, but there is no such file.')
+    parts = {k: [page_path(o).as_posix() for o in v.split()] for k,v in sidebar.items()}
+    return [{k: v if len(v)>1 else v[0]} for k,v in parts.items()]
+
+def notebook_links(fn):
+    "Links to the notebook `fn` on GitHub and, if it installs this package there, in Colab"
+    url = blob+fn.relative_to(cfg.config_path).as_posix()
+    links = f'[Notebook]({url})'
+    if install not in fn.read_text(encoding='utf-8'): return links
+    return links+f' · [Open in Colab]({url.replace("github.com", "colab.research.google.com/github")})'
+
+def site_page(title, desc, md, links=''):
+    "A page for Zensical: its metadata, title, links, description and text"
+    meta = dict(description=re.sub(r'[`*[]|\]\([^)]*\)', '', desc or f'{title} of {cfg.title}'))
+    if title==cfg.title: meta['title'] = cfg.description # else the browser shows the site's name twice
+    meta = ''.join(f'{k}: {json.dumps(v)}\n' for k,v in meta.items())
+    parts = f'---\n{meta}---',f'# {title}',links and f'{links}\n{{ .links data-search-exclude=1 }}',desc and f'{desc}\n{{ .lead }}',md
+    return '\n\n'.join(o for o in parts if o)
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding='utf-8')
 
 def pages(dest):
     "Write to the folder `dest` a page for each notebook, each page as plain Markdown, and mkdocs.yml"
-    shutil.rmtree(dest, ignore_errors=True)
     root,here = cfg.path('nbs_path'),Path(__file__).resolve().parent
-    nbs = sorted(o.relative_to(root) for o in nbglob(root, as_path=True))
-    for nb in nbs:
-        page = nbpath2html(nb).with_suffix('.md')
-        for folder,d in (('pages', Site(page)), ('md', Plain(page))):
-            out = (dest/folder/page).with_suffix('.md' if folder=='pages' else '.html.md')
-            out.parent.mkdir(parents=True, exist_ok=True)
-            title,desc,md = convert(root/nb, d, out.with_name(page.stem))
-            path = f'{cfg.user}/{cfg.repo}/blob/{cfg.branch}/{root.name}/{nb.as_posix()}'
-            links = f'[Notebook](https://github.com/{path}) · [Colab](https://colab.research.google.com/github/{path})'
-            head = f'> {desc}' if folder=='md' else f'{links}\n{{ .links }}\n\n{desc}\n{{ .lead }}'
-            out.write_text(f'# {title}\n\n{head}\n\n{md}', encoding='utf-8')
+    nbs = {o.relative_to(root).with_suffix('').as_posix(): o for o in sorted(nbglob(root, as_path=True))}
+    nav = navigation([*nbs, *(o for o in root_files if (cfg.config_path/o).exists())])
+    shutil.rmtree(dest, ignore_errors=True)
+    for name,fn in nbs.items():
+        page = page_path(name)
+        html,plain = dest/'pages'/page,(dest/'md'/page).with_suffix('.html.md')
+        write(html, site_page(*convert(fn, Site(page), html.with_suffix('')), notebook_links(fn)))
+        title,desc,md = convert(fn, Plain(page), plain.with_name(page.stem))
+        write(plain, f'# {title}\n\n> {desc}\n\n{md}')
+    for name in root_files: write(dest/'pages'/name, site_page(*convert_file(cfg.config_path/name, Site(Path(name)))))
     shutil.copytree(here/'assets', dest/'pages', dirs_exist_ok=True)
-    # A link in the footer instead of `repo_url`, for which each reader's browser would ask GitHub for the number of stars
-    social = dict(icon='fontawesome/brands/github', link=cfg.git_url, name='Source')
     site = dict(INHERIT=os.path.relpath(here/'mkdocs.yml', dest), site_name=cfg.title, site_description=cfg.description, site_url=base,
-                docs_dir='pages', site_dir='site', nav=navigation(nbs), extra=dict(social=[social]))
-    (dest/'mkdocs.yml').write_text(json.dumps(site, indent=1), encoding='utf-8')
+                repo_url=cfg.git_url, repo_name=f'GitHub, version {cfg.version}', docs_dir='pages', site_dir='site', nav=nav,
+                theme=dict(custom_dir=os.path.relpath(here/'theme', dest)))
+    write(dest/'mkdocs.yml', json.dumps(site, indent=1))
 
 def readme(folder):
     "README.md as the index notebook has it; its pictures go to README_files in `folder`"

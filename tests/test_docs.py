@@ -1,10 +1,11 @@
 "The builder of site and README: what it makes of Markdown and of symbols, and that everything public is documented"
-import importlib.util,inspect
+import importlib.util,inspect,os,re,subprocess,sys
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from fastcore.nbio import read_nb
 
 pytest.importorskip('latex2mathml', reason='needs the docs extra')
 root = Path(__file__).resolve().parent.parent
@@ -42,11 +43,11 @@ def test_names_become_links():
     assert pages.to_dialect('`_norms`', site)=='`_norms`' # private
 
 def test_callouts():
-    quarto = '::: {.callout-warning collapse="true" title="Why?"}\nBecause.\n\n    x = 1\n:::\n'
+    quarto = '::: {.callout-warning}\nBecause.\n\n    x = 1\n:::\n'
     alert  = '> [!WARNING]\n> Because.\n>\n> Really.\n'
-    assert pages.to_dialect(quarto, site).strip()=='??? warning "Why?"\n\n    Because.\n\n        x = 1'
-    assert pages.to_dialect(quarto, github).strip()=='> [!WARNING]\n> **Why?**\n>\n> Because.\n>\n>     x = 1'
-    assert pages.to_dialect(alert, site).strip()=='!!! warning\n\n    Because.\n    \n    Really.'.replace('    \n', '\n')
+    assert pages.to_dialect(quarto, site).strip()=='!!! warning\n\n    Because.\n\n        x = 1'
+    assert pages.to_dialect(quarto, github).strip()=='> [!WARNING]\n> Because.\n>\n>     x = 1'
+    assert pages.to_dialect(alert, site).strip()=='!!! warning\n\n    Because.\n\n    Really.'
     assert pages.to_dialect(alert, github).strip()==alert.strip()
 
 def test_code_is_left_alone():
@@ -55,8 +56,8 @@ def test_code_is_left_alone():
 
 def test_formulas():
     assert pages.to_dialect('$x^2$ costs $5 or $6', github)=='$x^2$ costs $5 or $6'
-    res = pages.to_dialect('$x^2$ costs $5 or $6, $$y$$', site)
-    assert res.count('<math')==2 and 'display="block"' in res and res.startswith('<math') and 'costs $5 or $6' in res
+    res = pages.to_dialect('$x^2$ costs $5 or $6', site)
+    assert res.count('<math')==1 and res.startswith('<math') and 'costs $5 or $6' in res
 
 class Pair(NamedTuple):
     "Two"
@@ -77,22 +78,111 @@ def test_symbols():
         '| `keep` |  | `load` | Another `Pair` |', '| *returns* | `int` |  | Their number |']
 
 def test_outputs():
-    def save(data, kind): return f'{kind} of {len(data)}'
+    def save(data): return f'{len(data)} bytes'
     class Out(dict):
         def __getattr__(self, k): return self[k]
     table = '<style>p{}</style><div>\n  <table border="1" class="dataframe"><tr style="text-align: right;"><td>1</td></tr></table></div>'
     clean = '<div><table><tr><td>1</td></tr></table></div>'
     assert pages.output(Out(output_type='display_data', data={'text/html': table}), github, save)==clean
-    assert pages.output(Out(output_type='display_data', data={'image/png': 'AAAA', 'text/plain': 'Figure'}), site, save)=='png of 3'
+    assert pages.output(Out(output_type='display_data', data={'image/png': 'AAAA', 'text/plain': 'Figure'}), site, save)=='3 bytes'
     assert pages.output(Out(output_type='stream', name='stdout', text='hi\n'), github, save)=='```text\nhi\n```'
     assert pages.output(Out(output_type='stream', name='stderr', text='hi\n'), github, save) is None
 
 def test_navigation():
-    nbs = [Path(o) for o in ('tutorials/b.ipynb', '10_callback.ipynb', '01_loss_scale.ipynb', 'index.ipynb', '00_dtypes.ipynb')]
-    nav = pages.navigation(sorted(nbs))
-    assert nav[0]=='index.md'
-    assert [list(o.values())[0] for o in nav[1:]]==[['dtypes.md', 'loss_scale.md'], ['callback.md'], ['tutorials/b.md']]
-    with pytest.raises(SystemExit, match='somewhere'): pages.navigation([Path('somewhere/x.ipynb')])
+    found = [o for part in pages.sidebar.values() for o in part.split()]
+    nav = pages.navigation(sorted(found))
+    assert [*nav[0].items(), list(nav[-1].items())[0]]==[('Home', 'index.md'), ('Contributing', ['CONTRIBUTING.md', 'CHANGELOG.md'])]
+    assert nav[6]['Loops without fastai'][:2]==['tutorials/your_own_loop.md', 'half.md']
+    with pytest.raises(SystemExit, match='somewhere/x: not in the sidebar. Add it'): pages.navigation([*found, 'somewhere/x'])
+    with pytest.raises(SystemExit, match='03_half: in `sidebar`.* no such file'): pages.navigation([o for o in found if o!='03_half'])
+
+def test_root_files(tmp_path):
+    "Links of a file in the repository's root lead to pages of the site, or else to the repository; so do links to such a file"
+    (tmp_path/'X.md').write_text('# Title\n\n> About\n\n[a](nbs/00_dtypes.ipynb#policy) [b](CHANGELOG.md) [c](tests/conftest.py) [d](https://x.org) `[e](f)`\n')
+    title,desc,md = pages.convert_file(tmp_path/'X.md', site)
+    assert (title,desc)==('Title', 'About')
+    assert md.strip()==f'[a](dtypes.md#policy) [b](CHANGELOG.md) [c]({pages.blob}tests/conftest.py) [d](https://x.org) `[e](f)`'
+    assert deep.link(pages.blob+'CONTRIBUTING.md#layers')=='../CONTRIBUTING.md#layers'
+    assert github.link(pages.blob+'CONTRIBUTING.md')==pages.blob+'CONTRIBUTING.md'
+
+class Talk:
+    "A callback"
+    _methods = ['before_fit']
+    def __repr__(self): return ''
+    def before_fit(self): "An event"
+    def say(self, word, times=2): "Say `word`"
+    def quiet(self): pass
+    @property
+    def log(self):
+        """All that
+
+        was said"""
+    @classmethod
+    def loud(cls): "A loud | one"
+
+def test_members():
+    table = pages.member_table(Talk, 'Talk', {'Talk.log'}, github).splitlines()
+    assert table[2:]==['| `say(word, times)` | Say `word` |', '| [`log`](#talk.log) | All that |', r'| `loud()` | A loud \| one |']
+    assert pages.member_table(Pair, 'Pair', set(), github)==''
+
+# --- What the notebooks need
+
+nbs = {o.relative_to(root/'nbs').with_suffix('').as_posix(): o for o in sorted(pages.nbglob(root/'nbs', as_path=True))}
+def cells(name, kind): return [o.source for o in read_nb(nbs[name]).cells if o.cell_type==kind]
+
+@pytest.mark.parametrize('name', [o for o in nbs if re.match('index|1|tutorials/|howto/', o)])
+def test_colab(name):
+    "What users read can be run in Colab: it installs this package there before anything else runs, and the page has no such cell"
+    assert cells(name, 'code')[0]==f'#| hide\n#| eval: false\n{pages.install}'
+
+# How the blocks of code in README and how-tos that are not cells are run, by page and beginning: a file, and what in it does so; or here
+block = re.compile(r'^```(\w+)\n(.*?)^```', re.M|re.S)
+several,faults = 'tests/test_docs.py: def test_several_gpus(','tests/test_distributed_faults.py: def test_example('
+run_by = {'index': {
+        'learn = vision_learner(dls': 'tests/test_applications.py: def vision_resnet(',
+        'git clone':                  '.ci/run: make test',
+        'pip install mp_callbacks':   ".ci/run: step 'wheel installs'",
+        'torchrun':                   faults},
+    'howto/which_precision': {
+        'python -m mp_callbacks':     ".ci/run: step 'demo runs'"},
+    'howto/accumulation_and_clipping': {
+        'learn.to_bf16(clip=1.)':     'tests/test_composition.py: GradientAccumulation('},
+    'howto/from_other_libraries': {o: 'tests/test_from_other_libraries.py: def diffs(' for o in ('-from', '+from', '-import', ' from')},
+    'howto/keep': {
+        'learn = Learner(dls, model)': "tests/test_policy.py: .to_bf16(keep='head')",
+        'def is_last(name, module)':  'here'},
+    'howto/less_memory': {
+        'from torch.utils.checkpoint': 'tests/test_half.py: checkpoint(self.net, x, use_reentrant=False)'},
+    'howto/several_gpus': {
+        'pip install':                'tests/test_packaging.py: def test_requirements(',
+        'from torch.distributed.fsdp': 'tests/test_distributed.py: fully_shard(',
+        **{o: several for o in ('learn = Learner(', 'class Checkpoint', 'class WaitForAll', 'from accelerate.utils')}}}
+
+@pytest.mark.parametrize('name', [o for o in nbs if re.match('index|howto/', o)])
+def test_blocks_are_run(name):
+    found = [code for md in cells(name, 'markdown') for _,code in block.findall(md)]
+    for code in found:
+        how = [v for k,v in run_by.get(name, {}).items() if code.startswith(k)]
+        assert how, f'Make a cell of this block, or say in `run_by` what runs it:\n{code}'
+        file,_,line = how[0].partition(': ')
+        if file=='here': exec(code, {})
+        else: assert line in (root/file).read_text(encoding='utf-8'), how
+    assert [k for k in run_by.get(name, {}) if not any(o.startswith(k) for o in found)]==[], 'no such block'
+
+@pytest.mark.slow
+def test_several_gpus(tmp_path):
+    "The Python blocks of that page, in order, in one process that has a learner as in the example"
+    pytest.importorskip('accelerate')
+    blocks = [code for md in cells('howto/several_gpus', 'markdown') for lang,code in block.findall(md) if lang=='python']
+    start = """from fastai.vision.all import *
+from distributed import *
+from distributed import get_dls,get_model
+dls,model = get_dls(64),get_model()
+defaults.callbacks.remove(ProgressCallback)
+"""
+    code = start+''.join(o for o in blocks if 'fully_shard' not in o)
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(root/'examples'), str(root)])}
+    subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env=env, check=True, timeout=300)
 
 def public():
     "What the notebooks export: each public function and class, and each method that they add to a class of another library"

@@ -20,6 +20,56 @@ from .dtypes import cast_tree,half_dtypes,map_tree
 from .grads import unique
 from .half import _named_modules,half_precision
 
+# %% ../nbs/06_nonfinite.ipynb #4bf88f33
+class Finding(NamedTuple):
+    "What was not finite first, and what to do. Prints as a text."
+    where:str # 'nothing', 'inputs', 'targets', 'weights', 'forward', 'loss', 'backward' or 'training'
+    text:str # The story, with numbers and a way out
+    module:str='' # Name of the module, where there is one
+    precision:bool=False # Is half precision the cause?
+    keep:tuple=() # More modules to keep in float32
+    def __str__(self): return self.text
+    def __repr__(self): return fill(self.text, 110)
+
+# %% ../nbs/06_nonfinite.ipynb #362aefca
+def find_nonfinite(
+    model:nn.Module, # Model that `compute_loss` calls
+    compute_loss, # Function without arguments that calls `model` on a batch and returns the loss, a float32 scalar
+    half:half_precision=None, # How the model computes; None: in float32
+    inputs=(), # Inputs of the batch
+    targets=(), # Targets of the batch
+    scale:float=1., # Loss scale
+    usual_loss:float=None, # Loss of other batches: if this one's is 100 times as large, training has diverged
+    call:str='half_precision', # What takes `keep`, for the text
+)->Finding: # Prints as a text
+    """What was not finite first in a batch, whether precision is the cause, and what to do
+
+    Runs the batch in half precision and in float32, and more often to find the modules to keep in float32.
+    Parameters, buffers, gradients and random number generators are as before."""
+    ends = torch.finfo(half.dtype).max if half else math.inf
+    end = f"{str(half.dtype).removeprefix('torch.')} ends at {ends:g}" if half else ''
+    def _run(half, scale=1.):
+        with half or nullcontext(): return _trace(model, compute_loss, _count, scale)
+    seen = _run(half, scale)
+    if _finite(seen): return Finding('nothing', f"This batch is finite. Its loss is {seen.loss:.3g}.")
+    full,given = _run(None),_count(inputs)
+    if not _finite(full):
+        if given.bad: return Finding('inputs', f"The inputs of this batch have inf or nan: {given.bad} numbers.")
+        return _find_float32(model, full, _count(targets))
+    if given.largest>ends:
+        text = f"The inputs of this batch have values up to {given.largest:g}, and {end}: normalize them."
+        return Finding('inputs', text, precision=True)
+    if usual_loss is not None and full.loss>100*usual_loss>0:
+        return Finding('training', "Training has diverged: in float32 the loss of this batch is "
+                                   f"{full.loss:.3g}, and it was {usual_loss:.3g} before. Lower the learning rate.")
+    where,text,name = _place(seen, [(c.args,c.out) for c in full.calls], ends)
+    if where=='backward' and scale!=1 and _finite(_run(half)):
+        return Finding(where, f"{text} The loss scale of {scale:g} is too large for this batch: with 1, all "
+                              "gradients are finite. A dynamic scale shrinks by itself.", name, True)
+    keep = _shortest_keep(half, lambda longer: _finite(_run(longer)))
+    text = f"{text} Precision is the cause: {end}, and in float32 all is finite, with a loss of {full.loss:.3g}. "
+    return Finding(where, text+_cure(keep, half, call), name, True, tuple(keep or ()))
+
 # %% ../nbs/06_nonfinite.ipynb #4220c9fc
 def _remember_buffers(modules):
     "The buffers of `modules`, and copies of their numbers"
@@ -164,17 +214,7 @@ def _shortest_keep(half, works):
     keep = _shrink(_inside(''), [])
     return keep if _works(keep, False) else None
 
-# %% ../nbs/06_nonfinite.ipynb #4bf88f33
-class Finding(NamedTuple):
-    "What was not finite first, and what to do. Prints as a text."
-    where:str # 'nothing', 'inputs', 'targets', 'weights', 'forward', 'loss', 'backward' or 'training'
-    text:str # The story, with numbers and a way out
-    module:str='' # Name of the module, where there is one
-    precision:bool=False # Is half precision the cause?
-    keep:tuple=() # More modules to keep in float32
-    def __str__(self): return self.text
-    def __repr__(self): return fill(self.text, 110)
-
+# %% ../nbs/06_nonfinite.ipynb #73a5635f
 def _forward_text(c, normal, ends):
     "Why the results of call `c`, which are `normal` in float32, are not finite"
     own,first = _count([*c.module._parameters.values()]),f"{c} was the first module that returned inf or nan"
@@ -204,45 +244,6 @@ def _cure(keep, half, call):
     them = 'it' if len(keep)==1 else 'these'
     if half.keep: return f"Keep {them} in float32, too, beside keep={half.keep!r}: {names}{more}."
     return f"Keep {them} in float32: {call}(keep={names}){more}."
-
-# %% ../nbs/06_nonfinite.ipynb #362aefca
-def find_nonfinite(
-    model:nn.Module, # Model that `compute_loss` calls
-    compute_loss, # Function without arguments that calls `model` on a batch and returns the loss, a float32 scalar
-    half:half_precision=None, # How the model computes; None: in float32
-    inputs=(), # Inputs of the batch
-    targets=(), # Targets of the batch
-    scale:float=1., # Loss scale
-    usual_loss:float=None, # Loss of other batches: if this one's is 100 times as large, training has diverged
-    call:str='half_precision', # What takes `keep`, for the text
-)->Finding: # Prints as a text
-    """What was not finite first in a batch, whether precision is the cause, and what to do
-
-    Runs the batch in half precision and in float32, and more often to find the modules to keep in float32.
-    Parameters, buffers, gradients and random number generators are as before."""
-    ends = torch.finfo(half.dtype).max if half else math.inf
-    end = f"{str(half.dtype).removeprefix('torch.')} ends at {ends:g}" if half else ''
-    def _run(half, scale=1.):
-        with half or nullcontext(): return _trace(model, compute_loss, _count, scale)
-    seen = _run(half, scale)
-    if _finite(seen): return Finding('nothing', f"This batch is finite. Its loss is {seen.loss:.3g}.")
-    full,given = _run(None),_count(inputs)
-    if not _finite(full):
-        if given.bad: return Finding('inputs', f"The inputs of this batch have inf or nan: {given.bad} numbers.")
-        return _find_float32(model, full, _count(targets))
-    if given.largest>ends:
-        text = f"The inputs of this batch have values up to {given.largest:g}, and {end}: normalize them."
-        return Finding('inputs', text, precision=True)
-    if usual_loss is not None and full.loss>100*usual_loss>0:
-        return Finding('training', "Training has diverged: in float32 the loss of this batch is "
-                                   f"{full.loss:.3g}, and it was {usual_loss:.3g} before. Lower the learning rate.")
-    where,text,name = _place(seen, [(c.args,c.out) for c in full.calls], ends)
-    if where=='backward' and scale!=1 and _finite(_run(half)):
-        return Finding(where, f"{text} The loss scale of {scale:g} is too large for this batch: with 1, all "
-                              "gradients are finite. A dynamic scale shrinks by itself.", name, True)
-    keep = _shortest_keep(half, lambda longer: _finite(_run(longer)))
-    text = f"{text} Precision is the cause: {end}, and in float32 all is finite, with a loss of {full.loss:.3g}. "
-    return Finding(where, text+_cure(keep, half, call), name, True, tuple(keep or ()))
 
 def _find_float32(model, full, targets):
     "The `Finding` for a batch that isn't finite in float32"

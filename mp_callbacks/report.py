@@ -19,57 +19,7 @@ from .dtypes import map_tree
 from .half import half_precision
 from .nonfinite import _keeping,_shortest_keep,_trace
 
-# %% ../nbs/07_report.ipynb #cb9aeda8
-_low,_high = -160,130 # beyond all exponents of float32
-
-def _exponents(ts):
-    "How many numbers in `ts` have which exponent, as `torch.frexp` has it: from 2^(e-1) up to 2^e; zeros don't count"
-    res = torch.zeros(_high-_low, dtype=torch.long)
-    for t in ts:
-        res += torch.bincount(torch.frexp(t.float()).exponent.flatten()-_low, minlength=len(res)).cpu()
-        res[-_low] -= (t==0).sum().cpu() # their exponent is 0
-    return res
-
-def _lost(counts, dtype, scale):
-    "Share of the numbers that `counts` counts that, multiplied by `scale`, are rounded to zero in `dtype`"
-    smallest = torch.finfo(dtype).smallest_normal*torch.finfo(dtype).eps/2 # half of the smallest number
-    n = max(0, round(math.log2(smallest/scale))+1-_low)
-    return (counts[:n].sum()/counts.sum()).item() # nan if there are none
-
-def _error(xs, ys, scale=1.):
-    "Squared norms: of the difference between `xs`/`scale` and `ys`, and of `ys`"
-    def _square(ts): return sum([torch.linalg.vector_norm(t, dtype=torch.float64).item()**2 for t in ts])
-    return np.array([_square([x/scale-y for x,y in zip(xs,ys)]),_square(ys)])
-
-def _relative(error): return math.sqrt(error[0]/error[1]) if error[1] else 0.
-
-# %% ../nbs/07_report.ipynb #f29edd86
-def _lost_updates(opt, grads, dtype):
-    "Numbers of each parameter that the next step of `opt` changes, and how many of these wouldn't change in `dtype`"
-    copies,res = {},{}
-    after = copy.deepcopy(opt, copies)
-    grads = [(p,g) for p,g in grads if id(p) in copies] # `opt` may have only some of them
-    for p,g in grads: copies[id(p)].grad = g.clone()
-    after.step()
-    for p,_ in grads:
-        new,half = copies[id(p)].detach(),p.detach().to(dtype)
-        moved = new!=p.detach()
-        stays = (half.float()+(new-p.detach())).to(dtype)==half
-        res[id(p)] = np.array([(moved & stays).sum().item(),moved.sum().item()])
-    return res
-
 # %% ../nbs/07_report.ipynb #cebcbfb2
-class _ModuleNumbers:
-    "What was seen of one module"
-    def __init__(self, kind):
-        self.kind,self.largest = kind,0. # class; largest absolute value of its results
-        self.out_error,self.grad_error = np.zeros(2),np.zeros(2) # squared norms: of the difference, of float32's
-        self.acts,self.weights = _exponents([]),_exponents([]) # exponents of the gradients of its results and weights
-        self.updates = np.zeros(2) # lost, and all
-
-    @property
-    def gradients(self): return self.acts+self.weights
-
 class PrecisionReport:
     "What half precision does to each module of a model. Shows as a table; `str` has it in sentences"
     def __init__(self,
@@ -134,6 +84,91 @@ class PrecisionReport:
         return ax
 
 # %% ../nbs/07_report.ipynb #f00aeaa2
+def measure_precision(
+    report:PrecisionReport, # What is seen is added to it
+    model:nn.Module, # Model that `compute_loss` calls
+    compute_loss, # Function without arguments that calls `model` on a batch and returns the loss, a float32 scalar
+    half:half_precision, # How the model computes
+    opt=None, # Optimizer of PyTorch or fastai, for the lost updates
+):
+    """Add to `report` what half precision does in one batch
+
+    Keeps the results and gradients of all modules in memory, in half precision and in float32. If the error is larger
+    than the tolerance, looks for modules to keep. Parameters, buffers, gradients and random number generators are as
+    before. Raises `ValueError` if the batch is not finite in float32."""
+    def _run(half, scale):
+        with half or nullcontext(): return _trace(model, compute_loss, _tensors, scale, with_args=False)
+    def _works(half):
+        seen = _run(half, best)
+        return _off(seen, full, _grad_errors(seen, full, best))<=report.tolerance
+    full,seen = _run(None, 1.),_run(half, report.scale)
+    grad_errors = _grad_errors(seen, full, report.scale)
+    if not full.grads or not all([math.isfinite(norm) for _,norm in grad_errors.values()]):
+        raise ValueError(f"In float32 this batch has a loss of {full.loss:g} and gradients that are not finite, so "
+                         "half precision is not the cause. Ask find_nonfinite() what is.")
+    grads = [(p,full.grads[id(p)][0]) for p in model.parameters() if id(p) in full.grads]
+    first = opt is not None and not report.modules # updates are those of the first batch
+    _add_batch(report, seen, full, grad_errors, _lost_updates(opt, grads, half.dtype) if first else {})
+    error,best = _off(seen, full, grad_errors),report.best_scale
+    report.error = max(report.error, error)
+    if error<=report.tolerance or report.keep is None: return
+    longer = _keeping(half, report.keep)
+    if _works(longer): return
+    more = _shortest_keep(longer, _works)
+    report.keep = None if more is None else report.keep+more
+
+# %% ../nbs/07_report.ipynb #cb9aeda8
+_low,_high = -160,130 # beyond all exponents of float32
+
+def _exponents(ts):
+    "How many numbers in `ts` have which exponent, as `torch.frexp` has it: from 2^(e-1) up to 2^e; zeros don't count"
+    res = torch.zeros(_high-_low, dtype=torch.long)
+    for t in ts:
+        res += torch.bincount(torch.frexp(t.float()).exponent.flatten()-_low, minlength=len(res)).cpu()
+        res[-_low] -= (t==0).sum().cpu() # their exponent is 0
+    return res
+
+def _lost(counts, dtype, scale):
+    "Share of the numbers that `counts` counts that, multiplied by `scale`, are rounded to zero in `dtype`"
+    smallest = torch.finfo(dtype).smallest_normal*torch.finfo(dtype).eps/2 # half of the smallest number
+    n = max(0, round(math.log2(smallest/scale))+1-_low)
+    return (counts[:n].sum()/counts.sum()).item() # nan if there are none
+
+def _error(xs, ys, scale=1.):
+    "Squared norms: of the difference between `xs`/`scale` and `ys`, and of `ys`"
+    def _square(ts): return sum([torch.linalg.vector_norm(t, dtype=torch.float64).item()**2 for t in ts])
+    return np.array([_square([x/scale-y for x,y in zip(xs,ys)]),_square(ys)])
+
+def _relative(error): return math.sqrt(error[0]/error[1]) if error[1] else 0.
+
+# %% ../nbs/07_report.ipynb #f29edd86
+def _lost_updates(opt, grads, dtype):
+    "Numbers of each parameter that the next step of `opt` changes, and how many of these wouldn't change in `dtype`"
+    copies,res = {},{}
+    after = copy.deepcopy(opt, copies)
+    grads = [(p,g) for p,g in grads if id(p) in copies] # `opt` may have only some of them
+    for p,g in grads: copies[id(p)].grad = g.clone()
+    after.step()
+    for p,_ in grads:
+        new,half = copies[id(p)].detach(),p.detach().to(dtype)
+        moved = new!=p.detach()
+        stays = (half.float()+(new-p.detach())).to(dtype)==half
+        res[id(p)] = np.array([(moved & stays).sum().item(),moved.sum().item()])
+    return res
+
+# %% ../nbs/07_report.ipynb #c7e259b9
+class _ModuleNumbers:
+    "What was seen of one module"
+    def __init__(self, kind):
+        self.kind,self.largest = kind,0. # class; largest absolute value of its results
+        self.out_error,self.grad_error = np.zeros(2),np.zeros(2) # squared norms: of the difference, of float32's
+        self.acts,self.weights = _exponents([]),_exponents([]) # exponents of the gradients of its results and weights
+        self.updates = np.zeros(2) # lost, and all
+
+    @property
+    def gradients(self): return self.acts+self.weights
+
+# %% ../nbs/07_report.ipynb #e1e18b52
 def _tensors(tree):
     "Copies of the floating tensors in `tree`"
     res = []
@@ -171,36 +206,3 @@ def _add_batch(report, seen, full, grad_errors, updates):
             report.modules[n].weights += _exponents(full.grads[k])
             report.modules[n].updates += updates.get(k, 0)
     for n,o in grad_errors.items(): report.modules[n].grad_error += o
-
-def measure_precision(
-    report:PrecisionReport, # What is seen is added to it
-    model:nn.Module, # Model that `compute_loss` calls
-    compute_loss, # Function without arguments that calls `model` on a batch and returns the loss, a float32 scalar
-    half:half_precision, # How the model computes
-    opt=None, # Optimizer of PyTorch or fastai, for the lost updates
-):
-    """Add to `report` what half precision does in one batch
-
-    Keeps the results and gradients of all modules in memory, in half precision and in float32. If the error is larger
-    than the tolerance, looks for modules to keep. Parameters, buffers, gradients and random number generators are as
-    before. Raises `ValueError` if the batch is not finite in float32."""
-    def _run(half, scale):
-        with half or nullcontext(): return _trace(model, compute_loss, _tensors, scale, with_args=False)
-    def _works(half):
-        seen = _run(half, best)
-        return _off(seen, full, _grad_errors(seen, full, best))<=report.tolerance
-    full,seen = _run(None, 1.),_run(half, report.scale)
-    grad_errors = _grad_errors(seen, full, report.scale)
-    if not full.grads or not all([math.isfinite(norm) for _,norm in grad_errors.values()]):
-        raise ValueError(f"In float32 this batch has a loss of {full.loss:g} and gradients that are not finite, so "
-                         "half precision is not the cause. Ask find_nonfinite() what is.")
-    grads = [(p,full.grads[id(p)][0]) for p in model.parameters() if id(p) in full.grads]
-    first = opt is not None and not report.modules # updates are those of the first batch
-    _add_batch(report, seen, full, grad_errors, _lost_updates(opt, grads, half.dtype) if first else {})
-    error,best = _off(seen, full, grad_errors),report.best_scale
-    report.error = max(report.error, error)
-    if error<=report.tolerance or report.keep is None: return
-    longer = _keeping(half, report.keep)
-    if _works(longer): return
-    more = _shortest_keep(longer, _works)
-    report.keep = None if more is None else report.keep+more

@@ -1,4 +1,4 @@
-"""`find_nonfinite`, `precision_report` and `precision_plan` for learners
+"""Why is the loss nan, what does half precision do to the model, how much memory does training take?
 
 Docs: https://example.github.io/mp_callbacks/doctor.html.md"""
 
@@ -23,66 +23,6 @@ from .nonfinite import Finding,_unchanged
 from .report import PrecisionReport,measure_precision
 from .plan import MemoryPlan,precision_plan as plan_memory
 from .callback import PrecisionCallback,_compute_loss,_find_in_batch,_first_loss,_unwrapped
-
-# %% ../nbs/12_doctor.ipynb #aa30d200
-class _Look(Callback):
-    "Call `look` in the batches of a fit, instead of a backward pass, up to `n` times or until it returns true"
-    order,name = 1000,'lr_finder' # fastai's trackers and most loggers are silent while it is there
-    def __init__(self, look, batches=None, n=None):
-        self.look,self.batches,self.n,self.seen = look,batches,n,0
-
-    def before_fit(self):
-        # a model that is wrapped for each fit, as by `distrib_ctx`; for others there is `no_sync` around it
-        if isinstance(self.model, DistributedDataParallel): self.model.require_backward_grad_sync = False
-
-    def before_train(self):
-        if self.batches is not None: self.learn.dl = self.batches
-
-    def before_backward(self):
-        self.seen += 1
-        if self.look() or self.seen==self.n: raise CancelFitException
-        raise CancelBatchException
-
-    def after_train(self): raise CancelFitException # before metrics are reset for a validation
-
-@contextmanager
-def _undisturbed(learn):
-    "Put the learner, its callbacks, its model and the random number generators back at the end"
-    dl,opt,rngs = learn.dls.train,learn.opt,get_random_states()
-    while hasattr(opt, 'opt'): opt = opt.opt
-    groups = opt.param_groups if isinstance(opt, torch.optim.Optimizer) else getattr(opt, 'hypers', ())
-    lists = [o for o in (learn.cbs,getattr(getattr(dl, 'items', None), 'idxs', None)) if isinstance(o, L)]
-    metrics = [o for cb in learn.cbs for o in vars(cb).values() if isinstance(o, Metric)]
-    owners = [o for o in (learn,dl,*lists,*learn.cbs,*learn.metrics,*metrics) if hasattr(o, '__dict__')]
-    before = [(d,dict(d)) for d in (*map(vars, owners),*groups)]
-    # callbacks, and the order of a language model's texts, change in place: `no_bar`, and shuffling
-    for o in lists: o.items = [*o.items]
-    if 'rng' in getattr(dl, '__dict__', ()): dl.rng = copy.copy(dl.rng)
-    if learn.opt is None: learn.create_opt()
-    try:
-        with _unchanged(learn.model, [p for ps in learn.opt.param_lists for p in ps], before): yield
-    finally: set_random_states(**rngs)
-
-def _look_at(learn, look, batch=None, n=None):
-    """Call `look` with `learn` in the middle of `batch`, or of each batch, and return how many there were
-
-    Predictions and loss are there, and gradients are not. Stops after `n` batches, or if `look` returns true."""
-    if batch is not None and not isinstance(batch, (list,tuple)):
-        raise TypeError(f"batch is a {type(batch).__name__}, and must be a tuple of inputs and targets. Pass one as "
-                        "dls.one_batch() returns it.")
-    if hasattr(learn, 'lr_finder') or any(getattr(cb, '_in_batch', False) for cb in learn.cbs):
-        raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
-    cb = _Look(look, None if batch is None else [batch], n)
-    # a backward pass inside the batch would mix in the gradients of other processes
-    alone = getattr(learn.model, 'no_sync', nullcontext)()
-    with _undisturbed(learn), alone, learn.no_bar(), learn.no_logging():
-        learn.gather_preds = cb # and `CSVLogger` while this is
-        learn.fit(1, cbs=cb)
-    if not cb.seen: raise ValueError("There was no batch with targets. Use a DataLoaders whose dls.train has some, or "
-                                     "pass a batch as it comes from there.")
-    return cb.seen
-
-def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
 
 # %% ../nbs/12_doctor.ipynb #111f0db8
 def find_nonfinite(
@@ -146,3 +86,63 @@ def precision_plan(
         return True
     _look_at(learn, _look, batch)
     return plans[0]
+
+# %% ../nbs/12_doctor.ipynb #aa30d200
+class _Look(Callback):
+    "Call `look` in the batches of a fit, instead of a backward pass, up to `n` times or until it returns true"
+    order,name = 1000,'lr_finder' # fastai's trackers and most loggers are silent while it is there
+    def __init__(self, look, batches=None, n=None):
+        self.look,self.batches,self.n,self.seen = look,batches,n,0
+
+    def before_fit(self):
+        # a model that is wrapped for each fit, as by `distrib_ctx`; for others there is `no_sync` around it
+        if isinstance(self.model, DistributedDataParallel): self.model.require_backward_grad_sync = False
+
+    def before_train(self):
+        if self.batches is not None: self.learn.dl = self.batches
+
+    def before_backward(self):
+        self.seen += 1
+        if self.look() or self.seen==self.n: raise CancelFitException
+        raise CancelBatchException
+
+    def after_train(self): raise CancelFitException # before metrics are reset for a validation
+
+@contextmanager
+def _undisturbed(learn):
+    "Put the learner, its callbacks, its model and the random number generators back at the end"
+    dl,opt,rngs = learn.dls.train,learn.opt,get_random_states()
+    while hasattr(opt, 'opt'): opt = opt.opt
+    groups = opt.param_groups if isinstance(opt, torch.optim.Optimizer) else getattr(opt, 'hypers', ())
+    lists = [o for o in (learn.cbs,getattr(getattr(dl, 'items', None), 'idxs', None)) if isinstance(o, L)]
+    metrics = [o for cb in learn.cbs for o in vars(cb).values() if isinstance(o, Metric)]
+    owners = [o for o in (learn,dl,*lists,*learn.cbs,*learn.metrics,*metrics) if hasattr(o, '__dict__')]
+    before = [(d,dict(d)) for d in (*map(vars, owners),*groups)]
+    # callbacks, and the order of a language model's texts, change in place: `no_bar`, and shuffling
+    for o in lists: o.items = [*o.items]
+    if 'rng' in getattr(dl, '__dict__', ()): dl.rng = copy.copy(dl.rng)
+    if learn.opt is None: learn.create_opt()
+    try:
+        with _unchanged(learn.model, [p for ps in learn.opt.param_lists for p in ps], before): yield
+    finally: set_random_states(**rngs)
+
+def _look_at(learn, look, batch=None, n=None):
+    """Call `look` with `learn` in the middle of `batch`, or of each batch, and return how many there were
+
+    Predictions and loss are there, and gradients are not. Stops after `n` batches, or if `look` returns true."""
+    if batch is not None and not isinstance(batch, (list,tuple)):
+        raise TypeError(f"batch is a {type(batch).__name__}, and must be a tuple of inputs and targets. Pass one as "
+                        "dls.one_batch() returns it.")
+    if hasattr(learn, 'lr_finder') or any(getattr(cb, '_in_batch', False) for cb in learn.cbs):
+        raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
+    cb = _Look(look, None if batch is None else [batch], n)
+    # a backward pass inside the batch would mix in the gradients of other processes
+    alone = getattr(learn.model, 'no_sync', nullcontext)()
+    with _undisturbed(learn), alone, learn.no_bar(), learn.no_logging():
+        learn.gather_preds = cb # and `CSVLogger` while this is
+        learn.fit(1, cbs=cb)
+    if not cb.seen: raise ValueError("There was no batch with targets. Use a DataLoaders whose dls.train has some, or "
+                                     "pass a batch as it comes from there.")
+    return cb.seen
+
+def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)

@@ -1,4 +1,4 @@
-"""One call trains a fastai `Learner` in mixed precision
+"""Train a fastai `Learner` in mixed precision with one call
 
 Docs: https://example.github.io/mp_callbacks/learner.html.md"""
 
@@ -24,33 +24,24 @@ from .recorder import PrecisionRecorder
 from .doctor import find_nonfinite,precision_plan,precision_report
 import fastai.callback.channelslast # adds `to_contiguous`; after `callback`, which sees to the progress bar
 
-# %% ../nbs/13_learner.ipynb #4357455d
-def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
+# %% ../nbs/13_learner.ipynb #b17aa64d
+@patch
+def to_bf16(self:Learner,
+    flat_master:bool=False, # Step on one flat tensor per parameter group? See [flat](05_flat.ipynb).
+    clip:float=None, # Maximum global gradient norm
+    *,
+    max_skips:int=250, # Stop with an error after this many skipped steps in a row
+    keep=(), # Modules to keep in float32, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
+    **kwargs
+)->Learner: # The same learner
+    """Train in bfloat16 with half-precision copies of float32 weights
 
-def _remove_precision(learn):
-    old = [cb for cb in learn.cbs if is_precision(cb)]
-    if any(getattr(cb, '_in_batch', False) for cb in old):
-        raise RuntimeError("The precision can't change in the middle of a batch. Call to_fp32() and the others between "
-                           "batches, or from after_epoch.")
-    for cb in old:
-        if isinstance(cb, PrecisionCallback): cb.drop_overflow() # another precision would step on it
-    learn.remove_cbs(old)
-    if old: vars(learn).pop('scaler', None)
-
-def _forget_scale(learn):
-    if learn.opt is not None: clear_state(learn.opt)
-
-def _set_precision(learn, half, cbs):
-    device,old,new = fit_device(learn),_precision(learn),cbs[-1]
-    check_device(device, half.dtype)
-    if half.dtype==torch.float16 and device.type=='cpu':
-        warn("float16 on a CPU works, but slowly, and convolutions take many times as long as in float32. "
-             "Use to_bf16() or to_native_bf16().")
-    _remove_precision(learn)
-    if old is not None and not old.same_settings(new): _forget_scale(learn)
-    learn.add_cbs(cbs)
-    if not hasattr(learn, 'precision_recorder'): learn.add_cb(PrecisionRecorder())
-    return learn
+    Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
+    `RuntimeError` in the middle of a batch; then nothing has changed."""
+    refuse_unknown(kwargs, 'to_bf16')
+    checked = MixedPrecision(1, flat_master, dynamic=False, clip=clip, max_skips=max_skips)
+    half = half_precision(self.model, torch.bfloat16, keep)
+    return _set_precision(self, half, [ModelToHalf(torch.bfloat16, keep),checked])
 
 # %% ../nbs/13_learner.ipynb #752affb0
 @patch
@@ -80,24 +71,22 @@ def to_fp16(self:Learner,
     half = half_precision(self.model, torch.float16, keep)
     return _set_precision(self, half, [ModelToHalf(torch.float16, keep),scaled])
 
-# %% ../nbs/13_learner.ipynb #b17aa64d
+# %% ../nbs/13_learner.ipynb #27fa3051
 @patch
-def to_bf16(self:Learner,
-    flat_master:bool=False, # Step on one flat tensor per parameter group? See [flat](05_flat.ipynb).
-    clip:float=None, # Maximum global gradient norm
+def to_native_bf16(self:Learner,
     *,
+    clip:float=None, # Maximum global gradient norm
+    keep=(), # Modules to leave outside autocast, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
     max_skips:int=250, # Stop with an error after this many skipped steps in a row
-    keep=(), # Modules to keep in float32, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
     **kwargs
 )->Learner: # The same learner
-    """Train in bfloat16 with half-precision copies of float32 weights
+    """Train with autocast to bfloat16
 
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
-    refuse_unknown(kwargs, 'to_bf16')
-    checked = MixedPrecision(1, flat_master, dynamic=False, clip=clip, max_skips=max_skips)
-    half = half_precision(self.model, torch.bfloat16, keep)
-    return _set_precision(self, half, [ModelToHalf(torch.bfloat16, keep),checked])
+    refuse_unknown(kwargs, 'to_native_bf16')
+    checked = NativeMixedPrecision(dtype=torch.bfloat16, clip=clip, keep=keep, max_skips=max_skips)
+    return _set_precision(self, half_precision(self.model, torch.bfloat16, keep, copies=False), [checked])
 
 # %% ../nbs/13_learner.ipynb #2438314f
 @patch
@@ -125,23 +114,6 @@ def to_native_fp16(self:Learner,
                                   max_skips=max_skips)
     return _set_precision(self, half_precision(self.model, torch.float16, keep, copies=False), [scaled])
 
-# %% ../nbs/13_learner.ipynb #27fa3051
-@patch
-def to_native_bf16(self:Learner,
-    *,
-    clip:float=None, # Maximum global gradient norm
-    keep=(), # Modules to leave outside autocast, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
-    max_skips:int=250, # Stop with an error after this many skipped steps in a row
-    **kwargs
-)->Learner: # The same learner
-    """Train with autocast to bfloat16
-
-    Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
-    `RuntimeError` in the middle of a batch; then nothing has changed."""
-    refuse_unknown(kwargs, 'to_native_bf16')
-    checked = NativeMixedPrecision(dtype=torch.bfloat16, clip=clip, keep=keep, max_skips=max_skips)
-    return _set_precision(self, half_precision(self.model, torch.bfloat16, keep, copies=False), [checked])
-
 # %% ../nbs/13_learner.ipynb #b7c7f369
 @patch
 def to_fp32(self:Learner)->Learner: # The same learner
@@ -155,6 +127,34 @@ def to_fp32(self:Learner)->Learner: # The same learner
 # fastai's other names for these
 Learner.to_native_fp32 = Learner.to_non_native_fp32 = Learner.to_fp32
 Learner.to_non_native_fp16 = Learner.to_fp16
+
+# %% ../nbs/13_learner.ipynb #4357455d
+def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
+
+def _remove_precision(learn):
+    old = [cb for cb in learn.cbs if is_precision(cb)]
+    if any(getattr(cb, '_in_batch', False) for cb in old):
+        raise RuntimeError("The precision can't change in the middle of a batch. Call to_fp32() and the others between "
+                           "batches, or from after_epoch.")
+    for cb in old:
+        if isinstance(cb, PrecisionCallback): cb.drop_overflow() # another precision would step on it
+    learn.remove_cbs(old)
+    if old: vars(learn).pop('scaler', None)
+
+def _forget_scale(learn):
+    if learn.opt is not None: clear_state(learn.opt)
+
+def _set_precision(learn, half, cbs):
+    device,old,new = fit_device(learn),_precision(learn),cbs[-1]
+    check_device(device, half.dtype)
+    if half.dtype==torch.float16 and device.type=='cpu':
+        warn("float16 on a CPU works, but slowly, and convolutions take many times as long as in float32. "
+             "Use to_bf16() or to_native_bf16().")
+    _remove_precision(learn)
+    if old is not None and not old.same_settings(new): _forget_scale(learn)
+    learn.add_cbs(cbs)
+    if not hasattr(learn, 'precision_recorder'): learn.add_cb(PrecisionRecorder())
+    return learn
 
 # %% ../nbs/13_learner.ipynb #a0ba863c
 Learner.find_nonfinite,Learner.precision_plan,Learner.precision_report = find_nonfinite,precision_plan,precision_report

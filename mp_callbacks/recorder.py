@@ -1,4 +1,4 @@
-"""Loss, gradient norm, loss scale and outcome of every step
+"""Loss, gradient norm, loss scale and outcome of every training step
 
 Docs: https://example.github.io/mp_callbacks/recorder.html.md"""
 

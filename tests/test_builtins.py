@@ -1,4 +1,4 @@
-"""The table *ours against fastai's* of the README: each row is a function here, named as the row, that returns what a user sees
+"""The tables of *ours against fastai's*: each row is a function here, named as the row, that returns what a user sees
 
 It runs with each of our calls in this process and with each of fastai's in another, which never imports mp_callbacks: this file, run as a script.
 fastai's callbacks are as they are, but for the device: where they ask for 'cuda' they get the CPU. In the row `cpu` they don't."""
@@ -323,8 +323,17 @@ if __name__=='__main__':
 # --- The tests
 
 pytestmark = pytest.mark.filterwarnings('ignore')
-table = next(o for c in json.loads((Path(__file__).resolve().parent.parent/'nbs/index.ipynb').read_text(encoding='utf-8'))['cells'] if '| fastai ' in (o := ''.join(c['source'])))
-version = re.search(r'\| fastai ([\d.]+)', table)[1]
+nbs = Path(__file__).resolve().parent.parent/'nbs'
+
+def tables(nb):
+    "For each table with a column for fastai in the notebook at `nb`: fastai's version, and the titles of the rows"
+    cells = json.loads(nb.read_text(encoding='utf-8'))['cells']
+    text = '\n'.join(''.join(c['source']) for c in cells if c['cell_type']=='markdown')
+    found = re.findall(r'^\| \| fastai ([\d.]+) \|.*\n\|-.*\n((?:\|.*\n?)+)', text, re.M)
+    return [(version, re.findall(r'^\| ([^|]+) \|', body, re.M)) for version,body in found]
+
+compared = tables(nbs/'explanations/comparison.ipynb')
+version = compared[0][0]
 
 @pytest.fixture(scope='module', autouse=True)
 def one_thread():
@@ -352,8 +361,14 @@ def test_fastai(name, to, request):
     fastai_saw = request.getfixturevalue('fastai_saw') # asked for here, so that it isn't made for skipped tests
     assert fastai_saw[f'{name}-{to}']=={**rows[name].sees, **rows[name].fastai.get(to, {})}
 
-def test_table():
-    "It has these rows and no others"
-    def slug(s): return re.sub(r'\W+', '_', s.lower()).strip('_')
-    titles = [o.split('|')[1] for o in table.splitlines() if o.startswith('| ')]
-    assert [slug(o) for o in titles if slug(o)]==[*rows]
+def slug(s): return re.sub(r'\W+', '_', s.lower()).strip('_')
+
+def test_tables():
+    "They have these rows, each once, and are about one version"
+    titles = [slug(o) for _,names in compared for o in names]
+    assert sorted(titles)==sorted(rows)
+    assert {v for v,_ in compared}=={version}
+
+def test_table_of_the_home_page():
+    "Its rows are among these, and about the same version"
+    for v,titles in tables(nbs/'index.ipynb'): assert v==version and {*map(slug, titles)}<={*rows}

@@ -99,7 +99,7 @@ def to_dialect(s, d, names=()):
     "Markdown `s` in dialect `d`: callouts, formulas, links; and a link where back-ticks have a documented name that is not in `names`"
     lookup = NbdevLookup()
     lookup.syms = {k: v for k,v in documented().items() if k not in names}
-    s = lookup.linkify(s) or ''
+    s = re.sub(r'\[([^][]*)\[(`[^`]*`)\]\([^)]*\)([^][]*)\]\(', r'[\1\2\3](', lookup.linkify(s) or '') # no link in a link
     s = _callout.sub(lambda m: d.callout(m[1], m[2].strip()), s)
     s = _alert.sub(lambda m: d.callout(m[1].lower(), re.sub('(?m)^> ?', '', m[2]).strip())+'\n', s)
     s = _link.sub(lambda m: m[0] if m['code'] else f']({d.link(m["url"])}', s)
@@ -185,7 +185,8 @@ def symbol_md(name, ns, shown, d):
     (func,line),lookup = subject(name, ns),NbdevLookup()
     # Links to methods without a heading lead to their class
     anchors = [name, *(o for o in lookup.syms if o.startswith(f'{name}.') and '._' not in o and o not in shown)]
-    source = f'{lookup[name][2]}#L{line}' if isinstance(lookup[name], tuple) else None
+    file = f'{cfg.lib_path.name}/{Path(inspect.getsourcefile(func)).name}' # not the lookup's, where two modules may have the name
+    source = f'{cfg.git_url}/blob/{cfg.branch}/{file}#L{line}' if isinstance(lookup[name], tuple) else None
     res = [d.symbol(name, [o.lower() for o in anchors], source)]
     if not callable(func): return '\n\n'.join([*res, to_dialect(docstring(func), d)])
     res += [f'```python\n{signature(func, name)}\n```', to_dialect(docstring(func), d, [o.name for o in parameters(func)]), param_table(func, d)]

@@ -452,7 +452,7 @@ def after_batch(self:PrecisionCallback):
     smooth = getattr(getattr(self.learn, 'recorder', None), 'smooth_loss', None)
     if not self.learn.training or not len(self.learn.yb) or not hasattr(smooth, 'count'): return
     skipped,loss = self._stats is not None and not self._stats.finite,self.learn.loss
-    known = smooth.value.item() if smooth.count else 0. # fastai keeps it on the CPU
+    known = smooth.value.item() if smooth.count else 0. if skipped else torch.nan # fastai keeps it on the CPU
     self.learn.loss = torch.full_like(loss, known) if skipped else loss.nan_to_num(known, known, known)
     if skipped and not smooth.count: smooth.count = -1 # fastai adds a zero and 1, and there is still no average
 
@@ -507,9 +507,9 @@ def _report_skips(self:PrecisionCallback):
     if n<self.max_skips and n!=self.warn_skips: return
     first = self._steps-n
     story = (f"{n} steps in a row were skipped, since step {first}, because gradients were not finite. {self._cause()} "
-             f"The loss scale is {self._scaling.loss_scale:g}, and the weights have not changed since step {first}.")
+             f"The loss scale is {self._scaling.loss_scale:.9g}, and the weights have not changed since step {first}.")
     if n<self.max_skips: return warn(f"{story} After {self.max_skips} training will stop.")
-    self._skips = 0
+    self._set_state(self._initial, self._steps, 0) # the next fit looks for its scale anew
     self._save_state()
     raise FloatingPointError(story)
 
@@ -528,9 +528,9 @@ def refuse_unknown(
     for k in kwargs:
         msg = f"{name}() got an unexpected keyword argument {k!r}."
         if k=='amp_mode': msg += " fastai's amp_mode is a call here: learn.to_native_fp16() or learn.to_native_bf16()."
+        elif k in signature(MixedPrecision).parameters: msg += f" With half-precision copies: learn.to_fp16({k}=…)."
         elif k in signature(NativeMixedPrecision).parameters:
             msg += f" Autocast with a GradScaler, as in fastai, is learn.to_native_fp16({k}=…)."
-        elif k in signature(MixedPrecision).parameters: msg += f" With half-precision copies: learn.to_fp16({k}=…)."
         raise TypeError(msg)
 
 def _check_bools(**kwargs):

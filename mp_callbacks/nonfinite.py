@@ -64,7 +64,7 @@ def find_nonfinite(
                                    f"{full.loss:.3g}, and it was {usual_loss:.3g} before. Lower the learning rate.")
     where,text,name = _place(seen, [(c.args,c.out) for c in full.calls], ends)
     if where=='backward' and scale!=1 and _finite(_run(half)):
-        return Finding(where, f"{text} The loss scale of {scale:g} is too large for this batch: with 1, all "
+        return Finding(where, f"{text} The loss scale of {scale:.9g} is too large for this batch: with 1, all "
                               "gradients are finite. A dynamic scale shrinks by itself.", name, True)
     keep = _shortest_keep(half, lambda longer: _finite(_run(longer)))
     text = f"{text} Precision is the cause: {end}, and in float32 all is finite, with a loss of {full.loss:.3g}. "

@@ -74,11 +74,11 @@ def plot(self:PrecisionRecorder,
     panels = dict(loss='training loss', norm='gradient norm', scale='loss scale')
     if (log.scale==1).all(): del panels['scale']
     if axs is None: _,axs = plt.subplots(len(panels), 1, sharex=True, figsize=(6,1.7*len(panels)), layout='constrained')
-    skips = log.index[log.skipped]
+    skips,o = log.index[log.skipped],log.norm[log.finite]
     for ax,(name,label) in zip(axs, panels.items()):
         ax.plot(log[name], '.-', lw=1, ms=3, drawstyle='steps-post' if name=='scale' else 'default')
         ax.vlines(skips, 0, 1, 'tab:red', lw=1, transform=ax.get_xaxis_transform(), label=f'skipped: {len(skips)}')
-        if name!='loss' and (log[name]>0).any(): ax.set_yscale('log', base=2 if name=='scale' else 10)
+        if name=='scale' or name=='norm' and o.max()>10*o.min(): ax.set_yscale('log', base=2 if name=='scale' else 10)
         ax.set_ylabel(label)
     ax.set_xlabel('step')
     if len(skips): axs[0].legend()
@@ -99,7 +99,7 @@ def summary(self:PrecisionRecorder)->str: # One sentence a line
                    f"The longest run of them starts at step {longest[0]} and has length {len(longest)}.")
     culprits = log.culprit[~log.finite].value_counts()
     for name,n in culprits[:1].items():
-        res.append(f"Of gradients that weren't finite, the last was mostly that of {name} ({n} of {culprits.sum()}).")
+        res.append(f"The first gradient that wasn't finite was mostly that of {name} ({n} of {culprits.sum()}).")
     if scale.nunique()==1: res.append(f"The loss scale was always {scale[0]:.9g}.")
     else: res.append(f"The loss scale went from {scale[0]:.9g} to {scale.iloc[-1]:.9g} (smallest {scale.min():.9g}, "
                      f"largest {scale.max():.9g}, growths: {(scale.diff()>0).sum()}).")

@@ -79,7 +79,7 @@ class PrecisionReport:
             for x in ends-math.log2(scale): ax.axvline(x, color='tab:red', ls=style)
             ax.plot([], [], color='tab:red', ls=style, label=f'range at loss scale 2^{math.log2(scale):.3g}')
         ax.set(xlabel='power of two of a gradient', yticks=range(len(counts)), yticklabels=[*self.modules])
-        if len(seen): ax.set_xlim(seen[0]-3, max(seen[-1], ends[1]-math.log2(self.scale))+3)
+        if len(seen): ax.set_xlim(seen[0]-3.5, max(seen[-1], ends[1]-math.log2(self.scale))+3)
         ax.legend(loc='lower center', bbox_to_anchor=(.5,1), ncols=2, frameon=False)
         return ax
 
@@ -118,14 +118,15 @@ def measure_precision(
     report.keep = None if more is None else report.keep+more
 
 # %% ../nbs/07_report.ipynb #cb9aeda8
-_low,_high = -160,130 # beyond all exponents of float32
+_low,_high = -126,130 # exponents of float32
 
 def _exponents(ts):
-    "How many numbers in `ts` have which exponent, as `torch.frexp` has it: from 2^(e-1) up to 2^e; zeros don't count"
+    "How many numbers in `ts` have which exponent e, from 2^(e-1) up to 2^e. Those below 2^-126 don't count, as zeros"
     res = torch.zeros(_high-_low, dtype=torch.long)
     for t in ts:
-        res += torch.bincount(torch.frexp(t.float()).exponent.flatten()-_low, minlength=len(res)).cpu()
-        res[-_low] -= (t==0).sum().cpu() # their exponent is 0
+        bits = (t.float().view(torch.int32)>>23).bitwise_and(255).to(torch.uint8) # the exponent bits are e-_low
+        res += torch.bincount(bits.flatten(), minlength=len(res)).cpu()
+    res[0] = 0
     return res
 
 def _lost(counts, dtype, scale):

@@ -40,12 +40,12 @@ def has_overflow(
 # %% ../nbs/22_emily.ipynb #429621f0
 @dataclass(frozen=True)
 class LossScaler:
-    "A loss scale, and what it takes to find the next one"
-    scale:float = 65_536. # What the loss is multiplied by
-    growth_factor:float = 2. # What `scale` is multiplied by to grow
-    backoff_factor:float = .5 # What it is multiplied by after an overflow
-    growth_interval:int = 2000 # How many successes in a row make it grow
-    min_scale:float = 1. # It never shrinks below
+    "A loss scale, with the options and the counter that `update` needs for the next one"
+    scale:float = 65_536. # Factor for the loss
+    growth_factor:float = 2. # Factor that the scale grows by
+    backoff_factor:float = .5 # Factor that the scale is multiplied by after an overflow
+    growth_interval:int = 2000 # Successes in a row before the scale grows
+    min_scale:float = 1. # Smallest value
     counter:int = 0 # Successes in a row
 
     def __post_init__(self): self._machine()
@@ -63,8 +63,8 @@ class LossScaler:
 
 def loss_scale(
     **opts # `scale`, `growth_factor`, `backoff_factor`, `growth_interval`, `min_scale`: see `LossScaler`
-)->LossScaler:
-    "A new scaler with `opts`. Raises `TypeError` for an unknown one."
+)->LossScaler: # The scaler
+    "A new scaler with options `opts`, those of `LossScaler`. Raises `TypeError` for an unknown one."
     return LossScaler.new(**opts)
 
 # %% ../nbs/22_emily.ipynb #69a8fa48

@@ -38,10 +38,10 @@ def cast_to_full(
 # %% ../nbs/20_jmp.ipynb #9b50da1f
 @dataclass(frozen=True)
 class Policy(dtypes.Policy):
-    "Which dtype the parameters have, which the model computes in, and which it returns"
-    param_dtype:torch.dtype|str = torch.float32 # Of the parameters that are stored
-    compute_dtype:torch.dtype|str = torch.float32 # Of what the model computes with
-    output_dtype:torch.dtype|str = torch.float32 # Of what it returns
+    "Dtypes of parameters, computation and output"
+    param_dtype:torch.dtype|str = torch.float32 # Dtype of the stored parameters
+    compute_dtype:torch.dtype|str = torch.float32 # Dtype of the computation
+    output_dtype:torch.dtype|str = torch.float32 # Dtype of the output
 
     def cast_to_param(self, x):
         "Cast the floating tensors of `x` to `param_dtype`"
@@ -119,12 +119,12 @@ class DynamicLossScale(loss_scales.DynamicLossScale):
 
     It does not shrink below `min_loss_scale`."""
     def __init__(self,
-        loss_scale, # What the loss is multiplied by: a number, or a tensor of one
+        loss_scale, # Factor for the loss: a number, or a tensor of one number
         counter=0, # Finite steps in a row
-        period:int=2000, # How many of them make it grow
-        factor:float=2, # What it is multiplied by to grow, and divided by to shrink
-        min_loss_scale=1., # It never shrinks below
-        **kwargs # What else `mp_callbacks.loss_scale.DynamicLossScale` knows
+        period:int=2000, # Finite steps in a row before the scale grows
+        factor:float=2, # Factor that the scale grows and shrinks by
+        min_loss_scale=1., # Smallest value
+        **kwargs # Other fields of `mp_callbacks.loss_scale.DynamicLossScale`
     ):
         mine = dict(loss_scale=_number(loss_scale), counter=_number(counter), period=period, factor=factor,
                     min_loss_scale=_number(min_loss_scale))
@@ -142,8 +142,8 @@ LossScale = NoOpLossScale|StaticLossScale|DynamicLossScale
 # %% ../nbs/20_jmp.ipynb #de9a2a7d
 def select_tree(
     pred, # One bool, as from `all_finite`
-    a, # What to take if `pred` is true
-    b, # What to take otherwise: a structure like `a`
+    a, # Result if `pred` is true
+    b, # Result if it is false: a structure like `a`
 ): # A structure like `a`
     """`a` if `pred`, else `b`
 

@@ -32,7 +32,7 @@ _half = torch.float16
 FLOAT16_MAX,BFLOAT16_MAX = (torch.finfo(o).max for o in half_dtypes)
 
 def half_precision_datatype():
-    "The dtype that half precision means now"
+    "The dtype of half precision now"
     return _half
 
 def set_half_precision_datatype(
@@ -50,7 +50,7 @@ def set_half_precision_datatype(
 def half_precision(
     datatype:torch.dtype|str, # `torch.float16` or `torch.bfloat16`, or its name
 ):
-    "Let half precision mean `datatype` in a `with` block"
+    "Let half precision be `datatype` in a `with` block"
     old = half_precision_datatype()
     set_half_precision_datatype(datatype)
     try: yield
@@ -89,8 +89,8 @@ def _like(func): return wraps(func.forward if isinstance(func, nn.Module) else f
 
 def cast_function(
     func, # Any function of tensors
-    dtype:torch.dtype|str, # What its arguments are cast to
-    return_dtype:torch.dtype|str=None, # What it returns is cast to; None: `dtype`
+    dtype:torch.dtype|str, # Dtype of the arguments
+    return_dtype:torch.dtype|str=None, # Dtype of the result; None: `dtype`
 ): # A function like `func`
     "`func`, with arguments cast to `dtype` and results to `return_dtype`"
     @_like(func)
@@ -115,7 +115,7 @@ def force_full_precision(
     func=None, # Any function of tensors, or a module; None to make a decorator with a `return_dtype`
     return_dtype:torch.dtype|str='args', # Dtype of the result; None: float32; 'args': the half dtype of the arguments
 ): # A function like `func`
-    "`func`, computed in float32 whatever the surroundings compute in"
+    "`func`, computed in float32, with autocast off"
     if func is None: return partial(force_full_precision, return_dtype=return_dtype)
     full = dtypes.force_full_precision(_full(func))
     @_like(func)
@@ -131,12 +131,12 @@ def _number(x): return x.item() if hasattr(x, 'item') else x
 @dataclass(frozen=True)
 class DynamicLossScaling:
     "A `loss_scaling` that grows by `factor` after `period` finite steps in a row, and shrinks by it after any other"
-    loss_scaling:float # What the loss is multiplied by: a number, or a tensor of one
-    min_loss_scaling:float # It never shrinks below
-    factor:float = 2 # What it is multiplied by to grow, and divided by to shrink
-    period:int = 2000 # How many finite steps make it grow
+    loss_scaling:float # Factor for the loss: a number, or a tensor of one number
+    min_loss_scaling:float # Smallest value
+    factor:float = 2 # Factor that the scale grows and shrinks by
+    period:int = 2000 # Finite steps in a row before the scale grows
     counter:int = None # Finite steps in a row; None: 0
-    max_loss_scaling:float = None # It never grows above; None: 65504 while half precision means float16
+    max_loss_scaling:float = None # Largest value; None: 65504 while half precision is float16
 
     def __post_init__(self):
         for o in ('loss_scaling','min_loss_scaling','counter','max_loss_scaling'):

@@ -452,9 +452,10 @@ def after_batch(self:PrecisionCallback):
     smooth = getattr(getattr(self.learn, 'recorder', None), 'smooth_loss', None)
     if not self.learn.training or not len(self.learn.yb) or not hasattr(smooth, 'count'): return
     skipped,loss = self._stats is not None and not self._stats.finite,self.learn.loss
-    known = smooth.value.item() if smooth.count else 0. if skipped else torch.nan # fastai keeps it on the CPU
+    known = smooth.value.item() if smooth.count else torch.nan # fastai keeps it on the CPU
+    if known!=known: smooth.reset() # no loss was finite so far
+    if skipped and not smooth.count: known,smooth.count = 0.,-1 # fastai adds a zero and 1: there is still no average
     self.learn.loss = torch.full_like(loss, known) if skipped else loss.nan_to_num(known, known, known)
-    if skipped and not smooth.count: smooth.count = -1 # fastai adds a zero and 1, and there is still no average
 
 # %% ../nbs/10_callback.ipynb #8dbdbd11
 def _unwrapped(model): return _unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model

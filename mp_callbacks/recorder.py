@@ -20,8 +20,8 @@ class PrecisionRecorder(LeanCallback):
     "Record loss, gradient norm, loss scale and outcome of every step"
     order = 55 # after fastai's `Recorder`, before its progress bar and loggers
     _stateattrs = '_stats','_new','_start'
-    _stats,_new = None,False # of the step before; did this batch add a row?
-    _start = None # number of rows when training began in this epoch; None if it hasn't
+    # of the step before; did this batch add a row? Number of rows when training began in this epoch, None if it hasn't
+    _stats,_new,_start = None,False,None
 
     def __init__(self,
         columns:bool=False, # Add `skipped` and `loss_scale` to fastai's table of epochs?

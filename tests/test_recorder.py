@@ -162,7 +162,7 @@ def test_summary():
     assert said('bf16')[:2]==['5 steps, none skipped.', 'The loss scale was always 1.']
     assert said('fp16')==['4 steps, 2 skipped.',
         'The first skipped step was 0, the last 2. The longest run of them starts at step 0 and has length 1.',
-        "Of gradients that weren't finite, the last was mostly that of a (1 of 2).",
+        "The first gradient that wasn't finite was mostly that of a (1 of 2).",
         'The loss scale went from 8 to 4 (smallest 4, largest 8, growths: 1).',
         'The median gradient norm was 0.5, the largest 1 (step 3).']
     assert len(said('cancelled'))==4 and 'finite' not in recorder(*runs['cancelled']).summary()

@@ -135,22 +135,18 @@ def test_colab(name):
     "What users read can be run in Colab: it installs this package there before anything else runs, and the page has no such cell"
     assert cells(name, 'code')[0]==f'#| hide\n#| eval: false\n{pages.install}'
 
-# How the blocks of code in README and how-tos that are not cells are run, by page and beginning: a file, and what in it does so; or here
+# How the blocks of code in README and how-tos that are not cells are run, by page and beginning: a file, and what in it does so
 block = re.compile(r'^```(\w+)\n(.*?)^```', re.M|re.S)
-several,faults = 'tests/test_docs.py: def test_several_gpus(','tests/test_distributed_faults.py: def test_example('
+several = 'tests/test_docs.py: def test_several_gpus('
 run_by = {'index': {
         'learn = vision_learner(dls': 'tests/test_applications.py: def vision_resnet(',
         'git clone':                  '.ci/run: make test',
-        'pip install mp_callbacks':   ".ci/run: step 'wheel installs'",
-        'torchrun':                   faults},
+        'pip install mp_callbacks':   ".ci/run: step 'wheel installs'"},
     'howto/which_precision': {
         'python -m mp_callbacks':     ".ci/run: step 'demo runs'"},
     'howto/accumulation_and_clipping': {
         'learn.to_bf16(clip=1.)':     'tests/test_composition.py: GradientAccumulation('},
     'howto/from_other_libraries': {o: 'tests/test_from_other_libraries.py: def diffs(' for o in ('-from', '+from', '-import', ' from')},
-    'howto/keep': {
-        'learn = Learner(dls, model)': "tests/test_policy.py: .to_bf16(keep='head')",
-        'def is_last(name, module)':  'here'},
     'howto/less_memory': {
         'from torch.utils.checkpoint': 'tests/test_half.py: checkpoint(self.net, x, use_reentrant=False)'},
     'howto/several_gpus': {
@@ -165,8 +161,7 @@ def test_blocks_are_run(name):
         how = [v for k,v in run_by.get(name, {}).items() if code.startswith(k)]
         assert how, f'Make a cell of this block, or say in `run_by` what runs it:\n{code}'
         file,_,line = how[0].partition(': ')
-        if file=='here': exec(code, {})
-        else: assert line in (root/file).read_text(encoding='utf-8'), how
+        assert line in (root/file).read_text(encoding='utf-8'), how
     assert [k for k in run_by.get(name, {}) if not any(o.startswith(k) for o in found)]==[], 'no such block'
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def pools():
         yield dict(plain=plain, fastai=fastai)
 
 def case(fn):
-    "Those in folders export nothing, so that `nbdev-test` runs the same cells: here they are slow tests"
+    "Those in folders export nothing: `make test` runs them only here, and only with `FLAGS=slow`"
     return pytest.param(fn, id=name(fn), marks=() if fn.parent==cfg.nbs_path else pytest.mark.slow)
 
 @pytest.mark.parametrize('fn', map(case, sorted(nbglob(cfg.nbs_path, as_path=True))))

@@ -161,9 +161,8 @@ Learner.find_nonfinite,Learner.precision_plan,Learner.precision_report = find_no
 
 # %% ../nbs/13_learner.ipynb #1d558af3
 # fastai's own methods, also after a reload of this module
-_one_batch     = getattr(Learner.one_batch, 'plain', Learner.one_batch)
-_backward      = getattr(Learner._backward, 'plain', Learner._backward)
-_to_contiguous = getattr(Learner.to_contiguous, 'plain', Learner.to_contiguous)
+_patched = Learner.one_batch,Learner._backward,Learner.to_contiguous,Learner.save
+_one_batch,_backward,_to_contiguous,_save = [getattr(o, 'plain', o) for o in _patched]
 
 @wraps(_one_batch)
 def _one_batch_in_context(self, *args, **kwargs):
@@ -188,8 +187,6 @@ _to_contiguous_fp32.plain = _to_contiguous
 Learner.to_contiguous = _to_contiguous_fp32
 
 # %% ../nbs/13_learner.ipynb #c9d2f4b8
-_save = getattr(Learner.save, 'plain', Learner.save)
-
 @wraps(_save)
 def _save_whole(self, file, **kwargs):
     if _precision(self) is not None and _is_sharded(self.model):

@@ -18,7 +18,7 @@ from torch import nn
 
 from .dtypes import cast_tree,half_dtypes,map_tree
 from .grads import unique
-from .half import _named_modules,half_precision
+from .half import StandIn,half_precision,_named_modules
 
 # %% ../nbs/06_nonfinite.ipynb #4bf88f33
 class Finding(NamedTuple):
@@ -34,7 +34,7 @@ class Finding(NamedTuple):
 # %% ../nbs/06_nonfinite.ipynb #362aefca
 def find_nonfinite(
     model:nn.Module, # Model that `compute_loss` calls
-    compute_loss, # Function without arguments that calls `model` on a batch and returns the loss, a float32 scalar
+    compute_loss, # Function without arguments that calls `model` on a batch, without `half`, and returns a float32 loss
     half:half_precision=None, # How the model computes; None: in float32
     inputs=(), # Inputs of the batch
     targets=(), # Targets of the batch
@@ -45,7 +45,9 @@ def find_nonfinite(
     """What was not finite first in a batch, whether precision is the cause, and what to do
 
     Runs the batch in half precision and in float32, and more often to find the modules to keep in float32.
-    Parameters, buffers, gradients and random number generators are as before."""
+    Parameters, buffers, gradients and random numbers are as before. Raises `RuntimeError` inside `with half:`."""
+    if isinstance(vars(model).get('forward'), StandIn):
+        raise RuntimeError("find_nonfinite runs the batch in float32, too. Call it outside of `with half:`.")
     ends = torch.finfo(half.dtype).max if half else math.inf
     end = f"{str(half.dtype).removeprefix('torch.')} ends at {ends:g}" if half else ''
     def _run(half, scale=1.):
@@ -239,7 +241,7 @@ def _cure(keep, half, call):
     "What to do if precision is the cause"
     bf16 = 'train in bfloat16, which has the range of float32' if half.dtype==torch.float16 else ''
     more = bf16 and f", or {bf16}"
-    if keep is None: return f"No keep helps: {bf16 or 'train in float32'}."
+    if keep is None: return f"To keep single modules in float32 is not enough: {bf16 or 'train in float32'}."
     names = repr(keep[0] if len(keep)==1 else keep)
     them = 'it' if len(keep)==1 else 'these'
     if half.keep: return f"Keep {them} in float32, too, beside keep={half.keep!r}: {names}{more}."

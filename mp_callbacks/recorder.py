@@ -99,7 +99,7 @@ def summary(self:PrecisionRecorder)->str: # One sentence a line
                    f"The longest run of them starts at step {longest[0]} and has length {len(longest)}.")
     culprits = log.culprit[~log.finite].value_counts()
     for name,n in culprits[:1].items():
-        res.append(f"The first gradient that wasn't finite was mostly that of {name} ({n} of {culprits.sum()}).")
+        res.append(f"First not finite: mostly {name}'s gradient ({n} of {culprits.sum()}). See learn.find_nonfinite().")
     if scale.nunique()==1: res.append(f"The loss scale was always {scale[0]:.9g}.")
     else: res.append(f"The loss scale went from {scale[0]:.9g} to {scale.iloc[-1]:.9g} (smallest {scale.min():.9g}, "
                      f"largest {scale.max():.9g}, growths: {(scale.diff()>0).sum()}).")

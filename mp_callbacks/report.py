@@ -112,8 +112,7 @@ def measure_precision(
     error,best = _off(seen, full, grad_errors),report.best_scale
     report.error = max(report.error, error)
     if error<=report.tolerance or report.keep is None: return
-    longer = _keeping(half, report.keep)
-    if _works(longer): return
+    if _works(longer := _keeping(half, report.keep)): return
     more = _shortest_keep(longer, _works)
     report.keep = None if more is None else report.keep+more
 

@@ -85,7 +85,7 @@ def cast_to_half_precision(x):
     return cast_tree(x, half_precision_datatype())
 
 # %% ../nbs/21_mpx.ipynb #ef135ef3
-def _like(func): return wraps(func.forward if isinstance(func, nn.Module) else func) # `wraps` would copy a module's attributes
+def _like(func): return wraps(func.forward if isinstance(func, nn.Module) else func) # skips a module's attributes
 
 def cast_function(
     func, # Any function of tensors

@@ -24,18 +24,18 @@ def _broadcast(self:DistributedDL, t, rank):
     return t.tolist()
 
 class WaitForAll(Callback):
-    "Before each batch, wait up to `seconds` for the other ranks, and name those that don't come"
+    "Before each batch, wait up to `seconds` for the other ranks. If some are missing, raise an error that names them."
     def __init__(self, seconds): self.timeout = timedelta(seconds=seconds)
     def before_fit(self): self.group = num_distrib()>1 and dist.new_group(timeout=self.timeout, backend='gloo')
     def before_batch(self):
         if self.group: dist.monitored_barrier(self.group, self.timeout, wait_all_ranks=True)
 
 class Checkpoint(Callback):
-    "Save each epoch to a file that is complete or not there, and seed each so that a restart repeats it exactly"
-    order = 20 # after the precision's own `after_train`
+    "Save each epoch, never as an incomplete file, and set the seed of each epoch, so that a resumed run repeats it"
+    order = 20 # after the precision callback's `after_train`
     def before_epoch(self):
         set_seed(self.epoch)
-        getattr(self.dls.train, 'dl', self.dls.train).rng.seed(self.epoch) # a `DistributedDL` has the real one as `dl`
+        getattr(self.dls.train, 'dl', self.dls.train).rng.seed(self.epoch) # a `DistributedDL` wraps the loader `dl`
     def after_train(self):
         if rank_distrib(): return
         file = self.learn.save('unfinished')

@@ -182,7 +182,7 @@ def format_table(
 # %% ../nbs/30_demo.ipynb #20aaedda
 def advice(
     df:pd.DataFrame, # Table of `compare`
-    noise:float=1.1, # Ratio of two speeds that other work can explain
+    noise:float=1.1, # Speeds count as equal if their ratio is at most this
     gain:float=1.1, # Smallest speedup that counts as faster
     tol:float=.02, # Largest acceptable loss of accuracy
     least:float=.5, # Smallest accuracy of float32 that allows a comparison
@@ -252,7 +252,7 @@ def step_seconds(model, x, dtype):
 def choose(
     model:nn.Module, # Gets gradients, and updates its batch norm statistics
     x:Tensor, # A few inputs
-    slow:float=4., # Leave out a dtype that takes this many times as long as float32
+    slow:float=4., # Leave out a dtype that takes more than this many times as long as float32
 )->tuple: # Names from `precisions`; a sentence for each dtype that is left out
     "The precisions that are worth running"
     can,why = supported(x.device),[]
@@ -321,7 +321,7 @@ def _writing_to(p, out):
 
 # %% ../nbs/30_demo.ipynb #f4615bc1
 def _new_note():
-    "A function that prints each warning once; the filter of `warnings` forgets what it has shown when filters change"
+    "A function that prints each warning once; `warnings` itself would repeat a warning after its filters change"
     said = set()
     def _note(message, *args, **kwargs):
         if str(message) not in said: print('Note:', *str(message).split(), file=sys.stderr, flush=True)

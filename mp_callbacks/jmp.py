@@ -56,7 +56,7 @@ class Policy(dtypes.Policy):
         return cast_copy(x, self.output_dtype)
 
     def with_output_dtype(self, output_dtype):
-        "The same policy, but for its `output_dtype`"
+        "A copy of the policy with another `output_dtype`"
         return replace(self, output_dtype=output_dtype)
 
     def __str__(self): return super().__str__().replace('f32', 'full')
@@ -74,22 +74,22 @@ def get_policy(
 # %% ../nbs/20_jmp.ipynb #9af4390e
 @dataclass(frozen=True)
 class NoOpLossScale:
-    "No loss scale, for code that wants one"
+    "Scales nothing, for code that needs a loss scale"
     @property
     def loss_scale(self):
-        "1"
+        "Always 1"
         return 1
 
     def scale(self, tree):
-        "`tree`"
+        "Return `tree` unchanged"
         return tree
 
     def unscale(self, tree):
-        "`tree`"
+        "Return `tree` unchanged"
         return tree
 
     def adjust(self, grads_finite):
-        "The same, whether or not `grads_finite`"
+        "Return `self`, whether or not `grads_finite`"
         return self
 
 # %% ../nbs/20_jmp.ipynb #dca3bf4c

@@ -85,7 +85,7 @@ def cast_to_half_precision(x):
     return cast_tree(x, half_precision_datatype())
 
 # %% ../nbs/21_mpx.ipynb #ef135ef3
-def _like(func): return wraps(func.forward if isinstance(func, nn.Module) else func) # not a module's attributes
+def _like(func): return wraps(func.forward if isinstance(func, nn.Module) else func) # skips a module's attributes
 
 def cast_function(
     func, # Any function of tensors
@@ -130,7 +130,7 @@ def _number(x): return x.item() if hasattr(x, 'item') else x
 
 @dataclass(frozen=True)
 class DynamicLossScaling:
-    "A `loss_scaling` that grows by `factor` after `period` finite steps in a row, and shrinks by it after any other"
+    "A `loss_scaling` that grows by `factor` after `period` finite steps in a row, and shrinks by it after an overflow"
     loss_scaling:float # Factor for the loss: a number, or a tensor of one number
     min_loss_scaling:float # Smallest value
     factor:float = 2 # Factor that the scale grows and shrinks by
@@ -155,7 +155,7 @@ class DynamicLossScaling:
 
     @property
     def loss_scale(self):
-        "`loss_scaling`, by the name that the other loss scales have for it"
+        "The `loss_scaling`, under the name that other loss scales use"
         return self.loss_scaling
 
     def scale(self, tree):
@@ -177,7 +177,7 @@ def scaled(
     scale, # The loss scale: a number, a tensor of one, or anything with a `loss_scale`
     has_aux:bool=False, # Does it return `(loss, aux)`?
 ): # A function like `func`
-    "`func`, with what it returns multiplied by `scale`, in float32"
+    "`func`, but its loss is multiplied by `scale`, in float32"
     @_like(func)
     def _f(*args, **kwargs):
         res = func(*args, **kwargs)
@@ -186,7 +186,7 @@ def scaled(
 
 # %% ../nbs/21_mpx.ipynb #9b19c3f9
 def _mixed(func, scaling, has_aux, use_mixed_precision, result):
-    "`result` of the `Grads` of `func`, with half precision as it is set at the call"
+    "A function that returns `result` of the `Grads` of `func`, in the half precision that is set when it is called"
     @_like(func)
     def _f(model, *args, **kwargs):
         if not use_mixed_precision: return result(value_and_grad(func, None, has_aux=has_aux)(model, *args, **kwargs))
@@ -198,23 +198,23 @@ def _mixed(func, scaling, has_aux, use_mixed_precision, result):
     return _f
 
 def calculate_scaled_grad(
-    func, # Of a model (a module or a structure of tensors) and a batch; returns a loss, or `(loss, aux)`
+    func, # Function of a model (a module or a structure of tensors) and a batch; returns a loss, or `(loss, aux)`
     scaling, # The loss scale
     has_aux:bool=False, # Does `func` return `(loss, aux)`?
     use_mixed_precision:bool=True, # If not, nothing is cast or scaled
-): # Called as `func` is, it returns `(value, grads)` or `((value, aux), grads)`
-    "Scaled value and scaled gradient of `func`: of half copies of its first argument, or of a module's parameters"
+): # Takes the arguments of `func`; returns `(value, grads)` or `((value, aux), grads)`
+    "Scaled value and gradient of `func`, with respect to a half copy of its first argument or a module's parameters"
     loss = scaled(func, scaling, has_aux) if use_mixed_precision else func
     def _result(res): return ((res.value,res.aux) if has_aux else res.value),res.grads
     return _mixed(loss, None, has_aux, use_mixed_precision, _result)
 
 # %% ../nbs/21_mpx.ipynb #7027f0a2
 def filter_grad(
-    func, # Of a model (a module or a structure of tensors) and a batch; returns a loss, or `(loss, aux)`
-    scaling, # The loss scale; None does without `use_mixed_precision`
+    func, # Function of a model (a module or a structure of tensors) and a batch; returns a loss, or `(loss, aux)`
+    scaling, # The loss scale; may be None if `use_mixed_precision` is False
     has_aux:bool=False, # Does `func` return `(loss, aux)`?
     use_mixed_precision:bool=True, # If not, nothing is cast or scaled
-): # Called as `func` is, it returns `(scaling, grads_finite, grads)` or `(scaling, grads_finite, grads, aux)`
+): # Takes the arguments of `func`; returns `(scaling, grads_finite, grads)` or `(scaling, grads_finite, grads, aux)`
     "The gradient of `func` with respect to its first argument, in mixed precision"
     def _result(res):
         new = scaling.adjust(res.finite) if use_mixed_precision else scaling
@@ -222,11 +222,11 @@ def filter_grad(
     return _mixed(func, scaling, has_aux, use_mixed_precision, _result)
 
 def filter_value_and_grad(
-    func, # Of a model (a module or a structure of tensors) and a batch; returns a loss, or `(loss, aux)`
-    scaling, # The loss scale; None does without `use_mixed_precision`
+    func, # Function of a model (a module or a structure of tensors) and a batch; returns a loss, or `(loss, aux)`
+    scaling, # The loss scale; may be None if `use_mixed_precision` is False
     has_aux:bool=False, # Does `func` return `(loss, aux)`?
     use_mixed_precision:bool=True, # If not, nothing is cast or scaled
-): # Called as `func` is, returns `(value, scaling, grads_finite, grads)`, where `value` may be `(value, aux)`
+): # Takes the arguments of `func`; returns `(value, scaling, grads_finite, grads)`; `value` may be `(value, aux)`
     "The value of `func` and its gradient with respect to its first argument, in mixed precision"
     def _result(res):
         new = scaling.adjust(res.finite) if use_mixed_precision else scaling
@@ -240,7 +240,7 @@ def optimizer_update(
     optimizer_state, # Its state; None for one of `torch.optim`
     grads, # Gradients, as from `filter_grad`
     grads_finite, # Are they finite?
-    scheduler=None, # To be stepped with a `torch.optim.Optimizer`
+    scheduler=None, # Scheduler to step after a `torch.optim.Optimizer`
 ): # `(model, optimizer_state)`
     "Step if `grads_finite`, else change neither model nor state"
     return functional.optimizer_update(model, optimizer, optimizer_state, grads, grads_finite, scheduler)

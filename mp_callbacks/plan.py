@@ -99,7 +99,7 @@ def _train_step(live, model, compute_loss, n, opt, copies, half):
 
 def precision_plan(
     model:nn.Module, # Model with float32 parameters, in training mode, on any device
-    compute_loss, # Function of a number: calls `model` on a batch of so many items, and returns the loss
+    compute_loss, # Called with a number of items: calls `model` on a batch of that size, and returns the loss
     opt, # Optimizer of the parameters of `model`, PyTorch's or fastai's
     batch_size:int, # Batch size of the table
     keep=(), # Modules to keep in float32, as in `half_precision`

@@ -124,7 +124,7 @@ class MixedPrecision(PrecisionCallback):
     _flat = None # `FlatStep` of the optimizer, between the check and the step
 
     def __init__(self,
-        loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # Number if not `dynamic`; a loss scale; or a preset
+        loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # Number (if not `dynamic`), loss scale or preset
         flat_master:bool=False, # Step on one flat tensor per parameter group? See [flat](05_flat.ipynb).
         dynamic:bool=True, # Adapt the scale? Steps with gradients that are not finite are skipped either way.
         max_loss_scale:float=2.**24, # Largest value of a dynamic scale, and its start without `headroom`
@@ -193,7 +193,7 @@ class NativeMixedPrecision(PrecisionCallback):
     Raises `ValueError` or `TypeError` for bad arguments, `ValueError` at the start of a fit for a learner that it can't
     train, and `FloatingPointError` when `max_skips` steps in a row were not finite."""
     def __init__(self,
-        init_scale:float|str|StaticLossScale|DynamicLossScale=65536., # Number to start at; a loss scale; or a preset
+        init_scale:float|str|StaticLossScale|DynamicLossScale=65536., # Number to start at, loss scale or preset
         growth_factor:float=2., # Factor that the scale grows by
         backoff_factor:float=.5, # Factor that the scale shrinks by after a skipped step
         growth_interval:int=2000, # Finite steps in a row before the scale grows

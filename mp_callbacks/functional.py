@@ -62,7 +62,7 @@ class Grads(NamedTuple):
 
 # %% ../nbs/04_functional.ipynb #cfeeabf9
 def value_and_grad(
-    f:Callable, # Function of a model (a module or a structure of tensors) and other arguments: a loss, or `(loss, aux)`
+    f:Callable, # Function of a model (module or tensor structure) and other arguments; returns a loss or `(loss, aux)`
     dtype:torch.dtype|str=torch.float16, # Half-precision dtype to compute in; None: cast nothing
     scale=None, # Loss scale: a number, a tensor with one element, or an object with a `loss_scale`
     has_aux:bool=False, # Does `f` return `(loss, aux)`?

@@ -38,14 +38,14 @@ if not _had_progress:
 class LeanCallback(Callback):
     "A callback without fastai's search through learner and model"
     _xtra = [] # delegate nothing to the learner
-    training = True # fastai asks for it at each event; events are heard in validation, too
+    training = True # fastai reads it at each event; True also runs events in validation
     def __setattr__(self, name, value): object.__setattr__(self, name, value)
     def __call__(self, event_name):
         if event_name=='after_fit' or hasattr(type(self), event_name): super().__call__(event_name)
 
 # %% ../nbs/10_callback.ipynb #6b95f678
 def is_precision(cb):
-    "Does `cb` change the precision of training, as one of ours or of fastai's own?"
+    "Is `cb` a precision callback, from this package or from fastai?"
     if isinstance(cb, (PrecisionCallback,ModelToHalf)): return True
     return any(o.__module__=='fastai.callback.fp16' for o in type(cb).__mro__)
 
@@ -55,10 +55,10 @@ class PrecisionCallback(LeanCallback):
     warn_skips = 32 # skipped steps in a row before a warning
     _stateattrs = ('_half','_stats','_snapshot','_in_batch') # not pickled
     _half     = None # the model's `half_precision`
-    _stats    = None # what the step of this batch saw
+    _stats    = None # `StepStats` of this batch's step
     _snapshot = None # buffers before the first batch of a step: the module's dict, name, buffer, its numbers
     _in_batch = False # inside `Learner.one_batch`?
-    _saved    = {} # the state that was written to the optimizer, or read from it, last
+    _saved    = {} # the state last written to the optimizer, or read from it
     _steps,_skips = 0,0 # steps so far, and skipped ones in a row
 
     def __init__(self,
@@ -96,7 +96,7 @@ class PrecisionCallback(LeanCallback):
         return self.scaling.loss_scale
 
     def _load_state(self):
-        "Take over what the optimizer has, if it isn't what was saved last: it has loaded a checkpoint"
+        "Read the state from the optimizer if it isn't the one last saved: the optimizer has loaded a checkpoint"
         if getattr(self.learn, 'opt', None) is None: return
         state = read_state(self.learn.opt)
         if not state or state==self._saved: return
@@ -110,23 +110,23 @@ class PrecisionCallback(LeanCallback):
         first_hypers(self.learn.opt).update({state_prefix+k:v for k,v in self._saved.items()})
 
     def same_settings(self, other):
-        "Would `other` scale as this callback does?"
+        "Does `other` have the same type and initial loss scale?"
         return type(self) is type(other) and self._initial==other._initial
 
 # %% ../nbs/10_callback.ipynb #c77ba444
 class MixedPrecision(PrecisionCallback):
-    """Train with half-precision copies of float32 weights. Needs `ModelToHalf`, which says in which dtype.
+    """Train with half-precision copies of float32 weights. Needs `ModelToHalf`, which sets the dtype.
 
     Raises `ValueError` or `TypeError` for bad arguments, `ValueError` at the start of a fit for a learner that it can't
     train, and `FloatingPointError` when `max_skips` steps in a row were not finite."""
-    first_scale = 2.**10 # loss scale of the first step, before gradients were measured
+    first_scale = 2.**10 # loss scale of the first step, in which gradients are measured
     _stateattrs = PrecisionCallback._stateattrs+('_flat',)
     _flat = None # `FlatStep` of the optimizer, between the check and the step
 
     def __init__(self,
-        loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # Scale if not `dynamic`; or a loss scale or preset
+        loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # Number (if not `dynamic`), loss scale or preset
         flat_master:bool=False, # Step on one flat tensor per parameter group? See [flat](05_flat.ipynb).
-        dynamic:bool=True, # Move the scale? Steps with gradients that are not finite are skipped either way.
+        dynamic:bool=True, # Adapt the scale? Steps with gradients that are not finite are skipped either way.
         max_loss_scale:float=2.**24, # Largest value of a dynamic scale, and its start without `headroom`
         div_factor:float=2., # Factor that a dynamic scale grows and shrinks by
         scale_wait:int=500, # Finite steps in a row before the scale grows
@@ -193,11 +193,11 @@ class NativeMixedPrecision(PrecisionCallback):
     Raises `ValueError` or `TypeError` for bad arguments, `ValueError` at the start of a fit for a learner that it can't
     train, and `FloatingPointError` when `max_skips` steps in a row were not finite."""
     def __init__(self,
-        init_scale:float|str|StaticLossScale|DynamicLossScale=65536., # Start of the scale; or a loss scale or preset
+        init_scale:float|str|StaticLossScale|DynamicLossScale=65536., # Number to start at, loss scale or preset
         growth_factor:float=2., # Factor that the scale grows by
         backoff_factor:float=.5, # Factor that the scale shrinks by after a skipped step
         growth_interval:int=2000, # Finite steps in a row before the scale grows
-        enabled:bool=True, # Scale at all? Steps with gradients that are not finite are skipped either way.
+        enabled:bool=True, # Scale the loss? Steps with gradients that are not finite are skipped either way.
         *,
         dtype:torch.dtype|str=torch.float16, # Half-precision dtype; bfloat16 needs no scale and has none
         clip:float=None, # Maximum global gradient norm, unscaled
@@ -289,7 +289,7 @@ def before_fit(self:PrecisionCallback):
     self._save_state() # a new optimizer doesn't have it
     if self._in_batch: return # a validation inside a batch
     self.drop_overflow()
-    self._snapshot = None # of an unfinished step: the model may have loaded other buffers since
+    self._snapshot = None # drop that of an unfinished step: the model may have loaded other buffers
 
 @patch
 def check(self:PrecisionCallback,
@@ -337,9 +337,9 @@ _cancels = (CancelBatchException,CancelBackwardException,CancelEpochException,Ca
 @patch
 @contextmanager
 def batch(self:PrecisionCallback):
-    "Around everything that the learner does with one batch"
+    "Context manager around one batch of the learner"
     training,outer,half = self.learn.training,(self._in_batch,self._stats),self.half
-    standing = half.installed # a prediction inside a batch leaves it as it is
+    standing = half.installed # a prediction inside a batch must not remove it
     self._in_batch,self._stats = True,None
     try: yield
     except BaseException as e:
@@ -371,7 +371,7 @@ def drop_overflow(self:PrecisionCallback):
     if self._snapshot is not None and not prepare_grads(self._params()).finite: self._roll_back()
 
 @patch
-def after_train(self:PrecisionCallback): self.drop_overflow() # a validation would use the spoilt buffers
+def after_train(self:PrecisionCallback): self.drop_overflow() # else a validation would use buffers with inf or nan
 
 @patch
 def after_validate(self:PrecisionCallback): _reshard(self.learn.model)
@@ -385,7 +385,7 @@ def _restore(self:PrecisionCallback):
 # %% ../nbs/10_callback.ipynb #03cc1ff4
 @patch
 def before_batch(self:PrecisionCallback):
-    if not self._in_batch: return # run by hand, outside `one_batch`: an ordinary float32 batch
+    if not self._in_batch: return # called outside `one_batch`: an ordinary float32 batch
     if self.learn.training and self._snapshot is None: self._snapshot = _remember_buffers(self.half.modules)
     self.half.install()
 
@@ -400,7 +400,7 @@ def after_pred(self:PrecisionCallback):
 @patch
 @contextmanager
 def backward(self:PrecisionCallback):
-    "Around the backward pass of the learner's loss"
+    "Context manager around the backward pass of the learner's loss"
     learn,loss,scale = self.learn,self.learn.loss_grad,self.loss_scale
     params = self._params_and_models() if scale!=1 else []
     mul_grads(params, scale)
@@ -414,7 +414,7 @@ def backward(self:PrecisionCallback):
 
 @patch
 def _params_and_models(self:PrecisionCallback):
-    "Parameters of the optimizer, and those of the model that it doesn't have"
+    "Parameters of the optimizer and of the model, each once"
     return unique([*self._params(),*self.half.params])
 
 @patch
@@ -428,7 +428,7 @@ def before_step(self:PrecisionCallback):
     learn.step_stats = self._stats = stats._replace(scale=scaling.loss_scale)
     if stats.finite: return
     self._restore()
-    for p in self._params_and_models(): p.grad = None # `zero_grad` leaves those that the optimizer doesn't have
+    for p in self._params_and_models(): p.grad = None # `zero_grad` skips parameters outside the optimizer
     self._count_step()
     self._report_skips()
     if hasattr(learn, 'model_resetter'): learn.model.reset()
@@ -454,7 +454,7 @@ def after_batch(self:PrecisionCallback):
     skipped,loss = self._stats is not None and not self._stats.finite,self.learn.loss
     known = smooth.value.item() if smooth.count else torch.nan # fastai keeps it on the CPU
     if known!=known: smooth.reset() # no loss was finite so far
-    if skipped and not smooth.count: known,smooth.count = 0.,-1 # fastai adds a zero and 1: there is still no average
+    if skipped and not smooth.count: known,smooth.count = 0.,-1 # fastai adds 0 and 1 to these: still no average
     self.learn.loss = torch.full_like(loss, known) if skipped else loss.nan_to_num(known, known, known)
 
 # %% ../nbs/10_callback.ipynb #8dbdbd11
@@ -516,7 +516,7 @@ def _report_skips(self:PrecisionCallback):
 
 # %% ../nbs/10_callback.ipynb #e467b456
 def _renamed(names, f, *args, **kwargs):
-    "`f(*args, **kwargs)`, whose errors call its arguments by `names`"
+    "`f(*args, **kwargs)`, with arguments renamed by `names` in its errors"
     try: return f(*args, **kwargs)
     except ValueError as e: msg = str(e)
     raise ValueError(re.sub('|'.join(rf'\b{o}\b' for o in names), lambda m: names[m[0]], msg))
@@ -525,7 +525,7 @@ def refuse_unknown(
     kwargs:dict, # Keyword arguments that a call doesn't take
     name:str, # Name of the call
 ):
-    "Raise a `TypeError` if there are `kwargs`, and say which call takes them if one does"
+    "Raise a `TypeError` if there are `kwargs`. Its message names a call that takes them, if there is one."
     for k in kwargs:
         msg = f"{name}() got an unexpected keyword argument {k!r}."
         if k=='amp_mode': msg += " fastai's amp_mode is a call here: learn.to_native_fp16() or learn.to_native_bf16()."

@@ -27,7 +27,7 @@ from .callback import PrecisionCallback,_compute_loss,_find_in_batch,_first_loss
 # %% ../nbs/12_doctor.ipynb #111f0db8
 def find_nonfinite(
     learn, # `Learner`, in any precision
-    batch=None, # Batch as its `dls` has it; None: those of `dls.train`, until one is not finite
+    batch=None, # Batch as from `dls.one_batch()`; None: those of `dls.train`, until one is not finite
 )->Finding: # Prints as a text
     """What is not finite first in a batch, is precision the cause, and what to do; see [nonfinite](06_nonfinite.ipynb)
 
@@ -44,11 +44,11 @@ def find_nonfinite(
 def precision_report(
     learn, # `Learner` in half precision
     batches:int=4, # Number of batches of `dls.train` to look at
-    tolerance:float=.1, # Largest relative error of loss and gradients that needs no `keep`
+    tolerance:float=.1, # Relative error of loss and gradients up to which no `keep` is needed
 )->PrecisionReport: # Shows as a table; has `plot()` and `keep`
     """What half precision does to each module of the learner's model; see [report](07_report.ipynb)
 
-    Nothing of the learner changes. Raises `ValueError` for a learner in float32, or without batches."""
+    The learner doesn't change. Raises `ValueError` for a learner in float32, or without batches."""
     cb = _precision(learn)
     if cb is None: raise ValueError("This learner trains in float32. Call learn.to_fp16(), to_bf16(), to_native_fp16() "
                                     "or to_native_bf16() first: the report compares that precision with float32.")
@@ -64,7 +64,7 @@ def precision_report(
 
 def precision_plan(
     learn, # `Learner` in any precision
-    batch=None, # Batch as its `dls` has it; None: the first of `dls.train`
+    batch=None, # Batch as from `dls.one_batch()`; None: the first of `dls.train`
 )->MemoryPlan: # Prints as a table; has `batch_size(gb)`
     """Memory that training takes in each precision, for batches of this size and others; see [plan](08_plan.ipynb)
 
@@ -75,7 +75,7 @@ def precision_plan(
         with _undisturbed(learn): batch = first(learn.dls.train)
     def _look():
         def _loss(n):
-            "Loss of `n` items, with all that callbacks do to them"
+            "Loss of `n` items, after the callbacks have changed them"
             items = map_tree(lambda t: t[torch.arange(n, device=t.device)%len(t)], batch)
             learn._split(learn._set_device(items)) # as `one_batch` does
             learn('before_batch')
@@ -90,12 +90,12 @@ def precision_plan(
 # %% ../nbs/12_doctor.ipynb #aa30d200
 class _Look(Callback):
     "Call `look` in the batches of a fit, instead of a backward pass, up to `n` times or until it returns true"
-    order,name = 1000,'lr_finder' # fastai's trackers and most loggers are silent while it is there
+    order,name = 1000,'lr_finder' # fastai's trackers and most loggers record nothing while a callback has this name
     def __init__(self, look, batches=None, n=None):
         self.look,self.batches,self.n,self.seen = look,batches,n,0
 
     def before_fit(self):
-        # a model that is wrapped for each fit, as by `distrib_ctx`; for others there is `no_sync` around it
+        # for a model that is wrapped at each fit, as by `distrib_ctx`; `_look_at` runs others in `no_sync`
         if isinstance(self.model, DistributedDataParallel): self.model.require_backward_grad_sync = False
 
     def before_train(self):
@@ -110,7 +110,7 @@ class _Look(Callback):
 
 @contextmanager
 def _undisturbed(learn):
-    "Put the learner, its callbacks, its model and the random number generators back at the end"
+    "Restore the learner, its callbacks, its model and the random number generators at the end"
     dl,opt,rngs = learn.dls.train,learn.opt,get_random_states()
     while hasattr(opt, 'opt'): opt = opt.opt
     groups = opt.param_groups if isinstance(opt, torch.optim.Optimizer) else getattr(opt, 'hypers', ())
@@ -118,7 +118,7 @@ def _undisturbed(learn):
     metrics = [o for cb in learn.cbs for o in vars(cb).values() if isinstance(o, Metric)]
     owners = [o for o in (learn,dl,*lists,*learn.cbs,*learn.metrics,*metrics) if hasattr(o, '__dict__')]
     before = [(d,dict(d)) for d in (*map(vars, owners),*groups)]
-    # callbacks, and the order of a language model's texts, change in place: `no_bar`, and shuffling
+    # these lists change in place: `no_bar` changes the callbacks, shuffling changes the order of texts
     for o in lists: o.items = [*o.items]
     if 'rng' in getattr(dl, '__dict__', ()): dl.rng = copy.copy(dl.rng)
     if learn.opt is None: learn.create_opt()
@@ -127,9 +127,9 @@ def _undisturbed(learn):
     finally: set_random_states(**rngs)
 
 def _look_at(learn, look, batch=None, n=None):
-    """Call `look` with `learn` in the middle of `batch`, or of each batch, and return how many there were
+    """Call `look` with `learn` in the middle of `batch`, or of each batch, and return the number of batches
 
-    Predictions and loss are there, and gradients are not. Stops after `n` batches, or if `look` returns true."""
+    Predictions and loss exist then, gradients don't. Stops after `n` batches, or if `look` returns true."""
     if batch is not None and not isinstance(batch, (list,tuple)):
         raise TypeError(f"batch is a {type(batch).__name__}, and must be a tuple of inputs and targets. Pass one as "
                         "dls.one_batch() returns it.")
@@ -139,7 +139,7 @@ def _look_at(learn, look, batch=None, n=None):
     # a backward pass inside the batch would mix in the gradients of other processes
     alone = getattr(learn.model, 'no_sync', nullcontext)()
     with _undisturbed(learn), alone, learn.no_bar(), learn.no_logging():
-        learn.gather_preds = cb # and `CSVLogger` while this is
+        learn.gather_preds = cb # `CSVLogger` records nothing while this is set
         learn.fit(1, cbs=cb)
     if not cb.seen: raise ValueError("There was no batch with targets. Use a DataLoaders whose dls.train has some, or "
                                      "pass a batch as it comes from there.")

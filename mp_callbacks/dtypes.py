@@ -36,7 +36,7 @@ def as_dtype(
                      "'float16'.")
 
 def _float_dtype(x, name='dtype'):
-    "`as_dtype`, for argument `name` that only a floating dtype makes sense for"
+    "`as_dtype` for argument `name`, which must be a floating dtype"
     res = as_dtype(x)
     if not res.is_floating_point: raise ValueError(f"{name}={res} must be a floating dtype. Use f16, bf16, f32 or f64.")
     return res
@@ -46,7 +46,7 @@ def cast_tree(
     tree, # Tensors in any structure, see `map_tree`
     dtype:torch.dtype|str, # The floating dtype to cast to
     source:torch.dtype|str|tuple=None, # Cast only tensors of this dtype or these dtypes; None: of every floating dtype
-): # A structure like `tree`, or `tree` itself where nothing was to be cast
+): # A structure like `tree`, or `tree` itself if no tensor had to be cast
     "Cast the floating tensors of `tree` to `dtype`"
     dtype = _float_dtype(dtype)
     if source is not None: source = tuple(map(as_dtype, source if isinstance(source,(tuple,list)) else (source,)))
@@ -57,9 +57,9 @@ def cast_tree(
 
 # %% ../nbs/00_dtypes.ipynb #4e79e5c3
 def map_tree(
-    f:Callable, # Called with each tensor, whatever its class; returns what takes its place
-    tree, # Tensors in any nesting of dicts, lists, tuples, `L`s and dataclasses, among anything else
-): # A structure like `tree`, or `tree` itself where `f` changed nothing
+    f:Callable, # Called with each tensor, of any class; returns the replacement
+    tree, # Tensors in any nesting of dicts, lists, tuples, `L`s and dataclasses, beside any other objects
+): # A structure like `tree`, or `tree` itself if `f` changed nothing
     "Apply `f` to each tensor of `tree`, keeping the structure and its classes"
     if isinstance(tree,Tensor): return f(tree)
     if isinstance(tree,tuple):
@@ -74,7 +74,7 @@ def map_tree(
     elif isinstance(tree,L):              old,put = {'items':tree.items},setattr
     elif is_dataclass(tree) and not isinstance(tree,(type,nn.Module)):
         old = {o.name:getattr(tree,o.name) for o in fields(tree) if hasattr(tree,o.name)}
-        put = object.__setattr__ # of frozen ones, too
+        put = object.__setattr__ # works for frozen dataclasses, too
     else: return tree
     new = {k:map_tree(f,o) for k,o in old.items()}
     if all([new[k] is o for k,o in old.items()]): return tree
@@ -134,7 +134,7 @@ def get_policy(
 
 # %% ../nbs/00_dtypes.ipynb #19557880
 def _no_autocast(devices):
-    "A context in which autocast is off on each of `devices` that has it"
+    "A context with autocast off on all `devices` that support it"
     stack = ExitStack()
     for d in devices:
         if torch.amp.is_autocast_available(d): stack.enter_context(torch.autocast(d, enabled=False))
@@ -142,7 +142,7 @@ def _no_autocast(devices):
 
 def force_full_precision(
     func:Callable, # Any function of tensors
-    return_dtype:torch.dtype|str=None, # What the floating tensors it returns become; None: they stay float32
+    return_dtype:torch.dtype|str=None, # Dtype of the floating tensors that it returns; None: as computed
 )->Callable: # A function like `func`
     "`func`, computed in float32: half arguments are cast, float64 ones kept, and autocast is off inside"
     return_dtype = return_dtype and _float_dtype(return_dtype, 'return_dtype')
@@ -158,8 +158,8 @@ def force_full_precision(
 # %% ../nbs/00_dtypes.ipynb #df592a61
 def cast_function(
     func:Callable, # Any function of tensors
-    dtype:torch.dtype|str, # What the floating tensors among its arguments become
-    return_dtype:torch.dtype|str=None, # What the floating tensors it returns become; None: they stay as they are
+    dtype:torch.dtype|str, # Dtype for the floating tensors among its arguments
+    return_dtype:torch.dtype|str=None, # Dtype of the floating tensors that it returns; None: as computed
 )->Callable: # A function like `func`
     "`func`, called with its arguments cast to `dtype`"
     dtype,return_dtype = _float_dtype(dtype),return_dtype and _float_dtype(return_dtype, 'return_dtype')
@@ -172,10 +172,10 @@ def cast_function(
 
 # %% ../nbs/00_dtypes.ipynb #04b07608
 def supports(
-    device:torch.device|str, # Where, such as 'cuda'
-    dtype:torch.dtype|str, # In what
-)->bool: # False too where there is no such device
-    "Does `device` compute in `dtype`? On CUDA: without emulation; other devices aren't asked about that."
+    device:torch.device|str, # Device, such as 'cuda'
+    dtype:torch.dtype|str, # Dtype to compute in
+)->bool: # Also False if there is no such device
+    "Does `device` compute in `dtype`? On CUDA, emulation doesn't count; on other devices it does."
     try: dev = torch.device(device)
     except (RuntimeError,TypeError): return False
     return _supports(dev, as_dtype(dtype))
@@ -189,4 +189,4 @@ def _supports(dev, dtype):
         with torch.no_grad(), _no_autocast([dev.type]):
             a = torch.ones(4, 4, dtype=dtype, device=dev)
             return (a@a).sum().item()==64
-    except Exception: return False # each backend says no with an exception of its own
+    except Exception: return False # each backend raises another exception for this

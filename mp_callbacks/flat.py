@@ -58,11 +58,11 @@ def check_flat(
 
 # %% ../nbs/05_flat.ipynb #b0a4b5ba
 def _portion(device):
-    "How many numbers to have in one flat tensor"
+    "Size of a flat tensor, in numbers"
     return 2**15 if device.type=='cpu' else 2**22
 
 def _layout(p, state, hyper):
-    "What parameters in the same flat tensor have in common, or None if `p` is stepped on as it is"
+    "Properties that all parameters in a flat tensor share, or None if `p` is not updated in a flat tensor"
     g,on_cpu = p.grad,p.device.type=='cpu'
     if type(p) is not nn.Parameter or not 0<16*p.numel()<=_portion(p.device): return
     if (g.layout,g.dtype)!=(torch.strided,p.dtype): return
@@ -76,7 +76,7 @@ def _layout(p, state, hyper):
 
 # %% ../nbs/05_flat.ipynb #4f1c0a04
 def _loop(opt, group, params, state, closure):
-    "Run the step of `opt` on `params`, with their `state`, as the only ones of parameter group `group`"
+    "Run the step of `opt` as if it had only `params`, in parameter group `group`, with state `state`"
     own = opt.param_lists,opt.state
     try:
         opt.param_lists,opt.state = [params if i==group else [] for i in range(len(opt.hypers))],state
@@ -89,7 +89,7 @@ def _scatter(flat, ts):
     torch._foreach_copy_(ts, _unflatten_dense_tensors(flat, ts))
 
 def _step_together(opt, group, params, closure):
-    "Step on `params`, of parameter group `group`, as one flat tensor"
+    "Update `params`, of parameter group `group`, as one flat tensor"
     states,data = [opt.state[p] for p in params],[p.data for p in params]
     flat = _flatten_dense_tensors(data)
     flat.grad = _flatten_dense_tensors([p.grad for p in params])

@@ -26,24 +26,24 @@ from .half import half_precision
 
 # %% ../nbs/04_functional.ipynb #e1a85539
 class Step(NamedTuple):
-    "What one training step leaves behind"
-    model:object # Module or structure: the next one
-    state:object # Of the optimizer: the next one
+    "Result of one training step"
+    model:object # The next module or structure
+    state:object # The next state of the optimizer
     scale:object # The loss scale of the next step
     value:Tensor # The loss
-    finite:bool # Did the step happen?
-    aux:object=() # What else the function returned
+    finite:bool # Was the step made, not skipped?
+    aux:object=() # The `aux` that the function returned
 
 def _amax(grads): return max(o.abs().max().item() for o in leaves(grads) if isinstance(o, Tensor) and o.numel())
 
 def train_step(
-    f:Callable, # Of a model and a batch; returns a loss, or `(loss, aux)`
+    f:Callable, # Function of a model and a batch that returns a loss, or `(loss, aux)`
     optimizer, # See `optimizer_update`
-    dtype:torch.dtype|str=torch.float16, # What to compute in: a half-precision dtype, or None for those that are there
-    scheduler=None, # To be stepped with a `torch.optim.Optimizer`
+    dtype:torch.dtype|str=torch.float16, # Half-precision dtype to compute in; None: cast nothing
+    scheduler=None, # Schedule to advance with a `torch.optim.Optimizer`
     **kwargs, # `has_aux`, `keep`: see `value_and_grad`
-)->Callable: # Called with model, state of the optimizer, loss scale, and what else `f` takes; returns `Step`
-    "One training step of `f`, in `dtype`, by `optimizer`"
+)->Callable: # Function of model, state of the optimizer, loss scale, and other arguments of `f`; returns `Step`
+    "A function that does a training step with loss `f`, in `dtype`, with `optimizer`"
     def _step(model, state, scale, *args):
         res = value_and_grad(f, dtype, scale, **kwargs)(model, *args)
         finite = res.finite.item()
@@ -54,21 +54,21 @@ def train_step(
 
 # %% ../nbs/04_functional.ipynb #6ed5e6cb
 class Grads(NamedTuple):
-    "What `value_and_grad` found"
+    "Loss and gradients from `value_and_grad`"
     value:Tensor # The loss, neither scaled nor in half precision
-    grads:object # A structure like the first argument, with None for other leaves; a dict by name for a module
+    grads:object # A structure like the first argument, None for leaves without gradient; a dict by name for a module
     finite:Tensor # Are all gradients finite? One bool
-    aux:object=() # What else the function returned
+    aux:object=() # The `aux` that the function returned
 
 # %% ../nbs/04_functional.ipynb #cfeeabf9
 def value_and_grad(
-    f:Callable, # Of a model (a module or a structure of tensors) and anything else; returns a loss, or `(loss, aux)`
-    dtype:torch.dtype|str=torch.float16, # What to compute in: a half-precision dtype, or None for those that are there
-    scale=None, # What to multiply the loss by: a number, a tensor of one, or anything with a `loss_scale`
+    f:Callable, # Function of a model (module or tensor structure) and other arguments; returns a loss or `(loss, aux)`
+    dtype:torch.dtype|str=torch.float16, # Half-precision dtype to compute in; None: cast nothing
+    scale=None, # Loss scale: a number, a tensor with one element, or an object with a `loss_scale`
     has_aux:bool=False, # Does `f` return `(loss, aux)`?
     keep=(), # Modules to keep in float32, see `half_precision`
-)->Callable: # Called as `f` is, it returns `Grads`
-    "Compute `f` in `dtype`, and its gradient with respect to its first argument: scaled by `scale` and unscaled"
+)->Callable: # Takes the arguments of `f`, returns `Grads`
+    "Compute `f` in `dtype`, and the gradient of its first argument with the loss scale `scale`, unscaled at the end"
     if dtype is not None and as_dtype(dtype) not in half_dtypes:
         raise ValueError(f'dtype={dtype} must be torch.float16 or torch.bfloat16. Use None to cast nothing.')
     @wraps(f)
@@ -84,11 +84,11 @@ def value_and_grad(
 
 # %% ../nbs/04_functional.ipynb #fbaffa90
 def grad(
-    f:Callable, # Of a model and anything else, see `value_and_grad`
+    f:Callable, # Function of a model and other arguments, see `value_and_grad`
     *args, # `dtype` and `scale`
     has_aux:bool=False, # Does `f` return `(loss, aux)`?
     **kwargs # `dtype`, `scale`, `keep`
-)->Callable: # Called as `f` is, it returns the gradients, or `(gradients, aux)`
+)->Callable: # Takes the arguments of `f`, returns the gradients, or `(gradients, aux)`
     "`value_and_grad` of `f`, without the value"
     vg = value_and_grad(f, *args, has_aux=has_aux, **kwargs)
     @wraps(f)
@@ -111,12 +111,12 @@ def _torch_step(optimizer, params, grads):
 @torch.no_grad()
 def optimizer_update(
     model, # A module or a structure of tensors
-    optimizer, # A `torch.optim.Optimizer` of its parameters, or an object with `update(grads, state, params)`
-    state, # State of the optimizer; None for one that keeps its own
+    optimizer, # A `torch.optim.Optimizer` of the model's parameters, or an object with `update(grads, state, params)`
+    state, # State of the optimizer; None if the optimizer keeps it
     grads, # Gradients, as from `value_and_grad`
     finite:bool|Tensor, # Are they finite?
-    scheduler=None, # To be stepped with a `torch.optim.Optimizer`
-)->tuple: # Model and state; a module, or what a `torch.optim.Optimizer` holds, is changed in place
+    scheduler=None, # Schedule to advance with a `torch.optim.Optimizer`
+)->tuple: # Model and state; a module, and the parameters of a `torch.optim.Optimizer`, are changed in place
     "Step if `finite`, else change nothing: neither parameters, nor state, nor counts, nor the schedule"
     params = model
     if isinstance(model, nn.Module):
@@ -149,11 +149,11 @@ def all_finite(
 
 # %% ../nbs/04_functional.ipynb #7f4e8cf5
 def select_tree(
-    finite:bool|Tensor, # Which to choose: one bool
-    new, # What to take if `finite`
-    old, # What to take otherwise: a structure like `new`, with the same shapes and dtypes
+    finite:bool|Tensor, # True: choose `new`; False: choose `old`
+    new, # Values to return if `finite`
+    old, # Values to return otherwise: a structure like `new`, with the same shapes and dtypes
 ): # A structure like `new`
-    """`new` if `finite`, else `old`: leaf by leaf, without a host sync unless something other than a tensor differs
+    """`new` if `finite`, else `old`, leaf by leaf. A host sync is needed only if leaves differ that aren't tensors.
 
     Raises `TypeError` if `finite` isn't one bool or tensors differ in dtype or shape, `ValueError` if structures do."""
     if isinstance(finite, bool): finite = torch.tensor(finite)
@@ -169,9 +169,9 @@ def select_tree(
 # %% ../nbs/04_functional.ipynb #46dc357a
 def apply_if_finite(
     finite:bool|Tensor, # Are the gradients finite?
-    f:Callable, # Called with `trees`, returns what is to take their place
+    f:Callable, # Function of `trees` that returns their new values
     *trees, # Everything that `f` changes: parameters, optimizer state, a count
-): # What `f` returned, or `trees`
+): # The result of `f`, or `trees`
     "`f(*trees)` if `finite`, else `trees` as they are"
     old = trees[0] if len(trees)==1 else trees
     return old if finite is False else select_tree(finite, f(*trees), old)
@@ -181,7 +181,7 @@ def _factor(scale): return getattr(scale, 'loss_scale', scale)
 
 def scale_tree(
     tree, # A loss, or any structure
-    scale, # A number, a tensor of one, or anything with a `loss_scale`
+    scale, # A number, a tensor with one element, or an object with a `loss_scale`
 ): # A structure like `tree`
     "Multiply the floating leaves of `tree` by `scale`. Those in half precision become float32."
     def _f(o):
@@ -191,14 +191,14 @@ def scale_tree(
 
 def unscale_tree(
     tree, # Gradients, or any structure
-    scale, # A number, a tensor of one, or anything with a `loss_scale`
+    scale, # A number, a tensor with one element, or an object with a `loss_scale`
 ): # A structure like `tree`
     "Divide the floating leaves of `tree` by `scale`. Those in half precision become float32."
     return scale_tree(tree, 1/_factor(scale))
 
 # %% ../nbs/04_functional.ipynb #72b9c98b
 def _parts(tree):
-    "What is in `tree`, by key; None for a leaf"
+    "Children of `tree` by key; None for a leaf"
     if isinstance(tree, (Tensor,nn.Module,type)): return None
     if isinstance(tree, MutableMapping): return dict(tree.items())
     if isinstance(tree, (tuple,list,L)): return dict(enumerate(tree))
@@ -243,11 +243,11 @@ def cast_copy(
     dtype:torch.dtype|str, # The floating dtype to cast to
     source:torch.dtype|str|tuple=None, # Cast only tensors of this dtype or these dtypes; None: of every floating dtype
 ): # A structure like `tree`
-    "`cast_tree` that casts modules, too: each that has something to cast becomes a copy"
+    "Like `cast_tree`, but also cast modules: a module with tensors to cast is copied"
     def _cast(o):
         if not isinstance(o, nn.Module): return cast_tree(o, dtype, source)
         new = {id(t):c for t in leaves(o) if (c := cast_tree(t, dtype, source)) is not t}
-        return copy.deepcopy(o, new) if new else o # the second argument: what `deepcopy` takes for copied already
+        return copy.deepcopy(o, new) if new else o # `new` is the memo of copies that `deepcopy` already has
     return tree_map(_cast, tree)
 
 # %% ../nbs/04_functional.ipynb #5d5830e3
@@ -283,7 +283,7 @@ def _differentiate(f, tree, scale):
 
 # %% ../nbs/04_functional.ipynb #104f88bb
 class _Call(nn.Module):
-    "`f` of `model`, and the model's buffers afterwards, as a module that `functional_call` can put other tensors into"
+    "A module for `functional_call` that returns `f(model)`, and the buffers of `model` afterwards"
     def __init__(self, f, model):
         super().__init__()
         self.f,self.model = f,model

@@ -25,27 +25,27 @@ from torch._utils import _flatten_dense_tensors as flatten_tensors
 
 # %% ../nbs/02_grads.ipynb #5a4f8af3
 class StepStats(NamedTuple):
-    "What one optimizer step saw"
+    "Measurements of the gradients of one optimizer step"
     step:int # Number of the step, from 0
     scale:float # Loss scale of the backward pass
-    norm:float # Norm of all gradients together, unscaled, before clipping; inf or nan if a gradient is
+    norm:float # Global gradient norm, unscaled, before clipping; inf or nan if a gradient is
     finite:bool # Are all gradients finite?
     norms:torch.Tensor # Unscaled norm of each gradient: float64, on the CPU
-    culprit:nn.Parameter|None=None # If they are not finite: the last parameter whose gradient isn't
-    amax:float|None=None # Largest absolute value in them, unscaled, before clipping; if asked for and finite
+    culprit:nn.Parameter|None=None # Last parameter whose gradient is not finite, if any
+    amax:float|None=None # Largest absolute gradient, unscaled, before clipping; None if not requested or not finite
 
 # %% ../nbs/02_grads.ipynb #4c46aa6e
 def prepare_grads(
-    params, # Parameters to step on; those without a gradient, and repetitions, are passed over
+    params, # Parameters of the step; those without a gradient, and repetitions, are skipped
     scale:float=1., # Loss scale that the gradients carry
     clip:float=None, # Maximum global gradient norm, after unscaling; None: no clipping
-    step:int=0, # Number of the step, for the report
-    amax:bool=False, # Find the largest absolute value, too? It costs a second pass.
+    step:int=0, # Number of the step, for `StepStats`
+    amax:bool=False, # Also find the largest absolute gradient? It costs a second pass.
 )->StepStats: # Norms before clipping, and whether to step
     """Unscale the gradients of `params` in place, measure them, and clip them to global norm `clip`
 
-    Gradients may have any floating or complex dtype, be dense or sparse, and on any devices. If one is not finite, none
-    is changed. The host waits once per device. Raises `ValueError` for a `clip` that is not positive."""
+    Gradients may be dense or sparse, of any floating or complex dtype, on any devices. If one is not finite, none is
+    changed. The host waits once per device. Raises `ValueError` for a `clip` that is not positive."""
     check_clip(clip)
     params,values = _grads(params)
     norms = _norms(values)/scale
@@ -53,7 +53,7 @@ def prepare_grads(
     if not isfinite(norm):
         bad = (~norms.isfinite()).nonzero()[-1].item()
         return StepStats(step, scale, norm, False, norms, params[bad])
-    full = [o for o in values if o.numel()] if amax else [] # an empty tensor has no largest value
+    full = [o for o in values if o.numel()] if amax else [] # skip empty tensors, which have no largest value
     largest = max(_norms(full, torch.inf).tolist(), default=0.)/scale if amax else None
     factor = min(1., clip/(norm+1e-6)) if clip is not None else 1.
     mul_grads(params, factor/scale)
@@ -61,7 +61,7 @@ def prepare_grads(
 
 # %% ../nbs/02_grads.ipynb #4217592b
 def check_clip(
-    clip, # What a user gave as the largest norm
+    clip, # The argument to check
 ):
     "Raise a `ValueError` unless `clip` is None or a positive number"
     if clip is None: return
@@ -72,13 +72,13 @@ def check_clip(
 # %% ../nbs/02_grads.ipynb #97a4cf5e
 @torch.no_grad()
 def mul_grads(
-    params, # Parameters; those without a gradient, and repetitions, are passed over
+    params, # Parameters; those without a gradient, and repetitions, are skipped
     by:float, # Factor
 ):
     "Multiply the gradients of `params` in place"
     if by==1: return
     for device,dtype,group,_ in _kinds(_grads(params)[1]):
-        # On a CPU a number is made a tensor for each gradient, which takes longer than the product
+        # On a CPU, PyTorch turns a number into a tensor for each gradient, which takes longer than the product
         foreach_mul_(group, torch.tensor(by, dtype=dtype) if device.type=='cpu' and dtype not in half_dtypes else by)
 
 # %% ../nbs/02_grads.ipynb #808e4c39
@@ -88,7 +88,7 @@ def unique(xs):
     return [*dict(zip(map(id, xs), xs)).values()]
 
 def _grads(params):
-    "Those of `params` that have a gradient, each once, and the gradients: of a sparse one its values"
+    "The `params` that have a gradient, without repetitions, and the gradients, or the values of sparse gradients"
     params = unique([p for p in params if p.grad is not None])
     grads = [p.grad for p in params]
     if not any(map(attrgetter('is_sparse'), grads)): return params,grads
@@ -103,7 +103,7 @@ def _kinds(xs):
     for (device,dtype),((group,),idxs) in kinds.items(): yield device,dtype,group,idxs
 
 def _largest_in_shards(xs):
-    "Largest absolute value in each `DTensor` of `xs`, before ranks are compared: for an empty shard torch has no norm"
+    "Largest absolute value in each `DTensor` of `xs`, not yet reduced over ranks; also for empty shards"
     from torch.distributed.tensor import Partial
     shards,mesh = [x.to_local() for x in xs],xs[0].device_mesh
     res = torch.stack(foreach_norm([o if o.numel() else o.new_zeros(1) for o in shards], torch.inf))
@@ -113,15 +113,15 @@ def _norms_of_kind(device, dtype, xs, ord):
     "Norm of each of `xs`, all on `device` and in `dtype`"
     sizes = [*map(torch.Tensor.numel, xs)]
     if device.type=='cpu' and ord==2 and max(sizes)<=1024 and type(xs[0]) is torch.Tensor and not dtype.is_complex:
-        # on a CPU a call for each tensor takes longer than to add up few numbers
+        # on a CPU, one call per tensor would take longer than the sums of so few numbers
         squares = flatten_tensors(xs).to(torch.promote_types(dtype, torch.float32)).square()
         return torch.segment_reduce(squares, 'sum', lengths=torch.tensor(sizes), initial=0).sqrt()
     if ord==torch.inf and hasattr(xs[0], 'to_local'): res = _largest_in_shards(xs)
     else: res = torch.stack(foreach_norm(xs, ord, **(dict(dtype=torch.float32) if dtype in half_dtypes else {})))
-    return res.full_tensor() if hasattr(res, 'full_tensor') else res # of whole gradients, where `fully_shard` has parts
+    return res.full_tensor() if hasattr(res, 'full_tensor') else res # combine the parts of `fully_shard`
 
 def _norms(xs, ord=2):
-    "Norm of each of `xs`: float64, on the CPU, with one copy from each device"
+    "Norm of each of `xs` as float64 on the CPU; copies once from each device"
     kinds,devices = [*_kinds(xs)],{}
     if len(kinds)==1: return _norms_of_kind(*kinds[0][:3], ord).cpu().double() # they are in order
     for device,dtype,group,idxs in kinds:

@@ -28,9 +28,9 @@ from .dtypes import as_dtype,cast_tree,get_policy,half_dtypes
 class half_precision:
     """Inside a `with`, `model` computes in `dtype` from its float32 parameters, and returns float32
 
-    Can be entered as often as you like: make it once, before the training loop. Raises `ValueError` for a model that
-    can't compute like this, and for a pattern in `keep` that matches nothing; inside, `RuntimeError` if a module
-    changes a copy of its weights, because that change would be lost."""
+    Make it once, before the training loop, and enter it as often as you like. Raises `ValueError` for a model that
+    can't compute from copies, and for a pattern in `keep` that matches nothing. A module that changes a copy of its
+    weights raises `RuntimeError` in the forward pass, because that change would be lost."""
     def __init__(self,
         model:nn.Module, # Model with float32 parameters
         dtype:torch.dtype|str=torch.float16, # `torch.float16` or `torch.bfloat16`
@@ -42,7 +42,7 @@ class half_precision:
         self.refresh()
 
     def refresh(self):
-        "Look at the model again, if it has other modules or is on another device than before"
+        "Update the rules if the modules or the device of the model have changed"
         device_type,modules,self.params = _device_type(self.model),[*self.model.modules()],[*self.model.parameters()]
         if (device_type,modules)==(self.device_type,self.modules): return
         self.remove()
@@ -56,7 +56,7 @@ class half_precision:
         self.modules = modules
 
     def _around(self, name, module):
-        "What stands around the `forward` of `module`, if anything"
+        "Function that wraps the `forward` of `module`, or None"
         how = self.rules[name].how
         if   how=='float32':      res = self._float32
         elif how=='float32 norm': res = partial(self._float32, half_out=True)
@@ -64,14 +64,14 @@ class half_precision:
         elif how=='norm':         res = partial(self._norm, module)
         elif how=='half':         res = partial(self._cast_weights, module) if module._parameters else None
         else: res = None
-        # half precision inside a float32 module: only a `keep` that is a dict asks for it
+        # half precision inside a float32 module, which only a dict as `keep` allows
         resumes = name and how!='float32' and self.rules[name.rpartition('.')[0]].how=='float32'
         return partial(self._resume, res or _plain) if resumes else res
 
     @property
     def installed(self):
-        "Does the model compute in half precision just now?"
-        return vars(self.model).get('forward') is self._stand_ins[-1] # that of the model is the last
+        "Does the model compute in half precision now?"
+        return vars(self.model).get('forward') is self._stand_ins[-1] # the last one is for the model itself
 
     def install(self):
         "Let the model compute in half precision until `remove`. Idempotent."
@@ -83,7 +83,7 @@ class half_precision:
         self._cache.clear()
 
     def __enter__(self):
-        self._was_installed.append(self.installed) # by a `with` around this one, or the learner's batch
+        self._was_installed.append(self.installed) # an outer `with` or the learner's batch may have installed it
         self.refresh()
         self.install()
         return self
@@ -94,7 +94,7 @@ class half_precision:
 # %% ../nbs/03_half.ipynb #79208a7e
 @patch
 def policy(self:half_precision)->pd.DataFrame: # Name, class, number and dtype of own parameters, compute dtype, reason
-    "What each module of the model has, computes in, and why"
+    "Table of the modules: own parameters, compute dtype, and the reason for it"
     self.refresh()
     rows = []
     for n,m in _named_modules(self.model).items():
@@ -133,7 +133,7 @@ _norm_name = re.compile(r'norm\w{0,3}$', re.IGNORECASE)
 # %% ../nbs/03_half.ipynb #40391ea8
 def _default_rule(module, device_type, dtype, copies):
     "The `Rule` for `module` when `keep` doesn't name it"
-    # fastai's `WeightDropout` has parameters from which it makes weights of the recurrent layer inside it
+    # fastai's `WeightDropout` computes the weights of the recurrent layer inside it from its own parameters
     inside = module.children() if module._parameters else ()
     recurrent = any(isinstance(o, nn.RNNBase) for o in (module,*inside))
     if recurrent and (device_type,dtype) in float32_rnns: return Rule('float32', float32_rnns[device_type,dtype])
@@ -151,14 +151,14 @@ def _default_rule(module, device_type, dtype, copies):
 
 # %% ../nbs/03_half.ipynb #644f616c
 def _named_modules(model):
-    "Name -> module, by the names that the modules have in the model that was wrapped or compiled"
+    "Name -> module, by the names from before the model was wrapped or compiled"
     while hasattr(model, '_orig_mod') or isinstance(model, DistributedDataParallel):
         model = model._orig_mod if hasattr(model, '_orig_mod') else model.module
     wrapper = re.compile(r'(^|\.)(_orig_mod|_checkpoint_wrapped_module)(?=\.|$)')
     return {wrapper.sub('', n).lstrip('.'):m for n,m in model.named_modules()}
 
 def _matches(named, keep):
-    "Names among those of the modules `named` that `keep` means"
+    "Names of the modules in `named` that `keep` selects"
     if isinstance(keep, type): return [n for n,m in named.items() if isinstance(m, keep)]
     if isinstance(keep, str):
         if res := [n for n in named if fnmatchcase(n, keep)]: return res
@@ -171,7 +171,7 @@ def _matches(named, keep):
 
 # %% ../nbs/03_half.ipynb #265d215c
 def _compute_dtype(pattern, policy, dtype):
-    "The compute dtype of `policy`, which may be nothing else than float32 or `dtype`"
+    "The compute dtype of `policy`, which must be float32 or `dtype`"
     if not isinstance(pattern, str):
         raise TypeError(f"keep={{{pattern!r}: …}} must have name patterns as keys, as in {{'head': 'float32'}}.")
     try: res = get_policy(policy).compute_dtype if isinstance(policy, (str,torch.dtype)) else policy.compute_dtype
@@ -214,13 +214,13 @@ class StandIn:
     def __call__(self, *args, **kwargs): return self.around(self.found or self.own, args, kwargs)
 
     def install(self):
-        "Stand in. Idempotent."
+        "Replace `module.forward`. Idempotent."
         attrs = self.module.__dict__
         found = attrs.get('forward')
         if found is not self: self.found,attrs['forward'] = found,self
 
     def remove(self):
-        "Put back what was found. Idempotent."
+        "Restore `module.forward`. Idempotent."
         attrs = self.module.__dict__
         if attrs.get('forward') is not self: return
         if self.found is None: del attrs['forward']
@@ -230,7 +230,7 @@ class StandIn:
 
 # %% ../nbs/03_half.ipynb #a20ee6e1
 def check_half(
-    dtype:torch.dtype|str, # What a user gave as the half-precision dtype
+    dtype:torch.dtype|str, # The dtype to check
 )->torch.dtype:
     "The half-precision dtype that `dtype` names. Raises a `ValueError` for any other."
     res = as_dtype(dtype)
@@ -267,7 +267,7 @@ def _cast_weights(self:half_precision, module, forward, args, kwargs):
         for n,p in own.items():
             if type(p) not in (nn.Parameter,Tensor) or p.dtype!=torch.float32: continue
             key = id(p),grad
-            if key not in self._cache: self._cache[key] = p,p.to(self.dtype) # holds `p`: nothing else gets its id
+            if key not in self._cache: self._cache[key] = p,p.to(self.dtype) # keeps `p` alive, so its id stays unique
             places[n] = self._cache[key][1]
             copies.append((p,places[n]))
         res = forward(*args, **kwargs)
@@ -310,16 +310,16 @@ def _float32(self:half_precision, forward, args, kwargs, half_out=False):
 
 # %% ../nbs/03_half.ipynb #698d5678
 def _several_ranks():
-    "Does this process train together with others?"
+    "Is this one of several training processes?"
     dist = torch.distributed
     return dist.is_available() and dist.is_initialized() and dist.get_world_size()>1
 
 def _is_sharded(model):
-    "Does each of several processes have a part of the parameters of `model`, by `fully_shard` (FSDP2)?"
+    "Are the parameters of `model` sharded over several processes by `fully_shard` (FSDP2)?"
     return _several_ranks() and any(hasattr(m, 'unshard') for m in model.modules())
 
 def _reshard(model):
-    "Let each process have its part of the parameters again, which a forward pass without a backward pass has gathered"
+    "Shard the parameters again: a forward pass without a backward pass leaves them gathered"
     for m in model.modules():
         if hasattr(m, 'unshard'): m.reshard()
 

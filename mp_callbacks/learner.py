@@ -22,7 +22,7 @@ from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionC
 from .callback import check_device,clear_state,fit_device,is_precision,refuse_unknown
 from .recorder import PrecisionRecorder
 from .doctor import find_nonfinite,precision_plan,precision_report
-import fastai.callback.channelslast # adds `to_contiguous`; after `callback`, which sees to the progress bar
+import fastai.callback.channelslast # adds `to_contiguous`; import it after `callback`, which removes the progress bar
 
 # %% ../nbs/13_learner.ipynb #b17aa64d
 @patch
@@ -46,9 +46,9 @@ def to_bf16(self:Learner,
 # %% ../nbs/13_learner.ipynb #752affb0
 @patch
 def to_fp16(self:Learner,
-    loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # Scale if not `dynamic`; or a loss scale or preset
+    loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # Number (if not `dynamic`), loss scale or preset
     flat_master:bool=False, # Step on one flat tensor per parameter group? See [flat](05_flat.ipynb).
-    dynamic:bool=True, # Move the scale? Steps with gradients that are not finite are skipped either way.
+    dynamic:bool=True, # Adapt the scale? Steps with gradients that are not finite are skipped either way.
     max_loss_scale:float=2.**24, # Largest value of a dynamic scale, and its start without `headroom`
     div_factor:float=2., # Factor that a dynamic scale grows and shrinks by
     scale_wait:int=500, # Finite steps in a row before the scale grows
@@ -91,11 +91,11 @@ def to_native_bf16(self:Learner,
 # %% ../nbs/13_learner.ipynb #2438314f
 @patch
 def to_native_fp16(self:Learner,
-    init_scale:float|str|StaticLossScale|DynamicLossScale=65536., # Start of the scale; or a loss scale or preset
+    init_scale:float|str|StaticLossScale|DynamicLossScale=65536., # Number to start at, loss scale or preset
     growth_factor:float=2., # Factor that the scale grows by
     backoff_factor:float=.5, # Factor that the scale shrinks by after a skipped step
     growth_interval:int=2000, # Finite steps in a row before the scale grows
-    enabled:bool=True, # Scale at all? Steps with gradients that are not finite are skipped either way.
+    enabled:bool=True, # Scale the loss? Steps with gradients that are not finite are skipped either way.
     *,
     clip:float=None, # Maximum global gradient norm, unscaled
     keep=(), # Modules to leave outside autocast, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
@@ -104,7 +104,7 @@ def to_native_fp16(self:Learner,
     max_skips:int=250, # Stop with an error after this many skipped steps in a row
     **kwargs
 )->Learner: # The same learner
-    """Train with autocast to float16 and the loss scaling of `torch.amp.GradScaler`, whose defaults these are
+    """Train with autocast to float16 and the loss scaling of `torch.amp.GradScaler`, with its defaults
 
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
@@ -137,7 +137,7 @@ def _remove_precision(learn):
         raise RuntimeError("The precision can't change in the middle of a batch. Call to_fp32() and the others between "
                            "batches, or from after_epoch.")
     for cb in old:
-        if isinstance(cb, PrecisionCallback): cb.drop_overflow() # another precision would step on it
+        if isinstance(cb, PrecisionCallback): cb.drop_overflow() # else the next precision would use these gradients
     learn.remove_cbs(old)
     if old: vars(learn).pop('scaler', None)
 

@@ -34,7 +34,7 @@ class StaticLossScale:
     "The same `loss_scale` on every step"
     loss_scale:float = 1. # Factor for the loss
 
-    state_fields = () # what `adjust` changes
+    state_fields = () # fields that `adjust` changes
     wants_amax = False # does `adjust` need the largest gradient?
 
     def __post_init__(self): _check_scale(self, 'loss_scale', '1. for no scaling')
@@ -65,10 +65,10 @@ class DynamicLossScale:
     max_loss_scale:float = 2.**24 # Cap
     backoff:float = None # Factor by which the scale shrinks; None: 1/`factor`
     consecutive:bool = True # Must the finite steps be in a row? If not, an overflow does not reset `counter`
-    growth_delay:int = 0 # Finite steps needed beyond `period` for the first growth, and the first after an overflow
+    growth_delay:int = 0 # Finite steps needed beyond `period` to grow at first, and again after each overflow
     hysteresis:int = 1 # Number of overflows that make the scale shrink
-    refill:str = 'growth' # When to forget overflows: 'growth', 'finite', 'backoff', or several, as 'finite+backoff'
-    tolerance:float = 0. # Do not shrink while the share of overflows since the last change is below this
+    refill:str = 'growth' # When to reset `forgiven`: 'growth', 'finite', 'backoff', or several, as 'finite+backoff'
+    tolerance:float = 0. # Shrink only if at least this share of the steps since the last change overflowed
     at_min:str = 'clip' # If the scale would shrink below the floor: 'clip' it, or 'raise' a `FloatingPointError`
     at_max:str = 'clip' # If the scale would grow above the cap: 'clip' it, or 'keep' the scale as it is
     forgiven:int = 0 # Overflows that count towards `hysteresis` and `tolerance`
@@ -76,7 +76,7 @@ class DynamicLossScale:
     headroom:float = None # Powers of two to leave above the first step's largest gradient; None: don't measure
     found:bool = False # With a `headroom`: has the scale been found?
 
-    state_fields = 'loss_scale','counter','forgiven','age','found' # what `adjust` changes; the others are settings
+    state_fields = 'loss_scale','counter','forgiven','age','found' # changed by `adjust`; the others are settings
     scale,unscale = StaticLossScale.scale,StaticLossScale.unscale
 
     def __post_init__(self):
@@ -133,7 +133,7 @@ class DynamicLossScale:
         return res
 
     def _measured(self, amax):
-        "The scale that leaves `headroom` above `amax`, still to be found if that is below the normal range of float16"
+        "The scale that leaves `headroom` above `amax`; `found` only if scaled `amax` is normal in float16"
         if amax is None:
             raise ValueError("amax=None must be the largest absolute gradient while `wants_amax` is true. "
                              "Take it from prepare_grads(..., amax=True), or use headroom=None.")
@@ -175,7 +175,7 @@ def state_dict(self:StaticLossScale|DynamicLossScale):
 def load_state_dict(self:StaticLossScale|DynamicLossScale,
     state:dict, # From `state_dict` of this or another scale; unknown keys are ignored
 )->'StaticLossScale|DynamicLossScale': # A new value: `self` is frozen
-    "The settings of `self` with the numbers of `state`; the loss scale is clipped to the bounds"
+    "A scale with the settings of `self` and the numbers of `state`, clipped to the bounds of `self`"
     d = {o:state[o] for o in self.state_fields if o in state}
     if 'loss_scale' in d: d['loss_scale'] = min(max(d['loss_scale'], self.min_loss_scale), self.max_loss_scale)
     return replace(self, **d)
@@ -211,7 +211,7 @@ def preset(cls:DynamicLossScale,
     name:str, # A key of `loss_scale_presets`
     **changes, # Fields that differ, such as `period=500`
 )->'DynamicLossScale':
-    "The scaler of the library with this `name`, with `changes`"
+    "The loss scale of the library `name`, with `changes`"
     if name not in [*loss_scale_presets]:
         raise ValueError(f"name={name!r} must be a preset. Use one of {', '.join(loss_scale_presets)}.")
     return cls(**{**loss_scale_presets[name], **changes})

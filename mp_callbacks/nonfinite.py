@@ -24,7 +24,7 @@ from .half import StandIn,half_precision,_named_modules
 class Finding(NamedTuple):
     "What was not finite first, and what to do. Prints as a text."
     where:str # 'nothing', 'inputs', 'targets', 'weights', 'forward', 'loss', 'backward' or 'training'
-    text:str # The story, with numbers and a way out
+    text:str # Explanation, with numbers and a way out
     module:str='' # Name of the module, where there is one
     precision:bool=False # Is half precision the cause?
     keep:tuple=() # More modules to keep in float32
@@ -40,7 +40,7 @@ def find_nonfinite(
     targets=(), # Targets of the batch
     scale:float=1., # Loss scale
     usual_loss:float=None, # Loss of other batches: if this one's is 100 times as large, training has diverged
-    call:str='half_precision', # What takes `keep`, for the text
+    call:str='half_precision', # Name of the call with the option `keep`, for the text
 )->Finding: # Prints as a text
     """What was not finite first in a batch, whether precision is the cause, and what to do
 
@@ -87,7 +87,7 @@ def _restore_buffers(snapshot):
 
 @contextmanager
 def _unchanged(model, others=(), dicts=()):
-    "Put gradients (also of parameters `others`), attributes of modules, `dicts`, and random numbers back at the end"
+    "Restore gradients (also of parameters `others`), attributes of modules, `dicts`, and random numbers at the end"
     params,buffers = unique([*model.parameters(),*others]),_remember_buffers(model.modules())
     dicts = [*dicts,*[(vars(m),dict(vars(m))) for m in model.modules()]]
     grads,devices = [p.grad for p in params],{p.device.index for p in params if p.device.type=='cuda'}
@@ -103,14 +103,14 @@ def _unchanged(model, others=(), dicts=()):
 
 # %% ../nbs/06_nonfinite.ipynb #ee138f33
 class _Call:
-    "One call of a module, with what `measure` made of its arguments, its results and their gradients"
+    "One call of a module, with the results of `measure` for its arguments, its outputs and their gradients"
     def __init__(self, name, module, started, args):
         self.name,self.module,self.started,self.args = name,module,started,args
         self.out,self.grad_args,self.grad_out = None,[],[]
 
     def __repr__(self): return f"{self.name or 'the model'} ({type(self.module).__name__})"
 
-# unscaled loss; calls in the order in which they ended; `id` of a parameter -> what `measure` made of its gradient
+# unscaled loss; calls in the order in which they ended; `id` of a parameter -> result of `measure` for its gradient
 _Trace = namedtuple('_Trace', 'loss calls grads')
 
 def _trace(model, compute_loss, measure, scale=1., with_args=True):
@@ -138,11 +138,11 @@ def _trace(model, compute_loss, measure, scale=1., with_args=True):
             for n,m in _named_modules(model).items():
                 hooks += [m.register_forward_pre_hook(partial(_before, n), with_kwargs=True),
                           m.register_forward_hook(_after, with_kwargs=True)]
-                # what a recurrent layer remembers may be in half precision
+                # the hidden state in a recurrent layer may be in half precision
                 vars(m).update(cast_tree({k:o for k,o in vars(m).items() if k[0]!='_'}, torch.float32, half_dtypes))
             loss = compute_loss()
         finally:
-            for o in hooks: o.remove() # before checkpointing computes again
+            for o in hooks: o.remove() # before checkpointing runs `forward` again
         try:
             if loss.isfinite(): (loss*scale).backward()
         finally:
@@ -169,13 +169,13 @@ def _count(tree):
 
 # %% ../nbs/06_nonfinite.ipynb #429d3f2a
 def _first_forward(calls, normal):
-    "The first of `calls` with more bad numbers than normal, in results but not in arguments; its normal results"
+    "The first of `calls` with more bad numbers than `normal` in results, but not in arguments; its `normal` results"
     for c,(args,out) in zip(calls, normal):
         if c.args.bad<=args.bad and c.out.bad>out.bad: return c,out
     return None,None
 
 def _first_backward(trace):
-    "The call nearest the loss whose results have finite gradients, and whose arguments or parameters have not"
+    "The call nearest to the loss with finite gradients of its results, but not of its arguments or parameters"
     def _spoils(c):
         own = [trace.grads.get(id(p), _Numbers()) for p in c.module._parameters.values()]
         return not _bad(c.grad_out) and _bad([*c.grad_args,*own])
@@ -191,7 +191,7 @@ def _keeping(half, names):
     return half_precision(half.model, half.dtype, keep, half.copies)
 
 def _shortest_keep(half, works):
-    """Modules to keep in float32 besides those of `half`, of which none can be left out; None if that can't help
+    """Modules to keep in float32 besides those of `half`, none of them superfluous; None if no `keep` helps
 
     `works` is a function of a `half_precision`: does the model work with it?"""
     names = [n for n in _named_modules(half.model) if n]
@@ -223,7 +223,7 @@ def _forward_text(c, normal, ends):
     if own.bad: return f"{first}: {own.bad} of its own weights are inf or nan."
     for what,n in (('its input has',c.args), ('its weights have',own), ('its output would have',normal)):
         if n.largest>ends: return f"{first}: {what} values up to {n.largest:.2g}."
-    given = f", from inputs up to {c.args.largest:.2g}" if c.args.largest else '' # integers don't count
+    given = f", from inputs up to {c.args.largest:.2g}" if c.args.largest else '' # 0 for integers
     return f"{first}{given}: inside, a number is too large, or too small to divide by."
 
 def _place(seen, normal, ends):

@@ -20,7 +20,7 @@ class PrecisionRecorder(LeanCallback):
     "Record loss, gradient norm, loss scale and outcome of every step"
     order = 55 # after fastai's `Recorder`, before its progress bar and loggers
     _stateattrs = '_stats','_new','_start'
-    # of the step before; did this batch add a row? Number of rows when training began in this epoch, None if it hasn't
+    # stats of the last step; did this batch add a row?; rows when this epoch's training began, None if it hasn't
     _stats,_new,_start = None,False,None
 
     def __init__(self,
@@ -33,7 +33,7 @@ class PrecisionRecorder(LeanCallback):
         end = len(o.metric_names)-o.add_time
         o.metric_names = o.metric_names[:end]+['skipped','loss_scale']+o.metric_names[end:]
 
-    def before_epoch(self): self._start = None # `learn.validate()` has one, too
+    def before_epoch(self): self._start = None # `learn.validate()` calls it, too
     def before_train(self): self._start = len(self.rows)
     def before_batch(self): self._stats,self._new = getattr(self.learn, 'step_stats', None),False
     def after_cancel_step(self): self._add_row(True)
@@ -41,7 +41,7 @@ class PrecisionRecorder(LeanCallback):
 
     def _add_row(self, skipped):
         o = getattr(self.learn, 'step_stats', None)
-        if o is self._stats: return # no gradients were measured, or this step has its row
+        if o is self._stats: return # no gradients were measured, or the step has a row already
         params = self.learn.model.named_parameters()
         culprit = '' if o.finite else next((n for n,p in params if p is o.culprit), '(outside the model)')
         self.rows.append(_Row(o.step, o.scale, o.norm, o.finite, skipped, culprit, np.nan))

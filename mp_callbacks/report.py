@@ -21,11 +21,11 @@ from .nonfinite import _keeping,_shortest_keep,_trace
 
 # %% ../nbs/07_report.ipynb #cebcbfb2
 class PrecisionReport:
-    "What half precision does to each module of a model. Shows as a table; `str` has it in sentences"
+    "What half precision does to each module of a model. Shows as a table; `str` returns sentences"
     def __init__(self,
         dtype:torch.dtype, # Half-precision dtype
         scale:float=1., # Present loss scale
-        tolerance:float=.1, # Largest relative error of loss and gradients that needs no `keep`
+        tolerance:float=.1, # Relative error of loss and gradients up to which no `keep` is needed
     ):
         self.dtype,self.scale,self.tolerance = dtype,scale,tolerance
         self.modules,self.keep,self.error = {},[],0.
@@ -67,7 +67,7 @@ class PrecisionReport:
     def plot(self,
         ax=None, # Matplotlib axes to draw on; None: new ones
     ): # The axes
-        "Show how large each module's gradients are, and which the format can hold at the present and the best scale"
+        "Show how large each module's gradients are, and the range of the format at the present and at the best scale"
         if ax is None: _,ax = plt.subplots(figsize=(7, 1.5+.25*len(self.modules)))
         counts = np.array([o.gradients.numpy() for o in self.modules.values()], dtype=float)
         counts /= counts.max(1, keepdims=True).clip(min=1)
@@ -85,7 +85,7 @@ class PrecisionReport:
 
 # %% ../nbs/07_report.ipynb #f00aeaa2
 def measure_precision(
-    report:PrecisionReport, # What is seen is added to it
+    report:PrecisionReport, # Report that the results are added to
     model:nn.Module, # Model that `compute_loss` calls
     compute_loss, # Function without arguments that calls `model` on a batch and returns the loss, a float32 scalar
     half:half_precision, # How the model computes
@@ -120,7 +120,7 @@ def measure_precision(
 _low,_high = -126,130 # exponents of float32
 
 def _exponents(ts):
-    "How many numbers in `ts` have which exponent e, from 2^(e-1) up to 2^e. Those below 2^-126 don't count, as zeros"
+    "Counts of the numbers in `ts` by exponent e (2^(e-1) <= |x| < 2^e), without zeros and numbers below 2^-126"
     res = torch.zeros(_high-_low, dtype=torch.long)
     for t in ts:
         bits = (t.float().view(torch.int32)>>23).bitwise_and(255).to(torch.uint8) # the exponent bits are e-_low
@@ -129,10 +129,10 @@ def _exponents(ts):
     return res
 
 def _lost(counts, dtype, scale):
-    "Share of the numbers that `counts` counts that, multiplied by `scale`, are rounded to zero in `dtype`"
+    "Share of the numbers in `counts` that become zero in `dtype` after multiplication by `scale`"
     smallest = torch.finfo(dtype).smallest_normal*torch.finfo(dtype).eps/2 # half of the smallest number
     n = max(0, round(math.log2(smallest/scale))+1-_low)
-    return (counts[:n].sum()/counts.sum()).item() # nan if there are none
+    return (counts[:n].sum()/counts.sum()).item() # nan if all counts are zero
 
 def _error(xs, ys, scale=1.):
     "Squared norms: of the difference between `xs`/`scale` and `ys`, and of `ys`"
@@ -143,7 +143,7 @@ def _relative(error): return math.sqrt(error[0]/error[1]) if error[1] else 0.
 
 # %% ../nbs/07_report.ipynb #f29edd86
 def _lost_updates(opt, grads, dtype):
-    "Numbers of each parameter that the next step of `opt` changes, and how many of these wouldn't change in `dtype`"
+    "Lost updates in `dtype` and all updates of each parameter, in the next step of `opt`"
     copies,res = {},{}
     after = copy.deepcopy(opt, copies)
     grads = [(p,g) for p,g in grads if id(p) in copies] # `opt` may have only some of them
@@ -158,12 +158,12 @@ def _lost_updates(opt, grads, dtype):
 
 # %% ../nbs/07_report.ipynb #c7e259b9
 class _ModuleNumbers:
-    "What was seen of one module"
+    "Measurements of one module"
     def __init__(self, kind):
         self.kind,self.largest = kind,0. # class; largest absolute value of its results
         self.out_error,self.grad_error = np.zeros(2),np.zeros(2) # squared norms: of the difference, of float32's
         self.acts,self.weights = _exponents([]),_exponents([]) # exponents of the gradients of its results and weights
-        self.updates = np.zeros(2) # lost, and all
+        self.updates = np.zeros(2) # lost updates, and all updates
 
     @property
     def gradients(self): return self.acts+self.weights
@@ -183,7 +183,7 @@ def _grad_errors(seen, full, scale):
     res = {}
     for c in full.calls:
         own = {id(p) for p in c.module._parameters.values()} & full.grads.keys()
-        # in half precision there are none if the loss is not finite
+        # without a finite loss there are no gradients in half precision
         if own: res[c.name] = sum([_error(seen.grads.get(k, [math.nan]), full.grads[k], scale) for k in own])
     return res
 

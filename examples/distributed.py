@@ -35,7 +35,7 @@ class Checkpoint(Callback):
     order = 20 # after the precision callback's `after_train`
     def before_epoch(self):
         set_seed(self.epoch)
-        getattr(self.dls.train, 'dl', self.dls.train).rng.seed(self.epoch) # a `DistributedDL` wraps the loader `dl`
+        getattr(self.dls.train, 'dl', self.dls.train).rng.seed(self.epoch) # or that of a `DistributedDL`
     def after_train(self):
         if rank_distrib(): return
         file = self.learn.save('unfinished')

@@ -188,7 +188,8 @@ _deepspeed = dict(_from_one, loss_scale=2.**16, period=1000, growth_delay=1)
 loss_scale_presets = dict(
     torch                 = dict(_unbounded, loss_scale=2.**16, period=2000, backoff=.5),
     apex                  = dict(_unbounded, loss_scale=2.**16, period=2000, max_loss_scale=2.**24, at_max='clip'),
-    apex_hysteresis       = dict(_unbounded, loss_scale=2.**16, period=2000, backoff=.5, hysteresis=2, refill='finite'),
+    apex_hysteresis       = dict(_unbounded, loss_scale=2.**16, period=2000, backoff=.5,
+                                 hysteresis=2, refill='finite'),
     megatron              = dict(_from_one,  loss_scale=2.**32, period=1000, backoff=.5, hysteresis=2),
     deepspeed             = dict(_deepspeed, hysteresis=2, at_min='raise'),
     deepspeed_consecutive = dict(_deepspeed, hysteresis=2, at_min='raise', refill='finite'),

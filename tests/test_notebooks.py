@@ -47,5 +47,6 @@ def case(fn):
 
 @pytest.mark.parametrize('fn', map(case, sorted(nbglob(cfg.nbs_path, as_path=True))))
 def test_notebook(fn, flags, pools):
+    if fn.parent==cfg.nbs_path: flags = {*flags}-{'slow'} # `nbdev-test` runs their slow cells
     error = pools['plain' if fn.name.startswith('0') else 'fastai'].submit(run, fn, flags).result()
     if error: pytest.fail(error, pytrace=False)

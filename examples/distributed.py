@@ -24,7 +24,7 @@ def _broadcast(self:DistributedDL, t, rank):
     return t.tolist()
 
 class WaitForAll(Callback):
-    "Before each batch, wait up to `seconds` for the other ranks. If some are missing, raise an error that names them."
+    "Before each batch, wait up to `seconds` for the other ranks, and name those that are missing."
     def __init__(self, seconds): self.timeout = timedelta(seconds=seconds)
     def before_fit(self): self.group = num_distrib()>1 and dist.new_group(timeout=self.timeout, backend='gloo')
     def before_batch(self):

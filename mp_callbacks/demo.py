@@ -249,6 +249,10 @@ def step_seconds(model, x, dtype):
         return _now(x.device)-start
     return min(_time() for _ in range(3))
 
+def _times_slower(model, x, dtype):
+    "How many times as long as in float32 a step takes in `dtype`: the least of three tries, as other programs run, too"
+    return min(step_seconds(model, x, dtype)/step_seconds(model, x, torch.float32) for _ in range(3))
+
 def choose(
     model:nn.Module, # Gets gradients, and updates its batch norm statistics
     x:Tensor, # A few inputs
@@ -260,7 +264,7 @@ def choose(
         names = [k for k,v in precisions.items() if v==dtype]
         left_out = f"Left out: {', '.join(names)}. "
         if names[0] not in can: why.append(f"{left_out}{x.device} doesn't compute in {dtype}.")
-        elif (times := step_seconds(model, x, dtype)/step_seconds(model, x, torch.float32))>slow:
+        elif (times := _times_slower(model, x, dtype))>slow:
             can = [o for o in can if o not in names]
             why.append(f"{left_out}{dtype} took {times:.0f} times as long as float32 on a few digits. "
                        f"To run them nevertheless: --precision {' '.join(names)}")

@@ -151,8 +151,7 @@ run_by = {'index': {
         'from torch.utils.checkpoint': 'tests/test_half.py: checkpoint(self.net, x, use_reentrant=False)'},
     'howto/several_gpus': {
         'pip install':                'tests/test_packaging.py: def test_requirements(',
-        'from torch.distributed.fsdp': 'tests/test_distributed.py: fully_shard(',
-        **{o: several for o in ('learn = Learner(', 'class Checkpoint', 'class WaitForAll', 'from accelerate.utils')}}}
+        **{o: several for o in ('from torch.distributed.fsdp', 'learn = Learner(', 'class Checkpoint', 'class WaitForAll', 'from accelerate.utils')}}}
 
 @pytest.mark.parametrize('name', [o for o in nbs if re.match('index|howto/', o)])
 def test_blocks_are_run(name):
@@ -175,7 +174,12 @@ from distributed import get_dls,get_model
 dls,model = get_dls(64),get_model()
 defaults.callbacks.remove(ProgressCallback)
 """
+    sharded = """import torch.distributed as dist
+dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+model = nn.Sequential(OrderedDict(layers=nn.Sequential(get_model())))
+"""
     code = start+''.join(o for o in blocks if 'fully_shard' not in o)
+    code += sharded+''.join(o for o in blocks if 'fully_shard' in o)+'learn.fit(1)'
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(root/'examples'), str(root)])}
     subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env=env, check=True, timeout=300)
 

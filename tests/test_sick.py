@@ -115,6 +115,13 @@ def test_backward():
     huge = find_nonfinite(model, lambda: loss()*1e6, half)
     assert (huge.where,huge.precision)==('backward',True) and '4' in huge.keep and 'bfloat16' in str(huge)
 
+def test_inside_half():
+    "It would compare half precision with itself"
+    model,loss = net_and_loss(1e5)
+    half = half_precision(model, torch.float16)
+    with half,pytest.raises(RuntimeError, match='outside of `with half:`'): find_nonfinite(model, loss, half)
+    assert find_nonfinite(model, loss, half).precision
+
 def test_existing_keep():
     "What is kept already stays, and the text says that more is to be added"
     model,loss = net_and_loss(1e5)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fastai.basics import *
 from fastai.callback.all import *
+from fastai.distributed import teardown_distrib
 
 from common import machine
 
@@ -37,6 +38,7 @@ def main():
     sys.stdout = open(os.devnull, 'w')
     runs = {(p,s):train(p, s) for p in ('fp32','bf16','fp16') for s in sends}
     sys.stdout = sys.__stdout__
+    teardown_distrib()
     if rank_distrib(): return
     print(f'`torchrun --nproc-per-node 2 bench/compression.py`: {machine()}, 2 processes, gloo.\n')
     print('| computes in | sends | bytes per step | gradients, step 1 | weights, epoch 1 | weights, epoch 5 | accuracy |')

@@ -90,6 +90,7 @@ def work(rank, path, seconds, *args):
     torch.set_num_threads(1)
     dist.init_process_group('gloo', f'file://{path}/init', timedelta(seconds=seconds), rank=rank, world_size=2)
     torch.save(weights(train(*args)), f'{rank}.pt')
+    dist.destroy_process_group()
 
 def run(path, precision, resume=False, fault=None, *args):
     "Exit codes and logs of both ranks. If the one with the fault hangs, it is killed after the other has ended."
@@ -220,3 +221,4 @@ if __name__=='__main__': # for torchrun
     name = ''.join(sys.argv[1:])
     kind,f,event,_ = faults.get(name, [None]*4)
     train('fp16', not name, kind and kind(f, event, 1))
+    dist.destroy_process_group()

@@ -179,7 +179,7 @@ dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
 model = nn.Sequential(OrderedDict(layers=nn.Sequential(get_model())))
 """
     code = start+''.join(o for o in blocks if 'fully_shard' not in o)
-    code += sharded+''.join(o for o in blocks if 'fully_shard' in o)+'learn.fit(1)'
+    code += sharded+''.join(o for o in blocks if 'fully_shard' in o)+'learn.fit(1)\ndist.destroy_process_group()'
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(root/'examples'), str(root)])}
     subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env=env, check=True, timeout=300)
 

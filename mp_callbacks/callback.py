@@ -494,7 +494,7 @@ def _cause(self:PrecisionCallback):
     try: found = _find_in_batch(self.learn, half, self._stats.scale, _first_loss(self.learn))
     except RuntimeError as e: # such as a lack of memory
         n = _count(self.learn.xb).bad
-        return f"The inputs of this batch have inf or nan: {n} numbers." if n else f"Looking for the cause failed: {e}."
+        return f"The inputs of this batch have inf or nan, {n} in all." if n else f"Looking for the cause failed: {e}."
     if found.where!='nothing': return found
     params = self.learn.model.named_parameters()
     name = next((n for n,p in params if p is self._stats.culprit), 'a parameter outside the model')

@@ -8,15 +8,11 @@ Docs: https://example.github.io/mp_callbacks/doctor.html.md"""
 __all__ = ['find_nonfinite', 'precision_report', 'precision_plan']
 
 # %% ../nbs/12_doctor.ipynb #8d9c9a6d
-import copy,torch
-from contextlib import contextmanager,nullcontext
+import torch
+from contextlib import contextmanager
 from torch.nn.parallel import DistributedDataParallel
 
-from fastai.callback.core import *
-from fastai.learner import Metric
-from fastai.torch_core import find_bs,get_random_states,set_random_states
-from fastcore.basics import first
-from fastcore.foundation import L
+from fastai.basics import *
 
 from .dtypes import map_tree
 from .nonfinite import Finding,_unchanged
@@ -55,10 +51,9 @@ def precision_report(
     if isinstance(batches, bool) or not isinstance(batches, int) or batches<1:
         raise ValueError(f"batches={batches!r} must be an int, at least 1. The default is 4.")
     report = PrecisionReport(cb.half_dtype, cb.loss_scale, tolerance)
-    def _loss(): return _compute_loss(learn)
     def _look():
-        model = _unwrapped(learn.model)
-        measure_precision(report, model, _loss, cb._new_half(model), learn.opt)
+        half = cb._new_half(_unwrapped(learn.model))
+        measure_precision(report, half.model, lambda: _compute_loss(learn), half, learn.opt)
     _look_at(learn, _look, n=batches)
     return report
 
@@ -95,7 +90,7 @@ class _Look(Callback):
         self.look,self.batches,self.n,self.seen = look,batches,n,0
 
     def before_fit(self):
-        # for a model that is wrapped at each fit, as by `distrib_ctx`; `_look_at` runs others in `no_sync`
+        # a backward pass inside the batch would mix in the gradients of other processes
         if isinstance(self.model, DistributedDataParallel): self.model.require_backward_grad_sync = False
 
     def before_train(self):
@@ -120,7 +115,7 @@ def _undisturbed(learn):
     before = [(d,dict(d)) for d in (*map(vars, owners),*groups)]
     # these lists change in place: `no_bar` changes the callbacks, shuffling changes the order of texts
     for o in lists: o.items = [*o.items]
-    if 'rng' in getattr(dl, '__dict__', ()): dl.rng = copy.copy(dl.rng)
+    if 'rng' in getattr(dl, '__dict__', ()): dl.rng = copy(dl.rng)
     if learn.opt is None: learn.create_opt()
     try:
         with _unchanged(learn.model, [p for ps in learn.opt.param_lists for p in ps], before): yield
@@ -136,9 +131,7 @@ def _look_at(learn, look, batch=None, n=None):
     if hasattr(learn, 'lr_finder') or any(getattr(cb, '_in_batch', False) for cb in learn.cbs):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
     cb = _Look(look, None if batch is None else [batch], n)
-    # a backward pass inside the batch would mix in the gradients of other processes
-    alone = getattr(learn.model, 'no_sync', nullcontext)()
-    with _undisturbed(learn), alone, learn.no_bar(), learn.no_logging():
+    with _undisturbed(learn), learn.no_bar(), learn.no_logging():
         learn.gather_preds = cb # `CSVLogger` records nothing while this is set
         learn.fit(1, cbs=cb)
     if not cb.seen: raise ValueError("There was no batch with targets. Use a DataLoaders whose dls.train has some, or "

@@ -9,7 +9,7 @@ __all__ = ['Finding', 'find_nonfinite']
 
 # %% ../nbs/06_nonfinite.ipynb #6c83ed94
 import math,torch
-from contextlib import contextmanager,nullcontext
+from contextlib import ExitStack,contextmanager,nullcontext
 from functools import partial
 from textwrap import fill
 from collections import namedtuple
@@ -17,7 +17,6 @@ from typing import NamedTuple
 from torch import nn
 
 from .dtypes import cast_tree,half_dtypes,map_tree
-from .grads import unique
 from .half import StandIn,half_precision,_named_modules
 
 # %% ../nbs/06_nonfinite.ipynb #4bf88f33
@@ -50,21 +49,19 @@ def find_nonfinite(
         raise RuntimeError("find_nonfinite runs the batch in float32, too. Call it outside of `with half:`.")
     ends = torch.finfo(half.dtype).max if half else math.inf
     end = f"{str(half.dtype).removeprefix('torch.')} ends at {ends:g}" if half else ''
-    def _run(half, scale=1.):
-        with half or nullcontext(): return _trace(model, compute_loss, _count, scale)
+    def _run(half, scale=1.): return _trace(model, compute_loss, half, _count, scale)
     seen = _run(half, scale)
     if _finite(seen): return Finding('nothing', f"This batch is finite. Its loss is {seen.loss:.3g}.")
     full,given = _run(None),_count(inputs)
     if not _finite(full):
-        if given.bad: return Finding('inputs', f"The inputs of this batch have inf or nan: {given.bad} numbers.")
+        if given.bad: return Finding('inputs', f"The inputs of this batch have inf or nan, {given.bad} in all.")
         return _find_float32(model, full, _count(targets))
     if given.largest>ends:
-        text = f"The inputs of this batch have values up to {given.largest:g}, and {end}: normalize them."
-        return Finding('inputs', text, precision=True)
+        return Finding('inputs', f"The inputs have values up to {given.largest:g}, {end}: normalize them.", '', True)
     if usual_loss is not None and full.loss>100*usual_loss>0:
         return Finding('training', "Training has diverged: in float32 the loss of this batch is "
                                    f"{full.loss:.3g}, and it was {usual_loss:.3g} before. Lower the learning rate.")
-    where,text,name = _place(seen, [(c.args,c.out) for c in full.calls], ends)
+    where,text,name = _place(seen, full.calls, ends)
     if where=='backward' and scale!=1 and _finite(_run(half)):
         return Finding(where, f"{text} The loss scale of {scale:.9g} is too large for this batch: with 1, all "
                               "gradients are finite. A dynamic scale shrinks by itself.", name, True)
@@ -75,8 +72,7 @@ def find_nonfinite(
 # %% ../nbs/06_nonfinite.ipynb #4220c9fc
 def _remember_buffers(modules):
     "The buffers of `modules`, and copies of their numbers"
-    slots = [(m._buffers,n,b) for m in modules for n,b in m._buffers.items() if b is not None]
-    return [(buffers,n,b,b.detach().clone()) for buffers,n,b in slots]
+    return [(m._buffers,n,b,b.detach().clone()) for m in modules for n,b in m._buffers.items() if b is not None]
 
 @torch.no_grad()
 def _restore_buffers(snapshot):
@@ -88,7 +84,7 @@ def _restore_buffers(snapshot):
 @contextmanager
 def _unchanged(model, others=(), dicts=()):
     "Restore gradients (also of parameters `others`), attributes of modules, `dicts`, and random numbers at the end"
-    params,buffers = unique([*model.parameters(),*others]),_remember_buffers(model.modules())
+    params,buffers = [*model.parameters(),*others],_remember_buffers(model.modules())
     dicts = [*dicts,*[(vars(m),dict(vars(m))) for m in model.modules()]]
     grads,devices = [p.grad for p in params],{p.device.index for p in params if p.device.type=='cuda'}
     for p in params: p.grad = None
@@ -102,51 +98,43 @@ def _unchanged(model, others=(), dicts=()):
         for p,g in zip(params,grads): p.grad = g
 
 # %% ../nbs/06_nonfinite.ipynb #ee138f33
-class _Call:
-    "One call of a module, with the results of `measure` for its arguments, its outputs and their gradients"
-    def __init__(self, name, module, started, args):
-        self.name,self.module,self.started,self.args = name,module,started,args
-        self.out,self.grad_args,self.grad_out = None,[],[]
-
-    def __repr__(self): return f"{self.name or 'the model'} ({type(self.module).__name__})"
-
 # unscaled loss; calls in the order in which they ended; `id` of a parameter -> result of `measure` for its gradient
 _Trace = namedtuple('_Trace', 'loss calls grads')
+# `started`: how many calls started before; then the results of `measure`, those for gradients in lists
+_Call = namedtuple('_Call', 'name module started args grad_args out grad_out')
 
-def _trace(model, compute_loss, measure, scale=1., with_args=True):
+def _tensors(tree):
+    "The floating tensors in `tree` that aren't empty"
+    res = []
+    map_tree(lambda t: res.append(t) or t, tree)
+    return [t for t in res if t.is_floating_point() and t.numel()]
+
+def _trace(model, compute_loss, half, measure, scale=1., with_args=True):
     "Run `compute_loss`, backward pass included; `measure` all modules' arguments, results and gradients"
-    calls,running,handles = [],[],[]
-    def _watch(tree, measured):
-        def _hook(t):
-            if t.requires_grad: handles.append(t.register_hook(lambda g: measured.append(measure(g))))
-            return t
-        map_tree(_hook, tree)
+    calls,running = [],[]
+    def _watch(tree):
+        seen = []
+        for t in _tensors(tree):
+            if t.requires_grad: watches.enter_context(t.register_hook(lambda g: seen.append(measure(g))))
+        return seen
 
-    def _before(name, module, args, kwargs):
-        started = len(calls)+len(running) # how many calls started before this one
-        running.append(_Call(name, module, started, measure((args,kwargs)) if with_args else None))
-        if with_args: _watch((args,kwargs), running[-1].grad_args)
+    def _before(module, args, kwargs):
+        given = (args,kwargs) if with_args else ()
+        running.append((len(calls)+len(running), measure(given), _watch(given)))
 
-    def _after(module, args, kwargs, out):
-        calls.append(running.pop())
-        calls[-1].out = measure(out)
-        _watch(out, calls[-1].grad_out)
+    def _after(name, module, args, kwargs, out):
+        calls.append(_Call(name, module, *running.pop(), measure(out), _watch(out)))
 
-    with _unchanged(model), torch.compiler.set_stance('force_eager'): # each run has the same random numbers
-        hooks = []
-        try:
+    # each run has the same random numbers
+    with _unchanged(model), half or nullcontext(), torch.compiler.set_stance('force_eager'), ExitStack() as watches:
+        with ExitStack() as hooks: # removed before checkpointing runs `forward` again
             for n,m in _named_modules(model).items():
-                hooks += [m.register_forward_pre_hook(partial(_before, n), with_kwargs=True),
-                          m.register_forward_hook(_after, with_kwargs=True)]
+                hooks.enter_context(m.register_forward_pre_hook(_before, with_kwargs=True))
+                hooks.enter_context(m.register_forward_hook(partial(_after, n), with_kwargs=True))
                 # the hidden state in a recurrent layer may be in half precision
                 vars(m).update(cast_tree({k:o for k,o in vars(m).items() if k[0]!='_'}, torch.float32, half_dtypes))
             loss = compute_loss()
-        finally:
-            for o in hooks: o.remove() # before checkpointing runs `forward` again
-        try:
-            if loss.isfinite(): (loss*scale).backward()
-        finally:
-            for o in handles: o.remove()
+        if loss.isfinite(): (loss*scale).backward()
         grads = {id(p):measure(p.grad) for p in model.parameters() if p.grad is not None}
     return _Trace(loss.item(), calls, grads)
 
@@ -156,24 +144,11 @@ _Numbers = namedtuple('_Numbers', 'bad largest', defaults=(0,0.))
 @torch.no_grad()
 def _count(tree):
     "How many numbers in the tensors of `tree` are inf or nan, and the largest absolute value of the others"
-    seen = []
-    def _add(t):
-        if t.is_floating_point() and t.numel():
-            bad,largest = (~t.isfinite()).sum(),t.nan_to_num(0,0,0).abs().max()
-            seen.append(torch.stack([bad.float(),largest.float()]).cpu())
-        return t
-    map_tree(_add, tree)
-    if not seen: return _Numbers()
-    bad,largest = torch.stack(seen).T
-    return _Numbers(int(bad.sum()), largest.max().item())
+    seen = [(t.isfinite().logical_not().sum().item(),t.nan_to_num(0,0,0).abs().max().item()) for t in _tensors(tree)]
+    bad,largest = zip(_Numbers(), *seen)
+    return _Numbers(sum(bad), max(largest))
 
 # %% ../nbs/06_nonfinite.ipynb #429d3f2a
-def _first_forward(calls, normal):
-    "The first of `calls` with more bad numbers than `normal` in results, but not in arguments; its `normal` results"
-    for c,(args,out) in zip(calls, normal):
-        if c.args.bad<=args.bad and c.out.bad>out.bad: return c,out
-    return None,None
-
 def _first_backward(trace):
     "The call nearest to the loss with finite gradients of its results, but not of its arguments or parameters"
     def _spoils(c):
@@ -191,68 +166,61 @@ def _keeping(half, names):
     return half_precision(half.model, half.dtype, keep, half.copies)
 
 def _shortest_keep(half, works):
-    """Modules to keep in float32 besides those of `half`, none of them superfluous; None if no `keep` helps
-
-    `works` is a function of a `half_precision`: does the model work with it?"""
-    names = [n for n in _named_modules(half.model) if n]
-    def _inside(name): return [n for n in names if n.rpartition('.')[0]==name]
+    "Modules to keep in float32 besides those of `half` so that `works(half_precision)`; None if no `keep` helps"
+    def _inside(name): return [n for n in _named_modules(half.model) if n and n.rpartition('.')[0]==name]
     def _works(keep, all_float32=True):
-        try: longer = _keeping(half, keep)
+        try: return works(_keeping(half, keep))
         except ValueError: return all_float32
-        return works(longer)
 
     def _shrink(names, others):
         "Those of `names` that have to be kept while `others` are, or modules inside them"
         for n in [*names]:
-            without = [o for o in names if o!=n]
-            if _works([*others,*without]): names = without
+            rest = [o for o in names if o!=n]
+            if _works(others+rest): names = rest
         for n in [*names]:
-            rest,inside = [*others,*[o for o in names if o!=n]],_inside(n)
-            if not inside or not _works([*rest,*inside]): continue
-            smaller = _shrink(inside, rest)
-            if len(smaller)==1 or 2*len(smaller)<len(inside): names = [*[o for o in names if o!=n],*smaller]
+            rest,inside = [o for o in names if o!=n],_inside(n)
+            if not inside or not _works(others+rest+inside): continue
+            smaller = _shrink(inside, others+rest)
+            if len(smaller)==1 or 2*len(smaller)<len(inside): names = rest+smaller
         return names
 
     keep = _shrink(_inside(''), [])
     return keep if _works(keep, False) else None
 
 # %% ../nbs/06_nonfinite.ipynb #73a5635f
-def _forward_text(c, normal, ends):
-    "Why the results of call `c`, which are `normal` in float32, are not finite"
-    own,first = _count([*c.module._parameters.values()]),f"{c} was the first module that returned inf or nan"
-    if own.bad: return f"{first}: {own.bad} of its own weights are inf or nan."
-    for what,n in (('its input has',c.args), ('its weights have',own), ('its output would have',normal)):
-        if n.largest>ends: return f"{first}: {what} values up to {n.largest:.2g}."
-    given = f", from inputs up to {c.args.largest:.2g}" if c.args.largest else '' # 0 for integers
-    return f"{first}{given}: inside, a number is too large, or too small to divide by."
+def _describe(c): return f"{c.name or 'the model'} ({type(c.module).__name__})" if c else 'the loss'
 
 def _place(seen, normal, ends):
-    "Where, text and module of what is not finite in `seen`; `normal` are the arguments and results of each call"
-    if not math.isfinite(seen.loss):
-        c,out = _first_forward(seen.calls, normal)
-        if c is None: return 'loss',"The model's predictions are finite, but the loss is not.",''
-        weights = _count([*c.module._parameters.values()]).bad
-        return 'weights' if weights else 'forward',_forward_text(c, out, ends),c.name
-    c = _first_backward(seen)
-    text = f"In the backward pass, {c or 'the loss'} was the first where gradients became inf or nan."
-    return 'backward',text,c.name if c else ''
+    "Where, text and module of what is not finite in `seen`; `normal` are the calls in float32"
+    if math.isfinite(seen.loss):
+        c = _first_backward(seen)
+        text = f"In the backward pass, {_describe(c)} was the first where gradients became inf or nan."
+        return 'backward',text,c.name if c else ''
+    spoils = [(c,n) for c,n in zip(seen.calls, normal) if c.args.bad<=n.args.bad and c.out.bad>n.out.bad]
+    if not spoils: return 'loss',"The model's predictions are finite, but the loss is not.",''
+    c,full = spoils[0]
+    own,first = _count(c.module._parameters),f"{_describe(c)} was the first module that returned inf or nan"
+    if own.bad: return 'weights',f"{first}: {own.bad} of its own weights are inf or nan.",c.name
+    why = f", from inputs up to {c.args.largest:.2g}" if c.args.largest else '' # 0 for integers
+    why += ": inside, a number is too large, or too small to divide by."
+    for what,n in (('its output would have',full.out), ('its weights have',own), ('its input has',c.args)):
+        if n.largest>ends: why = f": {what} values up to {n.largest:.2g}."
+    return 'forward',first+why,c.name
 
 def _cure(keep, half, call):
     "What to do if precision is the cause"
-    bf16 = 'train in bfloat16, which has the range of float32' if half.dtype==torch.float16 else ''
-    more = bf16 and f", or {bf16}"
-    if keep is None: return f"To keep single modules in float32 is not enough: {bf16 or 'train in float32'}."
-    names = repr(keep[0] if len(keep)==1 else keep)
-    them = 'it' if len(keep)==1 else 'these'
-    if half.keep: return f"Keep {them} in float32, too, beside keep={half.keep!r}: {names}{more}."
-    return f"Keep {them} in float32: {call}(keep={names}){more}."
+    other = 'bfloat16, which has the range of float32' if half.dtype==torch.float16 else 'float32'
+    if keep is None: return f"To keep single modules in float32 is not enough: train in {other}."
+    them,names = ('it',repr(keep[0])) if len(keep)==1 else ('these',repr(keep))
+    what = f"{names}, beside keep={half.keep!r}" if half.keep else f"{call}(keep={names})"
+    return f"Keep {them} in float32: {what}, or train in {other}."
 
 def _find_float32(model, full, targets):
     "The `Finding` for a batch that isn't finite in float32"
-    where,text,name = _place(full, [(_Numbers(),_Numbers())]*len(full.calls), math.inf)
+    where,text,name = _place(full, [c._replace(args=_Numbers(), out=_Numbers()) for c in full.calls], math.inf)
     largest = _count([*model.parameters()]).largest
     if where=='loss' and targets.bad:
-        where,text = 'targets',f"The targets of this batch have inf or nan: {targets.bad} numbers."
+        where,text = 'targets',f"The targets of this batch have inf or nan, {targets.bad} in all."
     if where in ('forward','backward') and largest>2**16:
         where,name = 'training',''
         text = f"Training has diverged: weights have values up to {largest:.2g}. Lower the learning rate."

@@ -8,11 +8,10 @@ Docs: https://example.github.io/mp_callbacks/plan.html.md"""
 __all__ = ['LiveBytes', 'MemoryPlan', 'precision_plan']
 
 # %% ../nbs/08_plan.ipynb #17eef170
-import copy,torch,weakref
+import copy,torch,weakref,pandas as pd
 from bisect import bisect_right
 from contextlib import nullcontext
 from typing import NamedTuple
-import pandas as pd
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -93,10 +93,8 @@ def summary(self:PrecisionRecorder)->str: # One sentence a line
     skips,scale,norm = log.index[log.skipped],log.scale,log.norm[log.finite]
     res = [f"{len(log)} step{'s'*(len(log)>1)}, {len(skips) or 'none'} skipped."]
     if len(skips):
-        runs = (~log.skipped).cumsum()[skips] # one number for each run
-        longest = runs.index[runs==runs.mode()[0]]
-        res.append(f"The first skipped step was {skips[0]}, the last {skips[-1]}. "
-                   f"The longest run of them starts at step {longest[0]} and has length {len(longest)}.")
+        most = (~log.skipped).cumsum()[skips].value_counts().max() # in each run the sum stays the same
+        res.append(f"The first skipped step was {skips[0]}, the last {skips[-1]}. The longest run has length {most}.")
     culprits = log.culprit[~log.finite].value_counts()
     for name,n in culprits[:1].items():
         res.append(f"First not finite: mostly {name}'s gradient ({n} of {culprits.sum()}). See learn.find_nonfinite().")

@@ -9,15 +9,12 @@ __all__ = ['PrecisionReport', 'measure_precision']
 
 # %% ../nbs/07_report.ipynb #ac4b63b2
 import copy,math,torch
-from contextlib import nullcontext
-import matplotlib.pyplot as plt
-import numpy as np
-import pandas as pd
+from types import SimpleNamespace
+import matplotlib.pyplot as plt,numpy as np,pandas as pd
 from torch import nn
 
-from .dtypes import map_tree
 from .half import half_precision
-from .nonfinite import _keeping,_shortest_keep,_trace
+from .nonfinite import _keeping,_shortest_keep,_tensors,_trace
 
 # %% ../nbs/07_report.ipynb #cebcbfb2
 class PrecisionReport:
@@ -33,7 +30,7 @@ class PrecisionReport:
     @property
     def best_scale(self):
         "Power of two that leaves a factor of 2^6 between the largest gradient and 65504, as `to_fp16` does"
-        seen = np.flatnonzero(sum([o.gradients for o in self.modules.values()], _exponents([])))+_low
+        seen = np.flatnonzero(sum([o.acts+o.weights for o in self.modules.values()], _exponents([])))+_low
         if self.dtype==torch.bfloat16 or not len(seen): return 1.
         return 2.**min(max(16-6-seen[-1], 0), 24)
 
@@ -69,8 +66,8 @@ class PrecisionReport:
     ): # The axes
         "Show how large each module's gradients are, and the range of the format at the present and at the best scale"
         if ax is None: _,ax = plt.subplots(figsize=(7, 1.5+.25*len(self.modules)))
-        counts = np.array([o.gradients.numpy() for o in self.modules.values()], dtype=float)
-        counts /= counts.max(1, keepdims=True).clip(min=1)
+        counts = np.array([o.acts+o.weights for o in self.modules.values()])
+        counts = counts/counts.max(1, keepdims=True).clip(min=1)
         seen = np.flatnonzero(counts.max(0)>.01)+_low
         ax.imshow(counts, aspect='auto', cmap='Blues', extent=(_low-1,_high-1,len(counts)-.5,-.5), interpolation='none')
         info = torch.finfo(self.dtype)
@@ -96,23 +93,17 @@ def measure_precision(
     Keeps the results and gradients of all modules in memory, in half precision and in float32. If the error is larger
     than the tolerance, looks for modules to keep. Parameters, buffers, gradients and random number generators are as
     before. Raises `ValueError` if the batch is not finite in float32."""
-    def _run(half, scale):
-        with half or nullcontext(): return _trace(model, compute_loss, _tensors, scale, with_args=False)
-    def _works(half):
-        seen = _run(half, best)
-        return _off(seen, full, _grad_errors(seen, full, best))<=report.tolerance
+    def _run(half, scale): return _trace(model, compute_loss, half, _copies, scale, with_args=False)
+    def _works(half): return _compare(_run(half, best), full, best)[1]<=report.tolerance
     full,seen = _run(None, 1.),_run(half, report.scale)
-    grad_errors = _grad_errors(seen, full, report.scale)
-    if not full.grads or not all([math.isfinite(norm) for _,norm in grad_errors.values()]):
+    errors,error = _compare(seen, full, report.scale)
+    if not errors or not all([math.isfinite(norm) for _,norm in errors.values()]):
         raise ValueError(f"In float32 this batch has a loss of {full.loss:g} and gradients that are not finite, so "
                          "half precision is not the cause. Ask find_nonfinite() what is.")
-    grads = [(p,full.grads[id(p)][0]) for p in model.parameters() if id(p) in full.grads]
     first = opt is not None and not report.modules # updates are those of the first batch
-    _add_batch(report, seen, full, grad_errors, _lost_updates(opt, grads, half.dtype) if first else {})
-    error,best = _off(seen, full, grad_errors),report.best_scale
-    report.error = max(report.error, error)
-    if error<=report.tolerance or report.keep is None: return
-    if _works(longer := _keeping(half, report.keep)): return
+    _add_batch(report, seen, full, errors, _lost_updates(opt, model, full.grads, half.dtype) if first else {})
+    best,report.error = report.best_scale,max(report.error, error)
+    if error<=report.tolerance or report.keep is None or _works(longer := _keeping(half, report.keep)): return
     more = _shortest_keep(longer, _works)
     report.keep = None if more is None else report.keep+more
 
@@ -121,10 +112,10 @@ _low,_high = -126,130 # exponents of float32
 
 def _exponents(ts):
     "Counts of the numbers in `ts` by exponent e (2^(e-1) <= |x| < 2^e), without zeros and numbers below 2^-126"
-    res = torch.zeros(_high-_low, dtype=torch.long)
+    res = np.zeros(_high-_low, dtype=int)
     for t in ts:
-        bits = (t.float().view(torch.int32)>>23).bitwise_and(255).to(torch.uint8) # the exponent bits are e-_low
-        res += torch.bincount(bits.flatten(), minlength=len(res)).cpu()
+        bits = (t.float().view(torch.int32)>>23).bitwise_and_(255).to(torch.uint8) # the exponent bits are e-_low
+        res += torch.bincount(bits.flatten(), minlength=len(res)).cpu().numpy()
     res[0] = 0
     return res
 
@@ -132,77 +123,58 @@ def _lost(counts, dtype, scale):
     "Share of the numbers in `counts` that become zero in `dtype` after multiplication by `scale`"
     smallest = torch.finfo(dtype).smallest_normal*torch.finfo(dtype).eps/2 # half of the smallest number
     n = max(0, round(math.log2(smallest/scale))+1-_low)
-    return (counts[:n].sum()/counts.sum()).item() # nan if all counts are zero
+    return counts[:n].sum()/counts.sum() if counts.any() else math.nan
 
 def _error(xs, ys, scale=1.):
     "Squared norms: of the difference between `xs`/`scale` and `ys`, and of `ys`"
-    def _square(ts): return sum([torch.linalg.vector_norm(t, dtype=torch.float64).item()**2 for t in ts])
-    return np.array([_square([x/scale-y for x,y in zip(xs,ys)]),_square(ys)])
+    def _square(ts): return sum([torch.linalg.vector_norm(t).item()**2 for t in ts])
+    return np.array([_square([torch.sub(y, x, alpha=1/scale) for x,y in zip(xs,ys)]),_square(ys)])
 
 def _relative(error): return math.sqrt(error[0]/error[1]) if error[1] else 0.
 
 # %% ../nbs/07_report.ipynb #f29edd86
-def _lost_updates(opt, grads, dtype):
+def _lost_updates(opt, model, grads, dtype):
     "Lost updates in `dtype` and all updates of each parameter, in the next step of `opt`"
     copies,res = {},{}
     after = copy.deepcopy(opt, copies)
-    grads = [(p,g) for p,g in grads if id(p) in copies] # `opt` may have only some of them
-    for p,g in grads: copies[id(p)].grad = g.clone()
+    params = [p for p in model.parameters() if id(p) in copies.keys() & grads.keys()]
+    for p in params: copies[id(p)].grad = grads[id(p)][0].clone()
     after.step()
-    for p,_ in grads:
-        new,half = copies[id(p)].detach(),p.detach().to(dtype)
-        moved = new!=p.detach()
-        stays = (half.float()+(new-p.detach())).to(dtype)==half
-        res[id(p)] = np.array([(moved & stays).sum().item(),moved.sum().item()])
+    for p in params:
+        step,half = (copies[id(p)]-p).detach(),p.detach().to(dtype)
+        lost = (half+step).to(dtype)==half
+        res[id(p)] = np.array([(lost & (step!=0)).sum().item(),step.count_nonzero().item()])
     return res
-
-# %% ../nbs/07_report.ipynb #c7e259b9
-class _ModuleNumbers:
-    "Measurements of one module"
-    def __init__(self, kind):
-        self.kind,self.largest = kind,0. # class; largest absolute value of its results
-        self.out_error,self.grad_error = np.zeros(2),np.zeros(2) # squared norms: of the difference, of float32's
-        self.acts,self.weights = _exponents([]),_exponents([]) # exponents of the gradients of its results and weights
-        self.updates = np.zeros(2) # lost updates, and all updates
-
-    @property
-    def gradients(self): return self.acts+self.weights
 
 # %% ../nbs/07_report.ipynb #e1e18b52
-def _tensors(tree):
-    "Copies of the floating tensors in `tree`"
-    res = []
-    def _add(t):
-        if t.is_floating_point(): res.append(t.detach().clone()) # the next module may work in place
-        return t
-    map_tree(_add, tree)
-    return res
+def _copies(tree): return [t.detach().clone() for t in _tensors(tree)] # the next module may work in place
 
-def _grad_errors(seen, full, scale):
-    "Name of each module with gradients of its own -> their squared error and norm"
-    res = {}
-    for c in full.calls:
-        own = {id(p) for p in c.module._parameters.values()} & full.grads.keys()
-        # without a finite loss there are no gradients in half precision
-        if own: res[c.name] = sum([_error(seen.grads.get(k, [math.nan]), full.grads[k], scale) for k in own])
-    return res
+def _owned(trace):
+    "Name of each module with gradients of its own -> the keys of these in `trace.grads`"
+    owned = {c.name:trace.grads.keys() & {id(p) for p in c.module._parameters.values()} for c in trace.calls}
+    return {n:keys for n,keys in owned.items() if keys}
 
-def _off(seen, full, grad_errors):
-    "The larger of the relative errors of the loss and of the modules' gradients (root of the mean square over modules)"
-    errors = [_relative(o)**2 for o in grad_errors.values()]
-    res = max(math.sqrt(sum(errors)/max(len(errors), 1)), abs(seen.loss-full.loss)/max(abs(full.loss), 1e-30))
-    return res if math.isfinite(res) else math.inf
+def _compare(seen, full, scale):
+    "Errors of each module's gradients, and the larger of the relative errors of the loss and of all gradients"
+    # without a finite loss there are no gradients in half precision
+    errors = {n:sum([_error(seen.grads.get(k, [math.nan]), full.grads[k], scale) for k in keys])
+              for n,keys in _owned(full).items()}
+    grads = math.sqrt(sum([_relative(o)**2 for o in errors.values()])/max(len(errors), 1))
+    error = max(grads, abs(seen.loss-full.loss)/max(abs(full.loss), 1e-30))
+    return errors,error if math.isfinite(error) else math.inf
 
-def _add_batch(report, seen, full, grad_errors, updates):
+def _add_batch(report, seen, full, errors, updates):
     "Add the traces `seen`, in half precision, and `full`, in float32, to `report`"
     for c,f in zip(seen.calls, full.calls):
         if not f.module._parameters: continue
-        m = report.modules.setdefault(f.name, _ModuleNumbers(type(f.module).__name__))
-        m.largest = max([m.largest,*[t.abs().max().item() for t in f.out if t.numel()]])
+        new = SimpleNamespace(kind=type(f.module).__name__, largest=0., acts=_exponents([]), weights=_exponents([]),
+                              out_error=np.zeros(2), grad_error=np.zeros(2), updates=np.zeros(2)) # lost, and all
+        m = report.modules.setdefault(f.name, new)
+        m.largest = max([m.largest,*[t.abs().max().item() for t in f.out]])
         m.out_error += _error(c.out, f.out)
         m.acts += _exponents([t for ts in f.grad_out for t in ts])
-    for n,module in {c.name:c.module for c in full.calls if c.name in report.modules}.items():
-        for k in {id(p) for p in module._parameters.values()} & full.grads.keys():
-            report.modules[n].weights += _exponents(full.grads[k])
-            report.modules[n].updates += updates.get(k, 0)
-    for n,o in grad_errors.items(): report.modules[n].grad_error += o
+    for n,keys in _owned(full).items():
+        m = report.modules[n]
+        m.grad_error += errors[n]
+        m.weights += _exponents([t for k in keys for t in full.grads[k]])
+        m.updates += sum([updates[k] for k in keys & updates.keys()])

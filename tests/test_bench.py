@@ -46,6 +46,15 @@ def test_script(script, metrics, tmp_path):
     assert script in ('train','distributed') or list(tmp_path.glob('*.png'))
 
 @pytest.mark.slow
+def test_report():
+    cmd = [sys.executable, '-W', 'ignore', str(bench/'report.py'), '--tiny', '--turns', '1']
+    res = subprocess.run(cmd, capture_output=True, text=True)
+    assert res.returncode==0, res.stderr[-2000:]
+    table = [o.split(' | ') for o in res.stdout.splitlines() if o.startswith('| ')][2:]
+    assert [o[:2] for o in table]==[['| mlp','bf16'],['| mlp','fp16'],['| conv','bf16'],['| gpt','bf16'],['| gpt','fp16']]
+    assert all(float(x.rstrip(' |'))>0 for o in table for x in o[2:])
+
+@pytest.mark.slow
 def test_compare(tmp_path):
     "Another checkout is measured in a second process, and named by its commit"
     path,found = run('compare', tmp_path, '--against', str(bench.parent))

@@ -90,8 +90,8 @@ def wrong_loss(x):
     return At(_wrong, event='after_loss', order=-20)
 
 not_ours  = 'Precision is not the cause: in float32 it is the same.'
-no_inputs = 'The inputs of this batch have inf or nan: 8 numbers.'
-large     = 'The inputs of this batch have values up to 1e+38, and float16 ends at 65504: normalize them.'
+no_inputs = 'The inputs of this batch have inf or nan, 8 in all.'
+large     = 'The inputs have values up to 1e+38, float16 ends at 65504: normalize them.'
 no_preds  = '2 (Loud) was the first module that returned inf or nan, from inputs up to '
 no_loss   = f"The model's predictions are finite, but the loss is not. {not_ours}"
 no_grads  = 'The gradient of 5.bias was the first that was not finite. Computed again, this batch is finite. '

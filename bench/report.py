@@ -1,7 +1,7 @@
 """How long `precision_report` takes, beside training steps with the batches that it looks at, on a CPU
 
-A report runs each batch in half precision and in float32. Steps and reports take turns in one process. Prints a Markdown
-table of the CPU time for each batch: medians, and medians of each turn's ratios."""
+A report runs each batch in half precision and in float32. Steps and reports take turns in one process. Prints a
+Markdown table of the CPU time for each batch: medians, and medians of each turn's ratios."""
 import argparse
 from statistics import median
 
@@ -40,7 +40,7 @@ def main():
             if precision=='fp16' and 'conv' in task.name: continue # some hundred times slower on a CPU
             rows.append((task.name, precision, *measure(task, precision, args.batches, args.turns)))
     print(f'{command()} | {machine()}\n')
-    cols = ['model','precision','step in half, ms','step in float32, ms','report, ms','report / both','report / float32']
+    cols = ['model','precision','half step, ms','float32 step, ms','report, ms','of both','of float32']
     print(markdown(pd.DataFrame(rows, columns=cols).set_index('model')))
 
 if __name__=='__main__': main()

@@ -40,7 +40,7 @@ def find_nonfinite(
 def precision_report(
     learn, # `Learner` in half precision
     batches:int=4, # Number of batches of `dls.train` to look at
-    tolerance:float=.1, # Relative error of loss and gradients up to which no `keep` is needed
+    tolerance:float=.1, # Relative error of the gradients up to which no `keep` is needed
 )->PrecisionReport: # Shows as a table; has `plot()` and `keep`
     """What half precision does to each module of the learner's model; see [report](07_report.ipynb)
 

@@ -52,7 +52,7 @@ def find_nonfinite(
     def _run(half, scale=1.): return _trace(model, compute_loss, half, _count, scale)
     seen = _run(half, scale)
     if _finite(seen): return Finding('nothing', f"This batch is finite. Its loss is {seen.loss:.3g}.")
-    full,given = _run(None),_count(inputs)
+    full,given = _run(None) if half else seen,_count(inputs)
     if not _finite(full):
         if given.bad: return Finding('inputs', f"The inputs of this batch have inf or nan, {given.bad} in all.")
         return _find_float32(model, full, _count(targets))
@@ -72,18 +72,18 @@ def find_nonfinite(
 # %% ../nbs/06_nonfinite.ipynb #4220c9fc
 def _remember_buffers(modules):
     "The buffers of `modules`, and copies of their numbers"
-    return [(m._buffers,n,b,b.detach().clone()) for m in modules for n,b in m._buffers.items() if b is not None]
+    return [(m._buffers,n,b,b if b is None else b.detach().clone()) for m in modules for n,b in m._buffers.items()]
 
 @torch.no_grad()
 def _restore_buffers(snapshot):
     "Put the buffers of `snapshot` back, and their numbers into them"
     for buffers,n,b,numbers in snapshot:
-        if 0 not in b.stride(): b.copy_(numbers) # an expanded tensor can't be written, so it hasn't changed
+        if b is not None and 0 not in b.stride(): b.copy_(numbers) # nothing can be copied to an expanded tensor
         buffers[n] = b
 
 @contextmanager
 def _unchanged(model, others=(), dicts=()):
-    "Restore gradients (also of parameters `others`), attributes of modules, `dicts`, and random numbers at the end"
+    "Without gradients; restore them (also of parameters `others`), buffers, modules, `dicts` and random numbers"
     params,buffers = [*model.parameters(),*others],_remember_buffers(model.modules())
     dicts = [*dicts,*[(vars(m),dict(vars(m))) for m in model.modules()]]
     grads,devices = [p.grad for p in params],{p.device.index for p in params if p.device.type=='cuda'}
@@ -104,10 +104,10 @@ _Trace = namedtuple('_Trace', 'loss calls grads')
 _Call = namedtuple('_Call', 'name module started args grad_args out grad_out')
 
 def _tensors(tree):
-    "The floating tensors in `tree` that aren't empty"
+    "The floating tensors in `tree` that aren't empty. Sparse ones become dense."
     res = []
     map_tree(lambda t: res.append(t) or t, tree)
-    return [t for t in res if t.is_floating_point() and t.numel()]
+    return [t.to_dense() for t in res if t.is_floating_point() and t.numel()]
 
 def _trace(model, compute_loss, half, measure, scale=1., with_args=True):
     "Run `compute_loss`, backward pass included; `measure` all modules' arguments, results and gradients"
@@ -125,7 +125,7 @@ def _trace(model, compute_loss, half, measure, scale=1., with_args=True):
     def _after(name, module, args, kwargs, out):
         calls.append(_Call(name, module, *running.pop(), measure(out), _watch(out)))
 
-    # each run has the same random numbers
+    # `_unchanged` gives each run the same random numbers
     with _unchanged(model), half or nullcontext(), torch.compiler.set_stance('force_eager'), ExitStack() as watches:
         with ExitStack() as hooks: # removed before checkpointing runs `forward` again
             for n,m in _named_modules(model).items():
@@ -168,9 +168,9 @@ def _keeping(half, names):
 def _shortest_keep(half, works):
     "Modules to keep in float32 besides those of `half` so that `works(half_precision)`; None if no `keep` helps"
     def _inside(name): return [n for n in _named_modules(half.model) if n and n.rpartition('.')[0]==name]
-    def _works(keep, all_float32=True):
+    def _works(keep, otherwise=True):
         try: return works(_keeping(half, keep))
-        except ValueError: return all_float32
+        except ValueError: return otherwise # no module is left in half precision
 
     def _shrink(names, others):
         "Those of `names` that have to be kept while `others` are, or modules inside them"
@@ -184,7 +184,8 @@ def _shortest_keep(half, works):
             if len(smaller)==1 or 2*len(smaller)<len(inside): names = rest+smaller
         return names
 
-    keep = _shrink(_inside(''), [])
+    keep = _inside('')
+    if _works(keep): keep = _shrink(keep, [])
     return keep if _works(keep, False) else None
 
 # %% ../nbs/06_nonfinite.ipynb #73a5635f
@@ -210,7 +211,7 @@ def _place(seen, normal, ends):
 def _cure(keep, half, call):
     "What to do if precision is the cause"
     other = 'bfloat16, which has the range of float32' if half.dtype==torch.float16 else 'float32'
-    if keep is None: return f"To keep single modules in float32 is not enough: train in {other}."
+    if not keep: return f"To keep single modules in float32 is not enough: train in {other}."
     them,names = ('it',repr(keep[0])) if len(keep)==1 else ('these',repr(keep))
     what = f"{names}, beside keep={half.keep!r}" if half.keep else f"{call}(keep={names})"
     return f"Keep {them} in float32: {what}, or train in {other}."

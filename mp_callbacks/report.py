@@ -22,7 +22,7 @@ class PrecisionReport:
     def __init__(self,
         dtype:torch.dtype, # Half-precision dtype
         scale:float=1., # Present loss scale
-        tolerance:float=.1, # Relative error of loss and gradients up to which no `keep` is needed
+        tolerance:float=.1, # Relative error of the gradients up to which no `keep` is needed
     ):
         self.dtype,self.scale,self.tolerance = dtype,scale,tolerance
         self.modules,self.keep,self.error = {},[],0.
@@ -53,7 +53,7 @@ class PrecisionReport:
         acts,best = sum([o.acts for o in self.modules.values()], _exponents([])),self.best_scale
         lost,least = [f'{_lost(acts, self.dtype, o):.1%}' for o in (self.scale,best)]
         off = f'differ from float32 by {self.error:.2%}' if math.isfinite(self.error) else 'are not finite'
-        res = (f"In {str(self.dtype)[6:]}, loss and gradients {off}. {lost} of the gradients of activations "
+        res = (f"In {str(self.dtype).removeprefix('torch.')}, gradients {off}. {lost} of the gradients of activations "
                f"become zero at the loss scale {self.scale:.9g}")
         res += f", {least} at the best scale, {best:.9g}. " if best!=self.scale else ". "
         if self.keep is None: return f"{res}No keep brings the difference under {self.tolerance:.0%}."
@@ -137,7 +137,7 @@ def _lost_updates(opt, model, grads, dtype):
     "Lost updates in `dtype` and all updates of each parameter, in the next step of `opt`"
     copies,res = {},{}
     after = copy.deepcopy(opt, copies)
-    params = [p for p in model.parameters() if id(p) in copies.keys() & grads.keys()]
+    params = [p for p in model.parameters() if id(p) in copies and grads.get(id(p))]
     for p in params: copies[id(p)].grad = grads[id(p)][0].clone()
     after.step()
     for p in params:
@@ -155,12 +155,11 @@ def _owned(trace):
     return {n:keys for n,keys in owned.items() if keys}
 
 def _compare(seen, full, scale):
-    "Errors of each module's gradients, and the larger of the relative errors of the loss and of all gradients"
+    "Errors of each module's gradients, and the relative error of all (root of the mean square over modules)"
     # without a finite loss there are no gradients in half precision
     errors = {n:sum([_error(seen.grads.get(k, [math.nan]), full.grads[k], scale) for k in keys])
               for n,keys in _owned(full).items()}
-    grads = math.sqrt(sum([_relative(o)**2 for o in errors.values()])/max(len(errors), 1))
-    error = max(grads, abs(seen.loss-full.loss)/max(abs(full.loss), 1e-30))
+    error = math.sqrt(sum([_relative(o)**2 for o in errors.values()])/max(len(errors), 1))
     return errors,error if math.isfinite(error) else math.inf
 
 def _add_batch(report, seen, full, errors, updates):

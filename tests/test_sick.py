@@ -129,6 +129,20 @@ def test_existing_keep():
         found = find_nonfinite(model, loss, half_precision(model, torch.float16, keep))
         assert found.keep==('1','3') and f"Keep these in float32: ['1', '3'], beside keep={keep!r}" in str(found)
 
+def test_no_keep_helps():
+    "The loss itself overflows in half precision: modules in float32 don't change that"
+    model,loss = net_and_loss(1.)
+    def sick(): return loss()*(math.inf if 'forward' in vars(model) else 1)
+    found = find_nonfinite(model, sick, half_precision(model, torch.float16))
+    assert (found.where,found.keep)==('loss',()) and 'To keep single modules in float32 is not enough' in str(found)
+
+def test_sparse_gradients():
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4,1))
+    def loss(): return model(torch.tensor([1,5,1])).square().mean()
+    half = half_precision(model, torch.float16)
+    assert find_nonfinite(model, loss, half).where=='nothing'
+    assert find_nonfinite(model, loss, half, scale=2.**40).where=='backward'
+
 def test_masks_are_no_overflow():
     "A mask of -inf goes through all modules, and only the layer that overflows is named"
     class Masked(nn.Module):

@@ -40,6 +40,7 @@ def pools():
     "A process for the notebooks numbered below 10, which do without fastai (importing it changes tensors), and one for the others"
     with ProcessPoolExecutor(1, get_context('spawn')) as plain, ProcessPoolExecutor(1, get_context('spawn')) as fastai:
         yield dict(plain=plain, fastai=fastai)
+        for o in (plain,fastai): o.submit(os._exit, 0) # by itself a process ends after many seconds, if PyTorch has compiled in it
 
 def case(fn):
     "Those in folders export nothing: `make test` runs them only here, and only with `FLAGS=slow`"

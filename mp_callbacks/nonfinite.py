@@ -145,7 +145,7 @@ _Numbers = namedtuple('_Numbers', 'bad largest', defaults=(0,0.))
 def _count(tree):
     "How many numbers in the tensors of `tree` are inf or nan, and the largest absolute value of the others"
     seen = [(t.isfinite().logical_not().sum().item(),t.nan_to_num(0,0,0).abs().max().item()) for t in _tensors(tree)]
-    bad,largest = zip(_Numbers(), *seen)
+    bad,largest = zip(_Numbers(), *seen) # at least one row, as `tree` may have no tensors
     return _Numbers(sum(bad), max(largest))
 
 # %% ../nbs/06_nonfinite.ipynb #429d3f2a
@@ -204,6 +204,7 @@ def _place(seen, normal, ends):
     if own.bad: return 'weights',f"{first}: {own.bad} of its own weights are inf or nan.",c.name
     why = f", from inputs up to {c.args.largest:.2g}" if c.args.largest else '' # 0 for integers
     why += ": inside, a number is too large, or too small to divide by."
+    # the last that is too large counts: large inputs explain a large output
     for what,n in (('its output would have',full.out), ('its weights have',own), ('its input has',c.args)):
         if n.largest>ends: why = f": {what} values up to {n.largest:.2g}."
     return 'forward',first+why,c.name
@@ -218,11 +219,12 @@ def _cure(keep, half, call):
 
 def _find_float32(model, full, targets):
     "The `Finding` for a batch that isn't finite in float32"
+    # there is no finite run to compare with, so that any inf or nan is one too many
     where,text,name = _place(full, [c._replace(args=_Numbers(), out=_Numbers()) for c in full.calls], math.inf)
     largest = _count([*model.parameters()]).largest
     if where=='loss' and targets.bad:
         where,text = 'targets',f"The targets of this batch have inf or nan, {targets.bad} in all."
-    if where in ('forward','backward') and largest>2**16:
+    if where in ('forward','backward') and largest>2**16: # far more than any healthy weight
         where,name = 'training',''
         text = f"Training has diverged: weights have values up to {largest:.2g}. Lower the learning rate."
     return Finding(where, f"{text} Precision is not the cause: in float32 it is the same.", name)

@@ -28,7 +28,7 @@ class Finding(NamedTuple):
     precision:bool=False # Is half precision the cause?
     keep:tuple=() # More modules to keep in float32
     def __str__(self): return self.text
-    def __repr__(self): return fill(self.text, 110)
+    def __repr__(self): return fill(self.text, 95)
 
 # %% ../nbs/06_nonfinite.ipynb #362aefca
 def find_nonfinite(

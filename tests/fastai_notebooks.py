@@ -10,7 +10,10 @@ some cells count callbacks, or compare predictions with float32 at a tight toler
 Exported cells are skipped: the names of the installed module stand in for them. Downloaded data is replaced by small
 random data, and pretrained weights by random ones. Cells that fail with plain fastai don't count.
 
-Last run with fastai2's notebooks of August 2020 and fastai 2.8.12, on a CPU."""
+Last run with fastai 2.8.12 and the notebooks of fastai 2.8.8, on a CPU: 653 cells pass with plain fastai, and all with
+`import`. 10 fail in `to_bf16`, 2 in `to_native_bf16`, and of 602 cells 7 in `to_fp16` and 1 in `to_native_fp16`. They
+compare half precision with float32 at float32's tolerance, look at a scaled gradient in a hook, or add fastai's own
+mixed precision to ours, which is refused."""
 import argparse,json,os,random,re,shutil,signal,subprocess,sys
 from collections import defaultdict
 from contextlib import redirect_stderr,redirect_stdout
@@ -115,7 +118,7 @@ def run_cells(fn, precision, out):
         for o in (random.seed,np.random.seed,torch.manual_seed): o(0)
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             signal.alarm(cell_limit)
-            res = shell.run_cell(source.replace('fastai2', 'fastai')) # the package's name before version 2.0
+            res = shell.run_cell(source)
             signal.alarm(0)
         e = res.error_before_exec or res.error_in_exec
         error = None if e is None else f"{type(e).__name__}: {' '.join(str(e).split())[:120]}"

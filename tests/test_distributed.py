@@ -595,8 +595,10 @@ four = dict(
     clip_shards=(clip_shards, {}), empty_shard=(empty_shard, {}))
 
 some_fsdp2 = {k:fsdp2[k] for k in ('sharded fp16','sharded native_bf16','fp16 checkpointed','empty_shard','told_sharded')}
+quick = {**ddp,**alone,**some_fsdp2}
+slow = {k:v for k,v in {**fsdp2,**slow}.items() if k not in quick}
 groups = [pytest.param(o, n, marks=m) for o,n,m in
-          [({**ddp,**alone,**some_fsdp2},2,()), ({**fsdp2,**slow},2,pytest.mark.slow), (four,4,pytest.mark.slow)]]
+          [(quick,2,()), (slow,2,pytest.mark.slow), (four,4,pytest.mark.slow)]]
 
 @pytest.mark.parametrize('cases,world', groups, ids=['quick','slow','four'])
 def test_ranks_are_equal(tmp_path, cases, world):

@@ -19,9 +19,7 @@ here = Path(__file__).resolve().parent
 script = here.parent/'examples/distributed.py'
 epochs = 3
 timeout,patience = 60,2 # seconds that gloo waits, and that it waits for a rank that is going to hang
-ctx = get_context('forkserver') # it imports once, and each process is a fork of it
-preload = 'fastai.callback.all fastai.distributed mp_callbacks.all sklearn.datasets torch._dynamo'
-ctx.set_forkserver_preload(preload.split())
+ctx = get_context('forkserver')
 
 def load_example():
     spec = importlib.util.spec_from_file_location('distributed_example', script)

@@ -1,5 +1,4 @@
 import os,random
-from multiprocessing import get_context
 
 import numpy as np,pytest,torch
 
@@ -7,9 +6,6 @@ def pytest_configure(config):
     "One thread, here and in the processes that tests start: sums have one order, and tests that run side by side don't fight for the cores"
     torch.set_num_threads(1)
     os.environ['OMP_NUM_THREADS'] = '1'
-    # of the processes that a test starts: one imports, and each is a fork of it
-    imports = 'fastai.callback.all fastai.distributed mp_callbacks.all sklearn.datasets torch._dynamo'
-    get_context('forkserver').set_forkserver_preload(imports.split())
 
 def pytest_addoption(parser):
     parser.addoption('--flags', default='', help='run these too: "cuda slow" for the cells and tests so marked')

@@ -2,6 +2,7 @@
 import itertools,pytest,torch
 from collections import namedtuple
 from dataclasses import dataclass
+from multiprocessing import set_forkserver_preload
 from typing import Any
 
 from fastai.basics import *
@@ -16,6 +17,10 @@ modes = dict( # the scale starts where nothing overflows, so that no step is ski
     native_fp16  = lambda learn, **kwargs: learn.to_native_fp16(**{'init_scale':2.**10, **kwargs}),
     native_bf16  = lambda learn, **kwargs: learn.to_native_bf16(**kwargs))
 calls = 'to_fp16 to_bf16 to_native_fp16 to_native_bf16'.split()
+
+# Processes of a test are forks of one that has imported, and start at once. A fork can't use a GPU.
+start_method = 'spawn' if torch.cuda.is_available() else 'forkserver'
+set_forkserver_preload('fastai.callback.all fastai.distributed mp_callbacks.all sklearn.datasets torch._dynamo'.split())
 
 def crossed(*values, fast):
     "All combinations of `values` for `parametrize`, those for which `fast` is false as slow tests"

@@ -508,7 +508,7 @@ def work(rank, world, path, cases):
 
 def run(path, cases, world=2):
     "What the `cases` return: name -> a list with one dict per rank"
-    mp.start_processes(work, (world,str(path),cases), nprocs=world, start_method='forkserver')
+    mp.start_processes(work, (world,str(path),cases), nprocs=world, start_method=start_method)
     ranks = [torch.load(path/f'{i}.pt', weights_only=False) for i in range(world)]
     return {k:[o.get(k, 'not run, after an error') for o in ranks] for k in cases}
 

@@ -19,7 +19,7 @@ here = Path(__file__).resolve().parent
 script = here.parent/'examples/distributed.py'
 epochs = 3
 timeout,patience = 60,2 # seconds that gloo waits, and that it waits for a rank that is going to hang
-ctx = get_context('forkserver')
+ctx = get_context(start_method)
 
 def load_example():
     spec = importlib.util.spec_from_file_location('distributed_example', script)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy,fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from learners import start_method
 from mp_callbacks.half import half_precision
 from mp_callbacks.plan import precision_plan
 
@@ -89,7 +90,7 @@ def work(rank, world, path):
 @pytest.mark.parametrize('world', [2,*[pytest.param(o, marks=pytest.mark.slow) for o in (1,4)]])
 def test_processes(world, tmp_path):
     "States per process, and the messages of a step, whose share (N-1)/N is sent by a ring"
-    mp.start_processes(work, (world,str(tmp_path)), nprocs=world, start_method='forkserver')
+    mp.start_processes(work, (world,str(tmp_path)), nprocs=world, start_method=start_method)
     res = torch.load(tmp_path/'res', weights_only=False)
     n,ring = sum(p.numel() for p in make().parameters()),(world-1)/world
     assert res['ddp'][0]==memory(n, 1, False, False, 0) # DDP's buffer of 4 bytes per parameter is its own

@@ -23,18 +23,20 @@ tiny = dict(mlp     = Task('mlp',     lambda: mlp(8, 3, 5),                     
 
 def fused(loop, precision): return Variant(loop, 'fused', precision)
 
-def three(precision): return [fused(o, precision) for o in ('ours','hand','fastai')]
+def each(precision): return [fused(o, precision) for o in ('ours','hand','fastai')]
 
-copies,bare,in_bf16,in_fp16 = fused('ours', 'bf16'),fused('bare', 'fp32'),three('autocast-bf16'),three('autocast-fp16')
-(autocast,*_),(ours_fp16,_,fastai_fp16) = in_bf16,in_fp16
-loops = dict(mlp=[copies,*in_bf16,*in_fp16], vit=[copies], linears=[copies], weights=[ours_fp16,fastai_fp16,bare])
+copies,bare = fused('ours', 'bf16'),fused('bare', 'fp32')
+bf16_loops = ours_bf16,_,_           = each('autocast-bf16')
+fp16_loops = ours_fp16,_,fastai_fp16 = each('autocast-fp16')
+loops = dict(mlp=[copies,*bf16_loops,*fp16_loops], vit=[copies], linears=[copies],
+             weights=[ours_fp16,fastai_fp16,bare])
 
 def pairs(task, ms, other):
     "(case, ms of ours, ms of the other, how many times as long ours may take), from the medians `ms` of `task`"
     if task=='mlp':
-        yield 'MLP 6×1024, bf16: copies, and autocast',ms[copies],ms[autocast],1.08
-        for name,variants,check in (('fp16',in_fp16,'with GradScaler'),('bf16',in_bf16,'without a check')):
-            ours,hand,fastai = [ms[o] for o in variants] # fastai-hand is what a `Learner` takes
+        yield 'MLP 6×1024, bf16: copies, and autocast',ms[copies],ms[ours_bf16],1.08
+        for name,same,check in (('fp16',fp16_loops,'with GradScaler'),('bf16',bf16_loops,'without a check')):
+            ours,hand,fastai = [ms[o] for o in same] # fastai-hand is what a `Learner` takes
             yield f"MLP 6×1024, {name}: autocast less fastai's own time, and by hand {check}",ours-fastai+hand,hand,1.05
     elif task=='vit': yield f'ViT 192×6, bf16 copies: this code, and {other.loop}',ms[copies],ms[other],1.
     elif task=='linears': yield f'120 × Linear(8,8), bf16 copies: this code, and {other.loop}',ms[copies],ms[other],1.25

@@ -4,7 +4,8 @@
 
 Prints a table: bytes per parameter above the shards of parameters and optimizer state, which are always there, at the
 end of the forward pass and at the peak of forward and backward. They are the profiler's memory events on a CPU, where
-`fully_shard` gathers weights as on a GPU. The model is 24 residual blocks of two linear layers."""
+`fully_shard` gathers weights as on a GPU. The model is 24 residual blocks of two linear layers. What is gathered when
+depends on the timing of threads, so that the table has medians of 15 steps."""
 import argparse,gc,tempfile,time
 from contextlib import nullcontext
 
@@ -58,7 +59,7 @@ def measure(copies, policy, width=256, depth=24, bs=16):
 def work(rank, world, path):
     torch.set_num_threads(1)
     dist.init_process_group('gloo', init_method=f'file://{path}/init', rank=rank, world_size=world)
-    res = {name:measure(*o) for name,o in ways.items()}
+    res = {name:[*pd.DataFrame([measure(*o) for _ in range(15)]).median()] for name,o in ways.items()}
     if rank==0:
         df = pd.DataFrame(res, ['after the forward pass','peak']).T.rename_axis('way')
         print(f'\n{markdown(df)}\nBytes per parameter. `python bench/fsdp.py`: {machine()}, {world} processes, gloo.')

@@ -1,4 +1,4 @@
-"""How good `precision_plan` is: plans made on a CPU, beside the peaks that `gpu.py` measured on a GPU
+"""How good `plan_memory` is: plans made on a CPU, beside the peaks that `gpu.py` measured on a GPU
 
 Takes the rows of bench/results/gpu.csv in float32 and with autocast. Prints a Markdown table."""
 import argparse
@@ -9,7 +9,7 @@ from fastai.optimizer import Adam,OptimWrapper
 from common import Path,command,machine,markdown
 from gpu import tasks
 from models import loss_func
-from mp_callbacks.plan import precision_plan
+from mp_callbacks.plan import plan_memory
 
 results = Path(__file__).parent/'results'/'gpu.csv'
 opts = dict(fused  = lambda params: OptimWrapper(params, torch.optim.AdamW, fused=True),
@@ -23,7 +23,7 @@ def plan(task, opt):
     def compute_loss(n):
         x,y = task.data('cpu', n)
         return loss_func(model(x), y)
-    return precision_plan(model, compute_loss, opts[opt]([*model.parameters()]), task.batch)
+    return plan_memory(model, compute_loss, opts[opt]([*model.parameters()]), task.batch)
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastai.basics import *
 
-from .dtypes import map_tree
-from .nonfinite import Finding,_unchanged
+from .dtypes import map_tensors
+from .modules import unchanged,unwrap
+from .nonfinite import Finding
 from .report import PrecisionReport,measure_precision
-from .plan import MemoryPlan,precision_plan as plan_memory
-from .callback import PrecisionCallback,_compute_loss,_find_in_batch,_first_loss,_unwrapped
+from .plan import MemoryPlan,plan_memory
+from .callback import PrecisionCallback,compute_loss,diagnose_batch,first_loss
 
 # %% ../nbs/12_doctor.ipynb #111f0db8
 def find_nonfinite(
@@ -28,10 +29,10 @@ def find_nonfinite(
     """What is not finite first in a batch, is precision the cause, and what to do; see [nonfinite](06_nonfinite.ipynb)
 
     The learner doesn't change. Raises `ValueError` if there is no batch, and `RuntimeError` in the middle of one."""
-    cb,usual,found = _precision(learn),_first_loss(learn),[]
+    usual_loss,found = first_loss(learn),[]
+    half,scale = _half(learn),cb.loss_scale if (cb := _precision(learn)) else 1.
     def _look():
-        half,scale = (cb._new_half(_unwrapped(learn.model)),cb.loss_scale) if cb else (None,1.)
-        found.append(_find_in_batch(learn, half, scale, usual))
+        found.append(diagnose_batch(learn, half, scale, usual_loss))
         return found[-1].where!='nothing'
     n = _look_at(learn, _look, batch)
     if n==1 or found[-1].where!='nothing': return found[-1]
@@ -51,9 +52,8 @@ def precision_report(
     if isinstance(batches, bool) or not isinstance(batches, int) or batches<1:
         raise ValueError(f"batches={batches!r} must be an int, at least 1. The default is 4.")
     report = PrecisionReport(cb.half_dtype, cb.loss_scale, tolerance)
-    def _look():
-        half = cb._new_half(_unwrapped(learn.model))
-        measure_precision(report, half.model, lambda: _compute_loss(learn), half, learn.opt)
+    half = _half(learn)
+    def _look(): measure_precision(report, half.model, lambda: compute_loss(learn), half, learn.opt)
     _look_at(learn, _look, n=batches)
     return report
 
@@ -64,20 +64,19 @@ def precision_plan(
     """Memory that training takes in each precision, for batches of this size and others; see [plan](08_plan.ipynb)
 
     The learner doesn't change. Raises `ValueError` if there is no batch, and `RuntimeError` in the middle of one."""
-    cb,plans = _precision(learn),[]
-    keep,dtype = (cb._new_half(learn.model).keep,cb.half_dtype) if cb else ((),torch.bfloat16)
+    cb,half,plans = _precision(learn),_half(learn),[]
     if batch is None:
         with _undisturbed(learn): batch = first(learn.dls.train)
     def _look():
         def _loss(n):
             "Loss of `n` items, after the callbacks have changed them"
-            items = map_tree(lambda t: t[torch.arange(n, device=t.device)%len(t)], batch)
+            items = map_tensors(lambda t: t[torch.arange(n, device=t.device)%len(t)], batch)
             learn._split(learn._set_device(items)) # as `one_batch` does
             learn('before_batch')
             if cb: cb.half.remove()
             if hasattr(learn, 'model_resetter'): learn.model.reset() # its state may be of another size and dtype
-            return _compute_loss(learn)
-        plans.append(plan_memory(_unwrapped(learn.model), _loss, learn.opt, find_bs(learn.yb), keep, dtype))
+            return compute_loss(learn)
+        plans.append(plan_memory(unwrap(learn.model), _loss, learn.opt, find_bs(learn.yb), half))
         return True
     _look_at(learn, _look, batch)
     return plans[0]
@@ -108,7 +107,7 @@ def _undisturbed(learn):
     "Restore the learner, its callbacks, its model and the random number generators at the end"
     dl,opt,rngs = learn.dls.train,learn.opt,get_random_states()
     while hasattr(opt, 'opt'): opt = opt.opt
-    groups = opt.param_groups if isinstance(opt, torch.optim.Optimizer) else getattr(opt, 'hypers', ())
+    groups = getattr(opt, 'hypers', None) or getattr(opt, 'param_groups', ())
     lists = [o for o in (learn.cbs,getattr(getattr(dl, 'items', None), 'idxs', None)) if isinstance(o, L)]
     metrics = [o for cb in learn.cbs for o in vars(cb).values() if isinstance(o, Metric)]
     owners = [o for o in (learn,dl,*lists,*learn.cbs,*learn.metrics,*metrics) if hasattr(o, '__dict__')]
@@ -118,7 +117,7 @@ def _undisturbed(learn):
     if 'rng' in getattr(dl, '__dict__', ()): dl.rng = copy(dl.rng)
     if learn.opt is None: learn.create_opt()
     try:
-        with _unchanged(learn.model, [p for ps in learn.opt.param_lists for p in ps], before): yield
+        with unchanged(learn.model, [p for ps in learn.opt.param_lists for p in ps], before): yield
     finally: set_random_states(**rngs)
 
 def _look_at(learn, look, batch=None, n=None):
@@ -128,7 +127,7 @@ def _look_at(learn, look, batch=None, n=None):
     if batch is not None and not isinstance(batch, (list,tuple)):
         raise TypeError(f"batch is a {type(batch).__name__}, and must be a tuple of inputs and targets. Pass one as "
                         "dls.one_batch() returns it.")
-    if hasattr(learn, 'lr_finder') or any(getattr(cb, '_in_batch', False) for cb in learn.cbs):
+    if hasattr(learn, 'lr_finder') or any(getattr(cb, 'in_batch', False) for cb in learn.cbs):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
     cb = _Look(look, None if batch is None else [batch], n)
     with _undisturbed(learn), learn.no_bar(), learn.no_logging():
@@ -139,3 +138,8 @@ def _look_at(learn, look, batch=None, n=None):
     return cb.seen
 
 def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
+
+def _half(learn):
+    "How the learner's model computes, without its wrappers; None: in float32"
+    cb = _precision(learn)
+    return cb.half.replace(model=unwrap(learn.model)) if cb else None

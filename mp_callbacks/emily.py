@@ -13,7 +13,7 @@ from dataclasses import dataclass,replace
 from torch import Tensor
 
 from .functional import all_finite,cast_copy,leaves,tree_map
-from .loss_scale import DynamicLossScale
+from .jmp import DynamicLossScale
 
 # %% ../nbs/22_emily.ipynb #b6888019
 def cast_params(
@@ -51,10 +51,10 @@ class LossScaler:
     def __post_init__(self): self._machine()
 
     def _machine(self):
-        low = min(self.scale, self.min_scale) # the floor counts only when the scale shrinks
-        return DynamicLossScale.preset('emily', loss_scale=self.scale, counter=self.counter, min_loss_scale=low,
-                                       period=self.growth_interval, factor=self.growth_factor,
-                                       backoff=self.backoff_factor)
+        # JMP's, in which the floor counts only when the scale shrinks
+        return DynamicLossScale.preset('emily', loss_scale=self.scale, counter=self.counter,
+                                       min_loss_scale=self.min_scale, period=self.growth_interval,
+                                       factor=self.growth_factor, backoff=self.backoff_factor)
 
     @classmethod
     def new(cls, *, scale=65_536., growth_factor=2., backoff_factor=.5, growth_interval=2000, min_scale=1.):
@@ -97,5 +97,4 @@ def update(
         raise TypeError(f'overflow={overflow!r} must be True or False. '
                         'Use has_overflow, or the second result of unscale.')
     now = scaler._machine().adjust(not overflow)
-    scale = max(now.loss_scale, scaler.min_scale) if overflow else now.loss_scale
-    return replace(scaler, scale=scale, counter=now.counter)
+    return replace(scaler, scale=now.loss_scale, counter=now.counter)

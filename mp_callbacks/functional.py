@@ -6,22 +6,21 @@ Docs: https://example.github.io/mp_callbacks/functional.html.md"""
 
 # %% auto #0
 __all__ = ['Step', 'train_step', 'Grads', 'value_and_grad', 'grad', 'optimizer_update', 'all_finite', 'select_tree',
-           'apply_if_finite', 'scale_tree', 'unscale_tree', 'tree_map', 'leaves', 'cast_copy']
+           'apply_if_finite', 'scale_tree', 'unscale_tree', 'cast_copy']
 
 # %% ../nbs/04_functional.ipynb #57e38657
 import copy,torch
 from cmath import isfinite
-from collections.abc import Callable,MutableMapping
+from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import fields
 from functools import wraps
-from operator import setitem
 from typing import NamedTuple
-from fastcore.foundation import L
 from torch import Tensor,nn
 from torch.func import functional_call,grad_and_value
 
-from .dtypes import as_dtype,cast_tree,half_dtypes
+from .dtypes import as_dtype,cast_tree,half_dtypes,leaves,tree_map
+from .grads import largest_number
 from .half import half_precision
 
 # %% ../nbs/04_functional.ipynb #e1a85539
@@ -33,8 +32,6 @@ class Step(NamedTuple):
     value:Tensor # The loss
     finite:bool # Was the step made, not skipped?
     aux:object=() # The `aux` that the function returned
-
-def _amax(grads): return max(o.abs().max().item() for o in leaves(grads) if isinstance(o, Tensor) and o.numel())
 
 def train_step(
     f:Callable, # Function of a model and a batch that returns a loss, or `(loss, aux)`
@@ -48,7 +45,9 @@ def train_step(
         res = value_and_grad(f, dtype, scale, **kwargs)(model, *args)
         finite = res.finite.item()
         model,state = optimizer_update(model, optimizer, state, res.grads, finite, scheduler)
-        amax = [_amax(res.grads)] if finite and getattr(scale, 'wants_amax', False) else []
+        amax = []
+        if finite and getattr(scale, 'wants_amax', False):
+            amax = [largest_number([o for o in leaves(res.grads) if isinstance(o, Tensor)])]
         return Step(model, state, scale.adjust(finite, *amax), res.value, finite, res.aux)
     return _step
 
@@ -72,15 +71,18 @@ def value_and_grad(
     if dtype is not None and as_dtype(dtype) not in half_dtypes:
         raise ValueError(f'dtype={dtype} must be torch.float16 or torch.bfloat16. Use None to cast nothing.')
     @wraps(f)
-    def _f(model, *args, **kwargs):
-        def _call(model):
-            m,a,k = model,args,kwargs
-            if dtype and not isinstance(m, nn.Module): m,a,k = cast_copy((m,a,k), dtype, (*half_dtypes,torch.float32))
-            res = f(m, *a, **k)
+    def _value_and_grad(model, *args, **kwargs):
+        is_module = isinstance(model, nn.Module)
+        def _loss_and_aux(model):
+            given = model,args,kwargs
+            if dtype and not is_module: given = cast_copy(given, dtype, (*half_dtypes,torch.float32))
+            model_,args_,kwargs_ = given
+            res = f(model_, *args_, **kwargs_)
             return res if has_aux else (res,())
-        if not isinstance(model, nn.Module): return _differentiate(_call, model, scale)
-        return torch.compiler.disable(_module_grads)(_call, model, dtype, scale, keep) # tracing it fails halfway
-    return _f
+        if not is_module: return _differentiate(_loss_and_aux, model, scale)
+        # tracing it fails halfway
+        return torch.compiler.disable(_module_grads)(_loss_and_aux, model, dtype, scale, keep)
+    return _value_and_grad
 
 # %% ../nbs/04_functional.ipynb #fbaffa90
 def grad(
@@ -92,10 +94,10 @@ def grad(
     "`value_and_grad` of `f`, without the value"
     vg = value_and_grad(f, *args, has_aux=has_aux, **kwargs)
     @wraps(f)
-    def _f(*args, **kwargs):
+    def _grad(*args, **kwargs):
         res = vg(*args, **kwargs)
         return (res.grads,res.aux) if has_aux else res.grads
-    return _f
+    return _grad
 
 # %% ../nbs/04_functional.ipynb #6193f1aa
 def _torch_step(optimizer, params, grads):
@@ -184,10 +186,10 @@ def scale_tree(
     scale, # A number, a tensor with one element, or an object with a `loss_scale`
 ): # A structure like `tree`
     "Multiply the floating leaves of `tree` by `scale`. Those in half precision become float32."
-    def _f(o):
+    def _scale(o):
         floating = isinstance(o, float) or isinstance(o, Tensor) and o.is_floating_point()
         return cast_tree(o, torch.float32, half_dtypes)*_factor(scale) if floating else o
-    return tree_map(_f, tree)
+    return tree_map(_scale, tree)
 
 def unscale_tree(
     tree, # Gradients, or any structure
@@ -195,47 +197,6 @@ def unscale_tree(
 ): # A structure like `tree`
     "Divide the floating leaves of `tree` by `scale`. Those in half precision become float32."
     return scale_tree(tree, 1/_factor(scale))
-
-# %% ../nbs/04_functional.ipynb #72b9c98b
-def _parts(tree):
-    "Children of `tree` by key; None for a leaf"
-    if isinstance(tree, (Tensor,nn.Module,type)): return None
-    if isinstance(tree, MutableMapping): return dict(tree.items())
-    if isinstance(tree, (tuple,list,L)): return dict(enumerate(tree))
-    if hasattr(tree, '__dataclass_fields__'): # not `is_dataclass`, which `torch.compile` can't follow
-        return {o.name:getattr(tree,o.name) for o in fields(tree) if hasattr(tree,o.name)}
-
-def _rebuild(tree, parts):
-    "A container like `tree` with other `parts`"
-    if type(tree) is dict: return parts
-    if type(tree) in (list,tuple,L): return type(tree)(list(parts.values()))
-    if isinstance(tree, tuple): return tuple.__new__(type(tree), parts.values())
-    res,put = copy.copy(tree),setitem if isinstance(tree, (list,MutableMapping)) else object.__setattr__
-    for k,o in parts.items(): put(res, k, o)
-    return res
-
-def tree_map(
-    f:Callable, # Called with each leaf of `tree` and the leaves of `rest` in the same place
-    tree, # Any nesting of dicts, lists, tuples, `L`s and dataclasses; all else is a leaf
-    *rest # More structures with the same keys
-): # A structure like `tree`
-    "Apply `f` to every leaf of `tree`, together with those of `rest`. Raises `ValueError` if a structure differs."
-    parts,others = _parts(tree),[_parts(o) for o in rest]
-    for o in others:
-        if (o is None)!=(parts is None) or o is not None and o.keys()!=parts.keys():
-            a,b = ['a leaf' if q is None else f'the parts {list(q)}' for q in (parts,o)]
-            raise ValueError(f'One structure has {a}, the other {b}. Both must have the same.')
-    if parts is None: return f(tree, *rest)
-    return _rebuild(tree, {k:tree_map(f, o, *[p[k] for p in others]) for k,o in parts.items()})
-
-# %% ../nbs/04_functional.ipynb #de30e7fe
-def leaves(
-    tree, # Any structure, see `tree_map`, with modules in it or without
-)->list:
-    "Every leaf of `tree`, and for a module its parameters and buffers"
-    if isinstance(tree, nn.Module): return [*tree.parameters(),*tree.buffers()]
-    parts = _parts(tree)
-    return [tree] if parts is None else [q for o in parts.values() for q in leaves(o)]
 
 # %% ../nbs/04_functional.ipynb #3417ea49
 def cast_copy(
@@ -290,14 +251,23 @@ class _Call(nn.Module):
 
     def forward(self): return self.f(self.model),dict(self.model.named_buffers())
 
+_halves = deque(maxlen=2) # of the models that were differentiated last, such as the two of a GAN
+
+def _half(model, dtype, keep):
+    "The `half_precision` of `model`. To make it takes as long as a batch of a small model."
+    for half in _halves:
+        if half.model is model and (half.dtype,half.keep)==(dtype,keep): return half
+    _halves.append(half_precision(model, dtype, keep))
+    return _halves[-1]
+
 def _module_grads(f, model, dtype, scale, keep):
     params = {n:p.detach() if p.requires_grad else None for n,p in model.named_parameters()}
-    call,half = _Call(f, model),half_precision(model, dtype, keep) if dtype else nullcontext()
-    def _f(params):
+    call,half = _Call(f, model),_half(model, as_dtype(dtype), keep) if dtype else nullcontext()
+    def _loss_and_aux(params):
         new = {n:p for n,p in params.items() if p is not None} | {n:b.clone() for n,b in model.named_buffers()}
         with half: (value,aux),buffers = functional_call(call, {f'model.{n}':t for n,t in new.items()}, ())
         return value,(aux,buffers)
-    value,grads,finite,(aux,buffers) = _differentiate(_f, params, scale)
+    value,grads,finite,(aux,buffers) = _differentiate(_loss_and_aux, params, scale)
     if not model.training: buffers = {}
     with torch.no_grad():
         for n,b in buffers.items(): model.get_buffer(n).copy_(torch.where(finite.to(b.device), b, model.get_buffer(n)))

@@ -37,10 +37,13 @@ class StepStats(NamedTuple):
 # %% ../nbs/02_grads.ipynb #4c46aa6e
 def prepare_grads(
     params, # Parameters of the step; those without a gradient, and repetitions, are skipped
-    scale:float=1., # Loss scale that the gradients carry
+    scale:float=1., # Loss scale of the backward pass
     clip:float=None, # Maximum global gradient norm, after unscaling; None: no clipping
     step:int=0, # Number of the step, for `StepStats`
     amax:bool=False, # Also find the largest absolute gradient? It costs a second pass.
+    *,
+    also=(), # More parameters whose gradients have to be finite, but are no part of the norm and not clipped
+    unscaled:bool=False, # Have the gradients been divided by `scale` already, as those of a learner?
 )->StepStats: # Norms before clipping, and whether to step
     """Unscale the gradients of `params` in place, measure them, and clip them to global norm `clip`
 
@@ -48,16 +51,20 @@ def prepare_grads(
     changed. The host waits once per device. Raises `ValueError` for a `clip` that is not positive."""
     check_clip(clip)
     params,values = _grads(params)
-    norms = _norms(values)/scale
-    norm = norms.norm().item()
-    if not isfinite(norm):
+    known = {*map(id, params)}
+    also,others = _grads([p for p in also if id(p) not in known])
+    carried = 1. if unscaled else scale
+    norms = _norms(values+others)/carried
+    total,own = norms.norm().item(),norms[:len(params)] # on the CPU
+    if not isfinite(total):
         bad = (~norms.isfinite()).nonzero()[-1].item()
-        return StepStats(step, scale, norm, False, norms, params[bad])
-    full = [o for o in values if o.numel()] if amax else [] # skip empty tensors, which have no largest value
-    largest = max(_norms(full, torch.inf).tolist(), default=0.)/scale if amax else None
+        return StepStats(step, scale, total, False, own, [*params,*also][bad])
+    norm = own.norm().item() if others else total
+    largest = largest_number(values)/carried if amax else None
     factor = min(1., clip/(norm+1e-6)) if clip is not None else 1.
-    mul_grads(params, factor/scale)
-    return StepStats(step, scale, norm, True, norms, amax=largest)
+    mul_grads(params, factor/carried)
+    mul_grads(also, 1/carried)
+    return StepStats(step, scale, norm, True, own, amax=largest)
 
 # %% ../nbs/02_grads.ipynb #4217592b
 def check_clip(
@@ -87,6 +94,12 @@ def unique(xs):
     xs = [*xs]
     return [*dict(zip(map(id, xs), xs)).values()]
 
+def largest_number(
+    tensors, # Tensors of any floating or complex dtypes, on any devices
+)->float: # 0 if there is none
+    "The largest absolute number in `tensors`. The host waits once per device."
+    return max(_norms([o for o in tensors if o.numel()], torch.inf).tolist(), default=0.)
+
 def _grads(params):
     "The `params` that have a gradient, without repetitions, and the gradients, or the values of sparse gradients"
     params = unique([p for p in params if p.grad is not None])
@@ -109,10 +122,12 @@ def _largest_in_shards(xs):
     res = torch.stack(foreach_norm([o if o.numel() else o.new_zeros(1) for o in shards], torch.inf))
     return type(xs[0]).from_local(res, mesh, [Partial('max')]*mesh.ndim)
 
+_small = 1024 # numbers: to add up so few takes less time than a call per tensor
+
 def _norms_of_kind(device, dtype, xs, ord):
     "Norm of each of `xs`, all on `device` and in `dtype`"
     sizes = [*map(torch.Tensor.numel, xs)]
-    if device.type=='cpu' and ord==2 and max(sizes)<=1024 and type(xs[0]) is torch.Tensor and not dtype.is_complex:
+    if device.type=='cpu' and ord==2 and max(sizes)<=_small and type(xs[0]) is torch.Tensor and not dtype.is_complex:
         # on a CPU, one call per tensor would take longer than the sums of so few numbers
         squares = flatten_tensors(xs).to(torch.promote_types(dtype, torch.float32)).square()
         return torch.segment_reduce(squares, 'sum', lengths=torch.tensor(sizes), initial=0).sqrt()

@@ -96,10 +96,10 @@ class NoOpLossScale:
 def _number(x): return x.item() if hasattr(x, 'item') else x
 
 def _multiply(tree, x):
-    def _f(o):
+    def _times(o):
         floating = isinstance(o, float) or isinstance(o, torch.Tensor) and o.is_floating_point()
         return o*x if floating else o
-    return tree_map(_f, tree)
+    return tree_map(_times, tree)
 
 class StaticLossScale(loss_scales.StaticLossScale):
     "The same `loss_scale` on every step"
@@ -130,6 +130,8 @@ class DynamicLossScale(loss_scales.DynamicLossScale):
                     min_loss_scale=_number(min_loss_scale))
         super().__init__(**loss_scales.loss_scale_presets['jmp'] | mine | kwargs)
 
+    # the floor counts only when the scale shrinks: JMP takes a smaller one, and raises it at the next overflow
+    ordered_fields = ('min_loss_scale','max_loss_scale'),('loss_scale','max_loss_scale')
     scale,unscale = StaticLossScale.scale,StaticLossScale.unscale
 
     def adjust(self, grads_finite):

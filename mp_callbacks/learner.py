@@ -16,10 +16,10 @@ from warnings import warn
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from .loss_scale import DynamicLossScale,StaticLossScale
-from .half import half_precision,_is_sharded
+from .loss_scale import DynamicLossScale,StaticLossScale,default_headroom
+from .modules import is_sharded
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback
-from .callback import check_device,clear_state,fit_device,is_precision,refuse_unknown
+from .callback import check_device,clear_state,default_max_skips,fit_device,is_precision,refuse_unknown
 from .recorder import PrecisionRecorder
 from .doctor import find_nonfinite,precision_plan,precision_report
 import fastai.callback.channelslast # adds `to_contiguous`; import it after `callback`, which removes the progress bar
@@ -30,7 +30,7 @@ def to_bf16(self:Learner,
     flat_master:bool=False, # Update small parameters together, as flat tensors? See [flat](05_flat.ipynb).
     clip:float=None, # Maximum global gradient norm
     *,
-    max_skips:int=250, # Stop with an error after this many skipped steps in a row
+    max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
     keep=(), # Modules to keep in float32, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
     **kwargs
 )->Learner: # The same learner
@@ -40,8 +40,7 @@ def to_bf16(self:Learner,
     `RuntimeError` in the middle of a batch; then nothing has changed."""
     refuse_unknown(kwargs, 'to_bf16')
     checked = MixedPrecision(1, flat_master, dynamic=False, clip=clip, max_skips=max_skips)
-    half = half_precision(self.model, torch.bfloat16, keep)
-    return _set_precision(self, half, [ModelToHalf(torch.bfloat16, keep),checked])
+    return _set_precision(self, checked, ModelToHalf(torch.bfloat16, keep))
 
 # %% ../nbs/13_learner.ipynb #752affb0
 @patch
@@ -55,8 +54,8 @@ def to_fp16(self:Learner,
     clip:float=None, # Maximum global gradient norm, unscaled
     *,
     min_loss_scale:float=1., # Smallest value of a dynamic scale
-    headroom:float=6., # Powers of two left between the first step's gradients and 65504; None: start at the cap
-    max_skips:int=250, # Stop with an error after this many skipped steps in a row
+    headroom:float=default_headroom, # Powers of two between the first gradients and 65504; None: start at the cap
+    max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
     keep=(), # Modules to keep in float32, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
     **kwargs
 )->Learner: # The same learner
@@ -68,8 +67,7 @@ def to_fp16(self:Learner,
     refuse_unknown(kwargs, 'to_fp16')
     scaled = MixedPrecision(loss_scale, flat_master, dynamic, max_loss_scale, div_factor, scale_wait, clip,
                             min_loss_scale=min_loss_scale, headroom=headroom, max_skips=max_skips)
-    half = half_precision(self.model, torch.float16, keep)
-    return _set_precision(self, half, [ModelToHalf(torch.float16, keep),scaled])
+    return _set_precision(self, scaled, ModelToHalf(torch.float16, keep))
 
 # %% ../nbs/13_learner.ipynb #27fa3051
 @patch
@@ -77,7 +75,7 @@ def to_native_bf16(self:Learner,
     *,
     clip:float=None, # Maximum global gradient norm
     keep=(), # Modules to leave outside autocast, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
-    max_skips:int=250, # Stop with an error after this many skipped steps in a row
+    max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
     **kwargs
 )->Learner: # The same learner
     """Train with autocast to bfloat16
@@ -86,7 +84,7 @@ def to_native_bf16(self:Learner,
     `RuntimeError` in the middle of a batch; then nothing has changed."""
     refuse_unknown(kwargs, 'to_native_bf16')
     checked = NativeMixedPrecision(dtype=torch.bfloat16, clip=clip, keep=keep, max_skips=max_skips)
-    return _set_precision(self, half_precision(self.model, torch.bfloat16, keep, copies=False), [checked])
+    return _set_precision(self, checked)
 
 # %% ../nbs/13_learner.ipynb #2438314f
 @patch
@@ -101,7 +99,7 @@ def to_native_fp16(self:Learner,
     keep=(), # Modules to leave outside autocast, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
     min_loss_scale:float=1., # Smallest value of the scale
     max_loss_scale:float=2.**24, # Largest value of the scale
-    max_skips:int=250, # Stop with an error after this many skipped steps in a row
+    max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
     **kwargs
 )->Learner: # The same learner
     """Train with autocast to float16 and the loss scaling of `torch.amp.GradScaler`, with its defaults
@@ -112,7 +110,7 @@ def to_native_fp16(self:Learner,
     scaled = NativeMixedPrecision(init_scale, growth_factor, backoff_factor, growth_interval, enabled, clip=clip,
                                   keep=keep, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale,
                                   max_skips=max_skips)
-    return _set_precision(self, half_precision(self.model, torch.float16, keep, copies=False), [scaled])
+    return _set_precision(self, scaled)
 
 # %% ../nbs/13_learner.ipynb #b7c7f369
 @patch
@@ -133,7 +131,7 @@ def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, Pre
 
 def _remove_precision(learn):
     old = [cb for cb in learn.cbs if is_precision(cb)]
-    if any(getattr(cb, '_in_batch', False) for cb in old):
+    if any(getattr(cb, 'in_batch', False) for cb in old):
         raise RuntimeError("The precision can't change in the middle of a batch. Call to_fp32() and the others between "
                            "batches, or from after_epoch.")
     for cb in old:
@@ -144,15 +142,18 @@ def _remove_precision(learn):
 def _forget_scale(learn):
     if learn.opt is not None: clear_state(learn.opt)
 
-def _set_precision(learn, half, cbs):
-    device,old,new = fit_device(learn),_precision(learn),cbs[-1]
+def _set_precision(learn, new, model_to_half=None):
+    "Let `learn` train with the `PrecisionCallback` `new`; `model_to_half` says how the model computes if `new` doesn't"
+    half = (model_to_half or new).new_half(learn.model)
+    device,old = fit_device(learn),_precision(learn)
     check_device(device, half.dtype)
     if half.dtype==torch.float16 and device.type=='cpu':
         warn("float16 on a CPU works, but slowly, and convolutions take many times as long as in float32. "
              "Use to_bf16() or to_native_bf16().")
     _remove_precision(learn)
     if old is not None and not old.same_settings(new): _forget_scale(learn)
-    learn.add_cbs(cbs)
+    learn.add_cbs([new] if model_to_half is None else [model_to_half,new])
+    new.half = half
     if not hasattr(learn, 'precision_recorder'): learn.add_cb(PrecisionRecorder())
     return learn
 
@@ -161,8 +162,8 @@ Learner.find_nonfinite,Learner.precision_plan,Learner.precision_report = find_no
 
 # %% ../nbs/13_learner.ipynb #1d558af3
 # fastai's own methods, also after a reload of this module
-_patched = Learner.one_batch,Learner._backward,Learner.to_contiguous,Learner.save
-_one_batch,_backward,_to_contiguous,_save = [getattr(o, 'plain', o) for o in _patched]
+_patched = Learner.one_batch,Learner._backward,Learner._step,Learner.to_contiguous,Learner.save
+_one_batch,_backward,_step,_to_contiguous,_save = [getattr(o, 'plain', o) for o in _patched]
 
 @wraps(_one_batch)
 def _one_batch_in_context(self, *args, **kwargs):
@@ -174,8 +175,13 @@ def _backward_in_context(self):
     cb = _precision(self)
     with nullcontext() if cb is None else cb.backward(): return _backward(self)
 
-_one_batch_in_context.plain,_backward_in_context.plain = _one_batch,_backward
-Learner.one_batch,Learner._backward = _one_batch_in_context,_backward_in_context
+@wraps(_step)
+def _step_in_context(self):
+    cb = _precision(self)
+    with nullcontext() if cb is None else cb.step(): return _step(self)
+
+_one_batch_in_context.plain,_backward_in_context.plain,_step_in_context.plain = _one_batch,_backward,_step
+Learner.one_batch,Learner._backward,Learner._step = _one_batch_in_context,_backward_in_context,_step_in_context
 
 # %% ../nbs/13_learner.ipynb #9f650a0a
 @wraps(_to_contiguous)
@@ -189,7 +195,7 @@ Learner.to_contiguous = _to_contiguous_fp32
 # %% ../nbs/13_learner.ipynb #c9d2f4b8
 @wraps(_save)
 def _save_whole(self, file, **kwargs):
-    if _precision(self) is not None and _is_sharded(self.model):
+    if _precision(self) is not None and is_sharded(self.model):
         raise ValueError("With FSDP2 each process has a part of the model, and learn.save would write one part. Use "
                          "get_state_dict of torch.distributed.checkpoint.state_dict.")
     return _save(self, file, **kwargs)

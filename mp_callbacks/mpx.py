@@ -18,11 +18,10 @@ from functools import partial,wraps
 from torch import nn
 from torch.func import functional_call
 
-from . import dtypes,functional
+from . import dtypes,functional,jmp
 from .dtypes import half_dtypes
 from .functional import all_finite,cast_copy,leaves,scale_tree,unscale_tree,value_and_grad
 from .jmp import select_tree
-from .loss_scale import DynamicLossScale
 
 # %% ../nbs/21_mpx.ipynb #d4e4929d
 _all_ = ['all_finite','select_tree']
@@ -94,18 +93,18 @@ def cast_function(
 ): # A function like `func`
     "`func`, with arguments cast to `dtype` and results to `return_dtype`"
     @_like(func)
-    def _f(*args, **kwargs):
+    def _in_dtype(*args, **kwargs):
         args,kwargs = cast_tree((args,kwargs), dtype)
         return cast_tree(func(*args, **kwargs), return_dtype or dtype)
-    return _f
+    return _in_dtype
 
 # %% ../nbs/21_mpx.ipynb #878fb8e1
 def _full(func):
     if not isinstance(func, nn.Module): return func
-    def _f(*args, **kwargs):
+    def _call(*args, **kwargs):
         named = {n:t for n,t in (*func.named_parameters(),*func.named_buffers()) if t.dtype in half_dtypes}
         return functional_call(func, cast_tree(named, torch.float32), args, kwargs)
-    return _f
+    return _call
 
 def _half_in(tree):
     tensors = [o for o in leaves(tree) if isinstance(o, torch.Tensor)]
@@ -119,11 +118,11 @@ def force_full_precision(
     if func is None: return partial(force_full_precision, return_dtype=return_dtype)
     full = dtypes.force_full_precision(_full(func))
     @_like(func)
-    def _f(*args, **kwargs):
+    def _in_float32(*args, **kwargs):
         to = _half_in((args,kwargs)) if return_dtype=='args' else return_dtype or torch.float32
         res = full(*args, **kwargs)
         return res if to is None else cast_tree(res, to)
-    return _f
+    return _in_float32
 
 # %% ../nbs/21_mpx.ipynb #81698287
 def _number(x): return x.item() if hasattr(x, 'item') else x
@@ -149,9 +148,9 @@ class DynamicLossScaling:
         return FLOAT16_MAX if half_precision_datatype()==torch.float16 else BFLOAT16_MAX
 
     def _scale(self):
-        return DynamicLossScale.preset('mpx', loss_scale=self.loss_scaling, min_loss_scale=self.min_loss_scaling,
-                                       factor=self.factor, period=self.period, counter=self.counter,
-                                       max_loss_scale=max(self._cap(), self.loss_scaling))
+        return jmp.DynamicLossScale.preset('mpx', loss_scale=self.loss_scaling, min_loss_scale=self.min_loss_scaling,
+                                           factor=self.factor, period=self.period, counter=self.counter,
+                                           max_loss_scale=max(self._cap(), self.loss_scaling))
 
     @property
     def loss_scale(self):
@@ -179,23 +178,23 @@ def scaled(
 ): # A function like `func`
     "`func`, but its loss is multiplied by `scale`, in float32"
     @_like(func)
-    def _f(*args, **kwargs):
+    def _scaled(*args, **kwargs):
         res = func(*args, **kwargs)
         return (scale_tree(res[0], scale),res[1]) if has_aux else scale_tree(res, scale)
-    return _f
+    return _scaled
 
 # %% ../nbs/21_mpx.ipynb #9b19c3f9
 def _mixed(func, scaling, has_aux, use_mixed_precision, result):
     "A function that returns `result` of the `Grads` of `func`, in the half precision that is set when it is called"
     @_like(func)
-    def _f(model, *args, **kwargs):
+    def _in_mixed_precision(model, *args, **kwargs):
         if not use_mixed_precision: return result(value_and_grad(func, None, has_aux=has_aux)(model, *args, **kwargs))
         args,kwargs = cast_to_half_precision((args,kwargs))
         dtype = half_precision_datatype()
         if not isinstance(model, nn.Module): # the gradient is that of the copies
             model,dtype = cast_to_half_precision(model),None
         return result(value_and_grad(func, dtype, scaling, has_aux=has_aux)(model, *args, **kwargs))
-    return _f
+    return _in_mixed_precision
 
 def calculate_scaled_grad(
     func, # Function of a model (a module or a structure of tensors) and a batch; returns a loss, or `(loss, aux)`

@@ -11,6 +11,7 @@ __all__ = ['PrecisionRecorder']
 import matplotlib.pyplot as plt,numpy as np,pandas as pd
 from collections import namedtuple
 from fastcore.basics import patch
+from .modules import parameter_name
 from .callback import LeanCallback
 
 # %% ../nbs/11_recorder.ipynb #df4308b9
@@ -29,9 +30,9 @@ class PrecisionRecorder(LeanCallback):
 
     def before_fit(self):
         if not self.columns or not hasattr(self.learn, 'recorder'): return
-        o = self.learn.recorder
-        end = len(o.metric_names)-o.add_time
-        o.metric_names = o.metric_names[:end]+['skipped','loss_scale']+o.metric_names[end:]
+        recorder = self.learn.recorder
+        end = len(recorder.metric_names)-recorder.add_time
+        recorder.metric_names = recorder.metric_names[:end]+['skipped','loss_scale']+recorder.metric_names[end:]
 
     def before_epoch(self): self._start = None # `learn.validate()` calls it, too
     def before_train(self): self._start = len(self.rows)
@@ -40,12 +41,11 @@ class PrecisionRecorder(LeanCallback):
     def after_step(self): self._add_row(False)
 
     def _add_row(self, skipped):
-        o = getattr(self.learn, 'step_stats', None)
-        if o is self._stats: return # no gradients were measured, or the step has a row already
-        params = self.learn.model.named_parameters()
-        culprit = '' if o.finite else next((n for n,p in params if p is o.culprit), '(outside the model)')
-        self.rows.append(_Row(o.step, o.scale, o.norm, o.finite, skipped, culprit, np.nan))
-        self._stats,self._new = o,True
+        stats = getattr(self.learn, 'step_stats', None)
+        if stats is self._stats: return # no gradients were measured, or the step has a row already
+        culprit = '' if stats.finite else parameter_name(self.learn.model, stats.culprit) or '(outside the model)'
+        self.rows.append(_Row(stats.step, stats.scale, stats.norm, stats.finite, skipped, culprit, np.nan))
+        self._stats,self._new = stats,True
 
     def after_batch(self):
         losses = getattr(getattr(self.learn, 'recorder', None), 'losses', ())
@@ -74,11 +74,12 @@ def plot(self:PrecisionRecorder,
     panels = dict(loss='training loss', norm='gradient norm', scale='loss scale')
     if (log.scale==1).all(): del panels['scale']
     if axs is None: _,axs = plt.subplots(len(panels), 1, sharex=True, figsize=(6,1.7*len(panels)), layout='constrained')
-    skips,o = log.index[log.skipped],log.norm[log.finite]
+    skips,norms = log.index[log.skipped],log.norm[log.finite]
     for ax,(name,label) in zip(axs, panels.items()):
         ax.plot(log[name], '.-', lw=1, ms=3, drawstyle='steps-post' if name=='scale' else 'default')
         ax.vlines(skips, 0, 1, 'tab:red', lw=1, transform=ax.get_xaxis_transform(), label=f'skipped: {len(skips)}')
-        if name=='scale' or name=='norm' and o.max()>10*o.min(): ax.set_yscale('log', base=2 if name=='scale' else 10)
+        wide = name=='norm' and norms.max()>10*norms.min()
+        if name=='scale' or wide: ax.set_yscale('log', base=2 if name=='scale' else 10)
         ax.set_ylabel(label)
     ax.set_xlabel('step')
     if len(skips): axs[0].legend()

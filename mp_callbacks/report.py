@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import matplotlib.pyplot as plt,numpy as np,pandas as pd
 from torch import nn
 
+from .loss_scale import default_cap,default_headroom
 from .half import half_precision
-from .nonfinite import _keeping,_shortest_keep,_tensors,_trace
+from .nonfinite import shortest_keep,tensors,trace_batch
 
 # %% ../nbs/07_report.ipynb #cebcbfb2
 class PrecisionReport:
@@ -29,10 +30,10 @@ class PrecisionReport:
 
     @property
     def best_scale(self):
-        "Power of two that leaves a factor of 2^6 between the largest gradient and 65504, as `to_fp16` does"
+        "Power of two that leaves `default_headroom` above the largest gradient, as `to_fp16` does"
         seen = np.flatnonzero(sum([o.acts+o.weights for o in self.modules.values()], _exponents([])))+_low
         if self.dtype==torch.bfloat16 or not len(seen): return 1.
-        return 2.**min(max(16-6-seen[-1], 0), 24)
+        return 2.**min(max(_f16_end-default_headroom-seen[-1], 0), math.log2(default_cap))
 
     @property
     def table(self)->pd.DataFrame:
@@ -93,22 +94,23 @@ def measure_precision(
     Keeps the results and gradients of all modules in memory, in half precision and in float32. If the error is larger
     than the tolerance, looks for modules to keep. Parameters, buffers, gradients and random number generators are as
     before. Raises `ValueError` if the batch is not finite in float32."""
-    def _run(half, scale): return _trace(model, compute_loss, half, _copies, scale, with_args=False)
+    def _run(half, scale): return trace_batch(model, compute_loss, half, _copies, scale, with_args=False)
     def _works(half): return _compare(_run(half, best), full, best)[1]<=report.tolerance
     full,seen = _run(None, 1.),_run(half, report.scale)
     errors,error = _compare(seen, full, report.scale)
     if not errors or not all([math.isfinite(norm) for _,norm in errors.values()]):
         raise ValueError(f"In float32 this batch has a loss of {full.loss:g} and gradients that are not finite, so "
-                         "half precision is not the cause. Ask find_nonfinite() what is.")
+                         "half precision is not the cause. Ask learn.find_nonfinite() what is, or diagnose().")
     first = opt is not None and not report.modules # updates are those of the first batch
     _add_batch(report, seen, full, errors, _lost_updates(opt, model, full.grads, half.dtype) if first else {})
     best,report.error = report.best_scale,max(report.error, error)
-    if error<=report.tolerance or report.keep is None or _works(longer := _keeping(half, report.keep)): return
-    more = _shortest_keep(longer, _works)
+    if error<=report.tolerance or report.keep is None or _works(longer := half.keeping(report.keep)): return
+    more = shortest_keep(longer, _works)
     report.keep = None if more is None else report.keep+more
 
 # %% ../nbs/07_report.ipynb #cb9aeda8
 _low,_high = -126,130 # exponents of float32
+_f16_end = 16 # float16 ends below 2^16
 
 def _exponents(ts):
     "Counts of the numbers in `ts` by exponent e (2^(e-1) <= |x| < 2^e), without zeros and numbers below 2^-126"
@@ -147,7 +149,7 @@ def _lost_updates(opt, model, grads, dtype):
     return res
 
 # %% ../nbs/07_report.ipynb #e1e18b52
-def _copies(tree): return [t.detach().clone() for t in _tensors(tree)] # the next module may work in place
+def _copies(tree): return [t.detach().clone() for t in tensors(tree)] # the next module may work in place
 
 def _owned(trace):
     "Name of each module with gradients of its own -> the keys of these in `trace.grads`"

@@ -70,7 +70,7 @@ class Frozen:
 def weights(learn): return [p.detach().clone() for p in learn.model.parameters()]
 def flat(ts): return torch.cat([t.detach().double().reshape(-1) for t in ts])
 def apart(learn, other, start=0): return ((flat(weights(learn))-flat(weights(other))).norm()/(flat(weights(other))-start).norm()).item() # relative to the way from `start`
-def precision_state(learn): return [getattr(learn.mixed_precision, o) for o in ('scaling','_steps','_skips')]
+def precision_state(learn): return [*learn.mixed_precision.state]
 def skipped(learn): return int(learn.precision_recorder.log.skipped.sum())
 
 __all__ = [o for o in globals() if not o.startswith(('test','_'))] # for pytest would run what fastai has in the way of `test_fail`

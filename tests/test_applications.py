@@ -339,7 +339,7 @@ def test_interrupted_between_batches(mode):
 
 def precision_state(learn):
     cb = learn.mixed_precision
-    return cb.scaling,cb._steps,cb._skips
+    return cb.state
 
 @pytest.mark.parametrize('call', [slow_unless(o=='to_bf16', o) for o in ('to_fp16','to_bf16','to_native_bf16')])
 def test_text_learner_loads(call, tmp_path):

@@ -54,9 +54,9 @@ def test_learns_the_same(mode):
 @pytest.mark.parametrize('mode', ['fp16','bf16'])
 def test_layer_norm_as_on_cuda(mode, monkeypatch):
     "One graph too with copies of the weights of a `LayerNorm`, which is float32 on a CPU"
-    own = half._default_rule
-    def rule(module, *args): return half.Rule('norm') if isinstance(module, nn.LayerNorm) else own(module, *args)
-    monkeypatch.setattr(half, '_default_rule', rule)
+    own = half._default_way
+    def way(o, module): return half.Norm() if isinstance(module, nn.LayerNorm) else own(o, module)
+    monkeypatch.setattr(half, '_default_way', way)
     learn,first,last = graphs(compiled['wrapped'], mode)
     assert (first,last)==(2,2) and {p.dtype for p in learn.model.parameters()}=={torch.float32}
     assert not (learn.model_to_half.policy().compute=='float32').any()

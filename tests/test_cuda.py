@@ -225,7 +225,7 @@ def test_save_load_export_predict(mode, tmp_path):
     other = getattr(get_learner(lambda: nn.Sequential(nn.Flatten(), nn.Linear(768,8), nn.BatchNorm1d(8), nn.Linear(8,1)), path=tmp_path), mode)().load('a')
     torch.testing.assert_close(other.get_preds()[0], before)
     a,b = (o.mixed_precision for o in (other,learn))
-    assert [a.scaling,a._steps,a._skips]==[b.scaling,b._steps,b._skips]
+    assert a.state==b.state
     learn.export('e.pkl')
     cpu = load_learner(tmp_path/'e.pkl')
     assert next(cpu.model.parameters()).device.type=='cpu' and {p.dtype for p in cpu.model.parameters()}=={torch.float32}

@@ -8,7 +8,7 @@ from fastai.callback.tracker import *
 from fastai.callback.training import GradientAccumulation
 from fastai.text.all import AWD_LSTM,CrossEntropyLossFlat,LMDataLoader,awd_lstm_lm_config,get_language_model
 from learners import *
-from mp_callbacks.half import StandIn
+from mp_callbacks.modules import StandIn
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 modes = {'fp32': noop, **modes}

@@ -9,7 +9,7 @@ from fastai.optimizer import *
 from fastai.optimizer import average_grad,l2_reg,sgd_step,step_stat,weight_decay
 
 from mp_callbacks import flat
-from mp_callbacks.flat import FlatStep,check_flat,flat_step
+from mp_callbacks.flat import check_flat,flat_step
 
 optimizers = dict(
     sgd      = lambda ps: SGD(ps, lr=.1),
@@ -229,7 +229,7 @@ def test_refused():
                       (Lamb(ps, lr=.1),                          "can't run lamb_step: .*flat_master=False.*stepper.elementwise=True"),
                       (Optimizer(ps, [lambda p, **kw: None]),    "can't run <lambda>: .*flat_master=False.*stepper.elementwise=True"),
                       (OptimWrapper(ps, torch.optim.AdamW),      "AdamW does many.*foreach=True or fused=True.*flat_master=False")):
-        for f in (check_flat,FlatStep,flat_step):
+        for f in (check_flat,flat_step):
             with pytest.raises(ValueError, match=error): f(opt)
         assert 'step' not in vars(inner(opt))
     with pytest.raises(TypeError, match='needs a fastai Optimizer, not a Linear'): check_flat(nn.Linear(1,1))
@@ -281,7 +281,6 @@ def test_interrupt_anywhere(name):
         before = copy.deepcopy(params(b))
         lists,state = inner(b).param_lists,inner(b).state
         done = not interrupt(lambda: flat_step(b), n)
-        FlatStep(b).remove() # a callback does it once more
         assert inner(b).param_lists is lists and inner(b).state is state and 'step' not in vars(inner(b))
         a.step()
         assert all(torch.equal(q, p) or torch.equal(q, w) for p,q,w in zip(params(a), params(b), before))

@@ -241,7 +241,7 @@ def went(mode, bad, opt):
     if bad: batches.insert(2, (torch.full((16,8), float('inf')), y[:16]))
     learn = modes[mode](get_learner(running(), dls=DataLoaders(batches, batches[:1]), opt_func=opt))
     learn.fit(1)
-    assert learn.mixed_precision._steps==5+bad and skipped(learn)==bad
+    assert learn.mixed_precision.state.steps==5+bad and skipped(learn)==bad
     return learn
 
 @pytest.mark.parametrize('opt', [Adam,partial(OptimWrapper, opt=torch.optim.AdamW)], ids=['fastai','torch'])
@@ -310,7 +310,7 @@ def test_own_load(mode, tmp_path):
         learn = get_learner(path=tmp_path)
         learn.__class__ = Own
         return learn
-    def _state(learn): return learn.mixed_precision.scaling,learn.mixed_precision._steps,learn.mixed_precision._skips
+    def _state(learn): return learn.mixed_precision.state
     learn = getattr(_new(), mode)()
     learn.fit(1, cbs=Bad())
     state = _state(learn)

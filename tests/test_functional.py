@@ -116,7 +116,7 @@ def test_without_fastai(module):
     "They import PyTorch, fastcore, the standard library, and those of us who do no more"
     names = re.findall(r'^(?:from|import) (\S+)(?: import (.+))?', inspect.getsource(module), re.M)
     ours = {o for a,b in names if a[0]=='.' for o in ([a[1:]] if a!='.' else [p.split()[0] for p in b.split(',')])}
-    assert ours<={'dtypes','loss_scale','half','functional','jmp'} and not any(a.startswith('fastai') for a,_ in names)
+    assert ours<={'dtypes','loss_scale','grads','half','functional','jmp'} and not any(a.startswith('fastai') for a,_ in names)
 
 # --- Gradients
 

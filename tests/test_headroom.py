@@ -84,7 +84,7 @@ def test_start(name, k):
     for o in (learn,other): o.fit(1)
     assert before_training(learn)<=(k>1) and before_training(learn)<=before_training(other) and (k<1 or before_training(other)>=3)
     assert skipped(learn)<=before_training(learn)+1 and skipped(learn)<=skipped(other)
-    assert not learn.mixed_precision._scaling.wants_amax
+    assert not learn.mixed_precision.scaling.wants_amax
 
 @each_model
 def test_where_it_goes(name):
@@ -97,7 +97,7 @@ def test_where_it_goes(name):
     for kwargs in (dict(), dict(flat_master=True), dict(headroom=5.), dict(loss_scale=own), dict(to=Learner.to_native_fp16, init_scale=own)):
         seen.clear()
         learn = make(name, 2, cbs=Look(), **kwargs)
-        room = learn.mixed_precision._scaling.headroom
+        room = learn.mixed_precision.scaling.headroom
         learn.fit(1)
         assert room<=math.log2(65504/(log(learn).scale[1]*seen[0]))<room+1
 
@@ -147,17 +147,17 @@ def test_without(name):
     "`headroom=None` is the rule without, exactly"
     learn = make(name, 40, headroom=None, scale_wait=9)
     want = DynamicLossScale(2.**24, period=9)
-    assert learn.mixed_precision._scaling==want
+    assert learn.mixed_precision.scaling==want
     learn.fit(1)
-    assert list(accumulate(log(learn).finite, DynamicLossScale.adjust, initial=want))[-1]==learn.mixed_precision._scaling
+    assert list(accumulate(log(learn).finite, DynamicLossScale.adjust, initial=want))[-1]==learn.mixed_precision.scaling
     assert [o.loss_scale for o in accumulate(log(learn).finite, DynamicLossScale.adjust, initial=want)][:-1]==log(learn).scale.tolist()
 
 def test_who_decides():
     "A value or a preset says it all; a static scale and bfloat16 measure nothing, nor does native float16 unless it is told to"
     for o in (*loss_scale_presets, DynamicLossScale(), DynamicLossScale(8., headroom=3.), StaticLossScale(8.)):
-        assert get_learner().to_fp16(o).mixed_precision._scaling==as_loss_scale(o)
-    assert get_learner().to_fp16(64., dynamic=False).mixed_precision._scaling==StaticLossScale(64.)
-    for o in ('to_bf16','to_native_bf16','to_native_fp16'): assert not getattr(get_learner(), o)().mixed_precision._scaling.wants_amax
+        assert get_learner().to_fp16(o).mixed_precision.scaling==as_loss_scale(o)
+    assert get_learner().to_fp16(64., dynamic=False).mixed_precision.scaling==StaticLossScale(64.)
+    for o in ('to_bf16','to_native_bf16','to_native_fp16'): assert not getattr(get_learner(), o)().mixed_precision.scaling.wants_amax
     for lo,hi,want in ((1,2**24,2**10), (1,2**4,2**4), (2**12,2**24,2**12), (1,1000,1000)):
         assert get_learner().to_fp16(min_loss_scale=lo, max_loss_scale=hi).mixed_precision.loss_scale==want
     learn = make_and_fit('mlp', 3)
@@ -174,7 +174,7 @@ class Bad(Callback):
     def before_step(self):
         if self.iter+self.done in self.at: self.model[0].weight.grad.fill_(inf)
 
-def states(learn): return [o.tolist() for o in weights(learn)]+[learn.mixed_precision._scaling,learn.opt.state_dict()['state'][0]['grad_avg'].tolist()]
+def states(learn): return [o.tolist() for o in weights(learn)]+[learn.mixed_precision.scaling,learn.opt.state_dict()['state'][0]['grad_avg'].tolist()]
 
 def test_resume(tmp_path):
     "Stopped after any step, in the middle of a search for the scale too, it goes on in another learner as if it had not been"

@@ -1,5 +1,5 @@
 """The layout is the architecture: numbers of notebooks are layers, imports point to lower ones, and only one module changes fastai"""
-import ast,io,json,re,subprocess,sys,tokenize
+import ast,json,re,subprocess,sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -10,9 +10,9 @@ root = Path(__file__).resolve().parent.parent
 pkg,nbs = root/'mp_callbacks',root/'nbs'
 by_hand = {'__init__','__main__','_modidx','all'} # modules that come from no notebook
 
-def numbered(): return {o:m for o in sorted(nbs.glob('*.ipynb')) if (m := re.fullmatch(r'(\d\d)_(\w+)', o.stem))}
+def numbered(): return {o:m for o in sorted(nbs.glob('*.ipynb')) if (m := re.fullmatch(r'(\d\d[a-z]?)_(\w+)', o.stem))}
 
-layers = {m[2]:int(m[1]) for m in numbered().values()}
+layers = {m[2]:m[1] for m in numbered().values()} # such as '03', and '02a' between '02' and '03'
 each_module = pytest.mark.parametrize('name', sorted(layers, key=layers.get))
 
 @cache
@@ -52,14 +52,14 @@ def test_notebook_for_each_module():
 
 @each_module
 def test_imports_lower_only(name):
-    assert {o for o in ours(name) if layers.get(o, 99)>=layers[name]}==set()
+    assert {o for o in ours(name) if layers.get(o, '99')>=layers[name]}==set()
 
 @each_module
 def test_foundation_is_plain_pytorch(name):
     "Below 10: only PyTorch, fastcore, tables, plots and the standard library. fastai begins at 10."
     theirs = {o[2:].partition('.')[0] for o in imports(name) if o[:2]=='::'}
     plain = {'torch','fastcore','matplotlib','numpy','pandas',*sys.stdlib_module_names}
-    assert theirs<=(plain if layers[name]<10 else plain|{'fastai','sklearn','fastprogress'})
+    assert theirs<=(plain if layers[name]<'10' else plain|{'fastai','sklearn','fastprogress'})
 
 def test_imports_are_seen(tmp_path, monkeypatch):
     "The tests above find an import in every way that there is to write one"
@@ -96,31 +96,50 @@ def test_foundation_runs_without_fastai():
             import_module(f'mp_callbacks.{o}')
             seen[o] = any(m.partition('.')[0]=='fastai' for m in sys.modules)
         print(json.dumps(seen))'''
-    names = [o for o in sorted(layers, key=layers.get) if layers[o]<10]
+    names = [o for o in sorted(layers, key=layers.get) if layers[o]<'10']
     assert run(code, *names)==dict.fromkeys(names, False)
 
-# --- Size
+# --- Lines and names
 
-core = [o for o in sorted(layers, key=layers.get) if layers[o] in (0,1,2,3,4,5,10,11,13)]
+def source(name): return (pkg/f'{name}.py').read_text(encoding='utf-8')
 
-def code_lines(name):
-    "Lines of code in module `name`, without comments and blank lines"
-    src = (pkg/f'{name}.py').read_text(encoding='utf-8')
-    lines = src.splitlines()
-    for t in tokenize.generate_tokens(io.StringIO(src).readline):
-        if t.type==tokenize.COMMENT: lines[t.start[0]-1] = lines[t.start[0]-1][:t.start[1]].rstrip()
-    return [o for o in lines if o.strip()]
+@each_module
+def test_lines_are_short(name): assert [o for o in source(name).splitlines() if len(o)>120 and '__all__' not in o]==[]
 
-def test_core_is_small():
-    lines = {o:code_lines(o) for o in core}
-    assert len(core)==9 and sum(map(len, lines.values()))<=1800
-    assert [f'{k}: {o.strip()[:60]}' for k,v in lines.items() for o in v if len(o)>120 and '__all__' not in o]==[]
+def private(name): return name.startswith('_') and not name.startswith('__')
 
-def test_doctor_is_small():
-    "What looks inside a model, and the recorder beyond the thirty lines that it had before"
-    lines = {o:code_lines(o) for o in ('nonfinite','report','plan','doctor','recorder')}
-    assert sum(map(len, lines.values()))-30<=600
-    assert [f'{k}: {o.strip()[:60]}' for k,v in lines.items() for o in v if len(o)>120 and '__all__' not in o]==[]
+def own_private(name):
+    "Private names that module `name` defines: functions, classes, variables, and attributes that it sets on objects"
+    res = set()
+    for o in ast.walk(ast.parse(source(name))):
+        if isinstance(o, (ast.FunctionDef,ast.ClassDef)): res.add(o.name)
+        elif isinstance(o, (ast.Name,ast.Attribute)) and isinstance(o.ctx, ast.Store): res.add(getattr(o, 'id', getattr(o, 'attr', None)))
+    return {o for o in res if private(o)}
+
+def theirs_used(name):
+    "Private names of our other modules that module `name` imports, or reads as an attribute or by `getattr`"
+    tree,others = ast.parse(source(name)),set().union(*(own_private(o) for o in layers if o!=name))-own_private(name)
+    used = set()
+    for o in ast.walk(tree):
+        if isinstance(o, ast.ImportFrom) and (o.level or (o.module or '').startswith('mp_callbacks')): used |= {a.name for a in o.names if private(a.name)}
+        elif isinstance(o, ast.Attribute) and o.attr in others: used.add(o.attr)
+        elif isinstance(o, ast.Call) and getattr(o.func, 'id', '')=='getattr' and isinstance(o.args[1], ast.Constant) and o.args[1].value in others: used.add(o.args[1].value)
+    return used-of_torch_and_fastai
+
+# names that we set on their objects, and that are theirs
+of_torch_and_fastai = {'_backward', '_step'}
+
+@each_module
+def test_no_private_name_of_another(name):
+    "What two modules need has a public name in the lower one"
+    assert theirs_used(name)==set()
+
+def test_private_names_are_seen(monkeypatch, tmp_path):
+    for n,src in dict(low='def _f(): pass\nclass A:\n    _state = 0', high='from .low import _f\nx = A()._state\ny = getattr(x, "_state", 1)', fine='from .low import A\n_own = A()._own').items():
+        (tmp_path/f'{n}.py').write_text(src)
+    monkeypatch.setattr(sys.modules[__name__], 'pkg', tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], 'layers', dict(low='00', high='01', fine='02'))
+    assert theirs_used('high')=={'_f', '_state'} and theirs_used('fine')==theirs_used('low')==set()
 
 def states(name):
     "Class -> names of the attributes that its methods, but for `__init__`, set on `self`; patched methods are its own, too"
@@ -142,7 +161,7 @@ def test_classes_have_little_state(name):
 # --- Changes to fastai
 
 methods = ('to_fp16 to_bf16 to_native_fp16 to_native_bf16 to_fp32 to_native_fp32 to_non_native_fp16 to_non_native_fp32 '
-           'one_batch _backward save to_contiguous find_nonfinite precision_plan precision_report').split()
+           'one_batch _backward _step save to_contiguous find_nonfinite precision_plan precision_report').split()
 
 changes = '''if True:
     import json,sys

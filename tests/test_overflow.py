@@ -156,7 +156,7 @@ def test_a_start_from_2_to_24(mode):
     learn = make(mode, 40, **high)
     before = weights(learn)
     assert heard(learn.fit, 1)==([],None)
-    assert not same(weights(learn), before) and learn.mixed_precision._skips==0
+    assert not same(weights(learn), before) and learn.mixed_precision.state.skips==0
     learn = make(mode, 40, **high)
     assert heard(learn.fit, 1, cbs=At(fill(inf), range(24)))==([],None)
     if mode in dynamic: assert learn.mixed_precision.loss_scale==1
@@ -192,7 +192,7 @@ def test_a_good_step_between(mode):
     "Steps that are skipped now and then are no reason to speak"
     learn = make(mode, 90, max_skips=30)
     assert heard(learn.fit, 1, cbs=At(fill(inf), {i for i in range(90) if i%30!=29}))==([],None)
-    assert learn.mixed_precision._skips==0
+    assert learn.mixed_precision.state.skips==0
 
 @pytest.mark.parametrize('n', [1, 32, 33])
 @each_mode
@@ -268,7 +268,7 @@ def test_infinite_loss_finite_gradients(mode):
         learn.fit(1, cbs=cb)
         return learn
     a,b = run(0.),run(inf)
-    assert same(everything(a), everything(b)) and b.mixed_precision._skips==0
+    assert same(everything(a), everything(b)) and b.mixed_precision.state.skips==0
     assert all(math.isfinite(o) for o in b.recorder.losses[1:]) and math.isfinite(b.recorder.values[-1][0])
 
 @each_mode
@@ -277,7 +277,7 @@ def test_nan_loss_finite_gradients(mode):
     def shown(batches):
         learn = make(mode, 6)
         learn.fit(1, cbs=At(lambda learn: setattr(learn, 'loss', learn.loss*math.nan), batches, 'after_loss', -20))
-        assert learn.mixed_precision._skips==0
+        assert learn.mixed_precision.state.skips==0
         return [math.isfinite(o) for o in learn.recorder.losses]
     assert shown(range(6))==[False]*6
     assert shown((0,1,4))==[False,False,True,True,True,True]
@@ -331,7 +331,7 @@ def test_real_gradients_at_the_bounds(mode):
     learn = make(mode, 160, **high)
     told,e = heard(learn.fit, 1)
     log = learn.mixed_precision
-    assert e is None and math.isfinite(1/log.loss_scale) and log._skips==0 and log.loss_scale<2**24
+    assert e is None and math.isfinite(1/log.loss_scale) and log.state.skips==0 and log.loss_scale<2**24
     low = make(mode, 20, **dict(bounds, **(dict(init_scale=2.**-126) if mode=='native_fp16' else dict(max_loss_scale=2.**-126))))
     assert heard(low.fit, 1)==([],None)
     healthy(low)

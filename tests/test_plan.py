@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from torch.utils.checkpoint import checkpoint
 from learners import *
-from mp_callbacks.plan import LiveBytes,precision_plan
+from mp_callbacks.plan import LiveBytes,plan_memory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'bench'))
 from models import GPT,Task,ViT,conv,loss_func
@@ -28,7 +28,7 @@ def plan_for(model, batch, opt, loss_func=loss_func, **kwargs):
     def _loss(n):
         x,y = some(batch, n)
         return loss_func(model(x), y)
-    return precision_plan(model, _loss, opt, len(batch[0]), **kwargs)
+    return plan_memory(model, _loss, opt, len(batch[0]), **kwargs)
 
 def planned(plan, n, name='float32'): return plan._replace(items=n).table.peak[name].item()*2**20
 
@@ -122,7 +122,7 @@ def test_any_batch_size(n):
         x,y = torch.randn(n,3,8,8),torch.randn(n,1)
         pred = model(x)
         return F.mse_loss(pred, y)
-    plan = precision_plan(model, _loss, sgd(model), n)
+    plan = plan_memory(model, _loss, sgd(model), n)
     held = []
     model.register_forward_hook(lambda m, args, pred: held.append(pred))
     with LiveBytes() as live:
@@ -143,7 +143,7 @@ def test_other_operations():
             x = torch.randn(n,64)
             for _ in range(views*n): x = x.view_as(x)
             return model(x).square().mean()
-        return precision_plan(model, _loss, sgd(model), 4)
+        return plan_memory(model, _loss, sgd(model), 4)
     more,same = _plan(1),_plan(0)
     assert more.steps['float32'][-1].shape[1]<same.steps['float32'][-1].shape[1]
     for n in (4,100,1000): assert abs(planned(more, n)/planned(same, n)-1)<.1
@@ -151,7 +151,7 @@ def test_other_operations():
 def test_keep():
     "Kept modules save float32 activations"
     model = mlp()
-    kept,plan = (plan_mse(model, keep=o)._replace(items=1000).table.activations for o in (nn.GELU,()))
+    kept,plan = (plan_mse(model, half=half_precision(model, torch.bfloat16, o))._replace(items=1000).table.activations for o in (nn.GELU,()))
     assert kept.copies>plan.copies and kept.float32==plan.float32
 
 # --- What it says
@@ -170,7 +170,7 @@ def test_prints():
     assert '<table' in plan._repr_html_() and 'activations' in plan._repr_html_()
 
 def test_bad_batch_size():
-    with pytest.raises(ValueError, match='batch_size=0 must be positive'): precision_plan(mlp(), None, None, 0)
+    with pytest.raises(ValueError, match='batch_size=0 must be positive'): plan_memory(mlp(), None, None, 0)
 
 @pytest.mark.parametrize('gb', [0,-1,float('nan')])
 def test_bad_gb(gb):
@@ -203,7 +203,7 @@ def test_changes_nothing(opt_func, fails):
         return F.mse_loss(model(x), y)
     before = state_of(model, opt)
     gradients = [g.clone() for g in before[-1]]
-    try: precision_plan(model, _loss, opt, 4)
+    try: plan_memory(model, _loss, opt, 4)
     except ZeroDivisionError: assert fails
     after = state_of(model, opt)
     for a,b in zip(before[0],after[0]): assert a.equal(b)

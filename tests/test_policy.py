@@ -62,7 +62,7 @@ class Watch:
     def __exit__(self, *_):
         for m in self.model.modules(): del m.forward
     def call(self, n, m, f, *args, **kwargs):
-        own,inputs,autocast = floats([*m._parameters.values()]),floats(args),torch.is_autocast_enabled('cpu')
+        own,inputs,autocast = floats([getattr(m, o) for o in m._parameters]),floats(args),torch.is_autocast_enabled('cpu')
         weights = {p.dtype for p in own}
         res = f(*args, **kwargs)
         given,out = ({t.dtype for t in floats(o)} for o in (inputs,res))
@@ -226,8 +226,8 @@ bad = [({'nothing.*':'c=f32'},                 ValueError, r"'nothing.\*' matche
        ({'head':'c=bf16'},                     ValueError, r"computes in torch.bfloat16, and must compute in float32 or torch.float16. Use 'float32'"),
        ({'head':torch.bfloat16},               ValueError, 'computes in torch.bfloat16'),
        ({'head':Policy(compute_dtype='f64')},  ValueError, "computes in torch.float64.* Use 'float32'"),
-       ({'head':'compte=f32'},                 ValueError, r"keep=\{'head': 'compte=f32'\} is not a policy: .*no known part"),
-       ({'head':'c=float7'},                   ValueError, 'is not a policy.*is not a dtype'),
+       ({'head':'compte=f32'},                 ValueError, r"keep=\{'head': 'compte=f32'\} is neither a dtype nor a policy: .*no known part"),
+       ({'head':'c=float7'},                   ValueError, 'is neither a dtype nor a policy.*is not a dtype'),
        ({'*':'c=f32'},                         ValueError, 'nothing is left'),
        ('*',                                   ValueError, 'nothing is left.*Keep less'),
        (3,                                     TypeError,  'keep=3 must be a module type.* Use keep=\\(\\)'),
@@ -344,13 +344,13 @@ def test_in_a_batch():
 
 def test_reads_well():
     table = policy(model('mlp'), 'f16', {'head':'c=f32'})
-    assert isinstance(table, pd.DataFrame) and [*table.columns]==['module','kind','size','params','compute','why']
+    assert isinstance(table, pd.DataFrame) and [*table.columns]==['module','kind','size','params','way','compute','why']
     assert 'CPU' in table.why[1]
     assert [*table.itertuples(index=False, name=None)]==[
-        ('body.a',   'Linear',   144,'float32','float16',''),
-        ('body.norm','LayerNorm',32, 'float32','float32',table.why[1]),
-        ('body.b',   'Linear',   272,'float32','float16',''),
-        ('head',     'Linear',   17, 'float32','float32','keep')]
+        ('body.a',   'Linear',   144,'float32','copies','float16',''),
+        ('body.norm','LayerNorm',32, 'float32','float32 norm','float32',table.why[1]),
+        ('body.b',   'Linear',   272,'float32','copies','float16',''),
+        ('head',     'Linear',   17, 'float32','float32','float32','keep')]
 
 def test_exported(tmp_path):
     "Rules go with the learner into its file"

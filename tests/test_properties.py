@@ -11,7 +11,7 @@ from fastai.torch_core import TensorBase
 from fastcore.foundation import L
 from hypothesis import HealthCheck,assume,given,settings,strategies as st
 from learners import Data,Frozen,Named
-from mp_callbacks.dtypes import Policy,cast_tree,get_policy,half_dtypes,map_tree
+from mp_callbacks.dtypes import Policy,cast_tree,get_policy,half_dtypes,map_tensors
 from mp_callbacks.grads import prepare_grads
 from mp_callbacks.loss_scale import DynamicLossScale,StaticLossScale
 from mp_callbacks.half import half_precision,is_norm
@@ -52,18 +52,18 @@ def is_tensor(o): return isinstance(o, torch.Tensor)
 
 @given(trees)
 @examples(100)
-def test_map_tree(tree):
+def test_map_tensors(tree):
     "Each tensor is replaced where it is; nothing else is, or is even another object; and the tree that was given stays as it was"
     before,seen = list(walk(tree)),[]
     def double(t): seen.append(t); return t.new_zeros(2)
-    res = map_tree(double, tree)
+    res = map_tensors(double, tree)
     assert all(p==q and a is b for (p,a),(q,b) in zip(walk(tree), before, strict=True))
     assert len(seen)==sum(is_tensor(o) for _,o in before) and all(a is b for a,b in zip(seen, [o for _,o in before if is_tensor(o)]))
     for (p,a),(q,b) in zip(walk(res), before, strict=True): assert p==q and (a.shape==(2,) and type(a) is type(b) if is_tensor(b) else a is b)
 
 @given(trees)
 @examples(50)
-def test_map_tree_that_changes_nothing(tree): assert map_tree(lambda t: t, tree) is tree
+def test_map_tensors_that_changes_nothing(tree): assert map_tensors(lambda t: t, tree) is tree
 
 @given(trees, st.sampled_from(floating), st.none() | st.sampled_from(floating) | st.lists(st.sampled_from(floating+other), max_size=3))
 @examples(100)
@@ -282,8 +282,8 @@ def rounded(model, half):
     "`model` with the weights that `half` would copy rounded to its dtype, and no autocast"
     res = deepcopy(model)
     mods,copied = dict(model.named_modules()),set()
-    for n,r in half.rules.items():
-        if r.how in ('half','norm'): copied |= {id(p) for p in mods[n].parameters(recurse=False)}
+    for n,way in half.ways.items():
+        if way.name in ('copies','norm'): copied |= {id(p) for p in mods[n].parameters(recurse=False)}
     with torch.no_grad():
         for p,q in zip(model.parameters(), res.parameters(), strict=True):
             if id(p) in copied: q.copy_(p.to(half.dtype))

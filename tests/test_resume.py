@@ -73,7 +73,7 @@ def opt_state(learn): return {k:v for k,v in learn.opt.state_dict().items() if k
 
 def precision_state(learn):
     cb = learn.mixed_precision
-    return dict(cb.scaling.state_dict(), steps=cb._steps, skips=cb._skips)
+    return cb.state.numbers()
 
 def everything(learn): return leaves([dict(learn.model.state_dict()), opt_state(learn), precision_state(learn)])
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from learners import start_method
 from mp_callbacks.half import half_precision
-from mp_callbacks.plan import precision_plan
+from mp_callbacks.plan import plan_memory
 
 page = Path(__file__).parent.parent/'nbs/explanations/scale.ipynb'
 
@@ -105,10 +105,10 @@ def test_processes(world, tmp_path):
 
 @pytest.mark.parametrize('half', [False,True])
 def test_plan(half):
-    "One process, against `precision_plan`: copies of weights are saved, and counted among the activations there"
+    "One process, against `plan_memory`: copies of weights are saved, and counted among the activations there"
     model = make()
     opt = torch.optim.Adam(model.parameters(), fused=True)
-    plan = precision_plan(model, lambda n: model(torch.ones(n,64)).mean(), opt, 1)
+    plan = plan_memory(model, lambda n: model(torch.ones(n,64)).mean(), opt, 1)
     row,n = plan.table.loc['copies' if half else 'float32']*2**20,sum(p.numel() for p in model.parameters())
     without = row.activations-(2*n if half else 0)
     got = row.weights+row.gradients+row.optimizer+row.activations

@@ -1,7 +1,7 @@
 """Models whose numbers go wrong: the right place is named, precision is told apart from other causes, and `keep` cures"""
 import pytest
 from mp_callbacks.half import half_precision
-from mp_callbacks.nonfinite import find_nonfinite
+from mp_callbacks.nonfinite import diagnose
 from sick_models import *
 
 pytestmark = pytest.mark.filterwarnings('ignore:float16 on a CPU', 'ignore:32 steps in a row', 'ignore:You are shadowing')
@@ -110,38 +110,38 @@ def test_backward():
     "A gradient that is too large: because of the loss scale, or with any"
     model,loss = net_and_loss(1.)
     half = half_precision(model, torch.float16)
-    big = find_nonfinite(model, loss, half, scale=2.**24)
+    big = diagnose(model, loss, half, scale=2.**24)
     assert (big.where,big.precision)==('backward',True) and 'The loss scale of 16777216 is too large' in str(big)
-    huge = find_nonfinite(model, lambda: loss()*1e6, half)
+    huge = diagnose(model, lambda: loss()*1e6, half)
     assert (huge.where,huge.precision)==('backward',True) and '4' in huge.keep and 'bfloat16' in str(huge)
 
 def test_inside_half():
     "It would compare half precision with itself"
     model,loss = net_and_loss(1e5)
     half = half_precision(model, torch.float16)
-    with half,pytest.raises(RuntimeError, match='outside of `with half:`'): find_nonfinite(model, loss, half)
-    assert find_nonfinite(model, loss, half).precision
+    with half,pytest.raises(RuntimeError, match='outside of `with half:`'): diagnose(model, loss, half)
+    assert diagnose(model, loss, half).precision
 
 def test_existing_keep():
     "What is kept already stays, and the text says that more is to be added"
     model,loss = net_and_loss(1e5)
     for keep in ('0', ['0'], {'0':'float32'}):
-        found = find_nonfinite(model, loss, half_precision(model, torch.float16, keep))
+        found = diagnose(model, loss, half_precision(model, torch.float16, keep))
         assert found.keep==('1','3') and f"Keep these in float32: ['1', '3'], beside keep={keep!r}" in str(found)
 
 def test_no_keep_helps():
     "The loss itself overflows in half precision: modules in float32 don't change that"
     model,loss = net_and_loss(1.)
     def sick(): return loss()*(math.inf if 'forward' in vars(model) else 1)
-    found = find_nonfinite(model, sick, half_precision(model, torch.float16))
+    found = diagnose(model, sick, half_precision(model, torch.float16))
     assert (found.where,found.keep)==('loss',()) and 'To keep single modules in float32 is not enough' in str(found)
 
 def test_sparse_gradients():
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4,1))
     def loss(): return model(torch.tensor([1,5,1])).square().mean()
     half = half_precision(model, torch.float16)
-    assert find_nonfinite(model, loss, half).where=='nothing'
-    assert find_nonfinite(model, loss, half, scale=2.**40).where=='backward'
+    assert diagnose(model, loss, half).where=='nothing'
+    assert diagnose(model, loss, half, scale=2.**40).where=='backward'
 
 def test_masks_are_no_overflow():
     "A mask of -inf goes through all modules, and only the layer that overflows is named"
@@ -157,7 +157,7 @@ def test_masks_are_no_overflow():
     torch.manual_seed(0)
     model = Masked()
     x = torch.randn(2,4,8)
-    found = find_nonfinite(model, lambda: model(x).mean(), half_precision(model, torch.float16))
+    found = diagnose(model, lambda: model(x).mean(), half_precision(model, torch.float16))
     assert (found.where,found.module,found.precision)==('forward','loud',True)
 
 @pytest.mark.parametrize('wrap', [torch.compile, lambda m: (m.compile(backend='eager'), m)[1]])
@@ -170,7 +170,7 @@ def test_compiled(wrap):
     half = half_precision(wrapped, torch.bfloat16)
     with half: wrapped(xb).mean().backward()
     graphs = torch._dynamo.utils.counters['stats']['unique_graphs']
-    found = find_nonfinite(wrapped, lambda: wrapped(xb).abs().mean(), half_precision(wrapped, torch.float16))
+    found = diagnose(wrapped, lambda: wrapped(xb).abs().mean(), half_precision(wrapped, torch.float16))
     assert (found.where,found.module)==('forward','1')
     with half: wrapped(xb).mean().backward()
     assert torch._dynamo.utils.counters['stats']['unique_graphs']==graphs
@@ -186,9 +186,9 @@ def test_checkpointing(reentrant):
         def forward(self, x): return checkpoint(self.body, x, use_reentrant=reentrant)
     model,xb = Checkpointed(),torch.randn(4,8,requires_grad=True)
     half = half_precision(model, torch.float16)
-    assert find_nonfinite(model, lambda: model(xb).mean(), half).where=='nothing'
-    found = find_nonfinite(model, lambda: model(xb).mean()*1e6, half)
+    assert diagnose(model, lambda: model(xb).mean(), half).where=='nothing'
+    found = diagnose(model, lambda: model(xb).mean()*1e6, half)
     assert (found.where,found.precision)==('backward',True)
     with torch.no_grad(): model.body[1].weight.mul_(1e5)
-    found = find_nonfinite(model, lambda: model(xb).mean(), half)
+    found = diagnose(model, lambda: model(xb).mean(), half)
     assert (found.where,found.module,found.keep)==('forward','body.1',('body.1','body.3'))

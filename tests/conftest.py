@@ -1,11 +1,15 @@
-import os,random
+import os,random,signal,threading
 
 import numpy as np,pytest,torch
 
 def pytest_configure(config):
-    "One thread, here and in the processes that tests start: sums have one order, and tests that run side by side don't fight for the cores"
+    "One thread, and interrupts that interrupt, here and in the processes that tests start"
+    # Sums have one order, and tests that run side by side don't fight for the cores
     torch.set_num_threads(1)
     os.environ['OMP_NUM_THREADS'] = '1'
+    # A job in the background of a script ignores SIGINT, and so would all that it starts, the fork server too.
+    # Python leaves that as it is. A process that has a handler starts others with the default. Only the main thread can set one.
+    if threading.current_thread() is threading.main_thread(): signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_addoption(parser):
     parser.addoption('--flags', default='', help='run these too: "cuda slow" for the cells and tests so marked')

@@ -6,16 +6,6 @@ from faults import *
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 
-@pytest.fixture(scope='module')
-def patients(tmp_path_factory):
-    "One for each mode: it goes from fault to fault, and so has to survive them in any order; after a failure there is a new one"
-    known = {}
-    def get(mode):
-        if mode not in known: known[mode] = Patient(mode, tmp_path_factory.mktemp(mode))
-        return known[mode]
-    get.known = known
-    return get
-
 steps = before_the_step+'forward loss backward step'.split() # a batch that is left there has not stepped; the data fail before it has begun
 
 quick = dict( # the one place of each mode that isn't slow
@@ -24,9 +14,9 @@ quick = dict( # the one place of each mode that isn't slow
 cases = crossed(modes, places, fast=lambda mode,place: quick[mode]==place)
 
 @pytest.mark.parametrize('mode,place', cases, ids=lambda o: '-'.join(map(str, o)) if isinstance(o, tuple) else o)
-def test_faults(mode, place, patients):
-    patient = patients(mode)
-    patients.known.pop(mode)
+def test_faults(mode, place, tmp_path):
+    "A learner of its own goes through all exceptions at one place, and so has to survive each"
+    patient = Patient(mode, tmp_path)
     for i,name in enumerate(faults):
         what = mode,place,name
         fault,out = patient.suffer(name, place)
@@ -36,4 +26,3 @@ def test_faults(mode, place, patients):
         patient.float32(what)
         if name in errors and place[0]=='train' and place[1] in steps: assert same(everything(patient.learn), patient.steps.states[-1]), what
         patient.usable(what, export=i==places.index(place)%len(faults))
-    patients.known[mode] = patient

@@ -1,5 +1,5 @@
 "The builder of site and README: what it makes of Markdown and of symbols, and that everything public is documented"
-import importlib.util,inspect,os,re,subprocess,sys
+import ast,importlib.util,inspect,os,re,subprocess,sys
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -135,23 +135,29 @@ def test_colab(name):
     "What users read can be run in Colab: it installs this package there before anything else runs, and the page has no such cell"
     assert cells(name, 'code')[0]==f'#| hide\n#| eval: false\n{pages.install}'
 
-# How the blocks of code in README and how-tos that are not cells are run, by page and beginning: a file, and what in it does so
+# How the blocks of code in README and how-tos that are not cells are run, by page and beginning: a step of .ci/run, or a function of a test file
 block = re.compile(r'^```(\w+)\n(.*?)^```', re.M|re.S)
-several = 'tests/test_docs.py: def test_several_gpus('
+several,diffs = 'tests/test_docs.py::test_several_gpus','tests/test_from_other_libraries.py::test_both_sides'
 run_by = {'index': {
-        'learn = vision_learner(dls': 'tests/test_applications.py: def vision_resnet(',
-        'git clone':                  '.ci/run: make test',
-        'pip install mp_callbacks':   ".ci/run: step 'wheel installs'"},
+        'learn = vision_learner(dls': 'tests/test_applications.py::vision_resnet',
+        'git clone':                  '.ci/run::make test',
+        'pip install mp_callbacks':   '.ci/run::wheel installs'},
     'howto/which_precision': {
-        'python -m mp_callbacks':     ".ci/run: step 'demo runs'"},
+        'python -m mp_callbacks':     '.ci/run::demo runs'},
     'howto/accumulation_and_clipping': {
-        'learn.to_bf16(clip=1.)':     'tests/test_composition.py: GradientAccumulation('},
-    'howto/from_other_libraries': {o: 'tests/test_from_other_libraries.py: def diffs(' for o in ('-from', '+from', '-import', ' from')},
+        'learn.to_bf16(clip=1.)':     'tests/test_docs.py::test_block'},
+    'howto/from_other_libraries': {o: diffs for o in ('-from', '+from', '-import', ' from')},
     'howto/less_memory': {
-        'from torch.utils.checkpoint': 'tests/test_half.py: checkpoint(self.net, x, use_reentrant=False)'},
+        'from torch.utils.checkpoint': 'tests/test_docs.py::test_block'},
     'howto/several_gpus': {
-        'pip install':                'tests/test_packaging.py: def test_requirements(',
+        'pip install':                'tests/test_packaging.py::test_requirements',
         **{o: several for o in ('from torch.distributed.fsdp', 'learn = Learner(', 'class Checkpoint', 'class WaitForAll', 'from accelerate.utils')}}}
+
+def runners(file):
+    "What can run a block: the steps of .ci/run, the functions of a test file"
+    text = (root/file).read_text(encoding='utf-8')
+    if file=='.ci/run': return re.findall("^step '(.+?)'", text, re.M)
+    return [o.name for o in ast.parse(text).body if isinstance(o, ast.FunctionDef)]
 
 @pytest.mark.parametrize('name', [o for o in nbs if re.match('index|howto/', o)])
 def test_blocks_are_run(name):
@@ -159,9 +165,18 @@ def test_blocks_are_run(name):
     for code in found:
         how = [v for k,v in run_by.get(name, {}).items() if code.startswith(k)]
         assert how, f'Make a cell of this block, or say in `run_by` what runs it:\n{code}'
-        file,_,line = how[0].partition(': ')
-        assert line in (root/file).read_text(encoding='utf-8'), how
+        file,_,runner = how[0].partition('::')
+        assert runner in runners(file), how
     assert [k for k in run_by.get(name, {}) if not any(o.startswith(k) for o in found)]==[], 'no such block'
+
+starts = { # page -> what its only block needs
+    'howto/accumulation_and_clipping': 'from learners import *\nlearn = get_learner()',
+    'howto/less_memory':               'import torch\nx,block = torch.ones(2,8),torch.nn.Linear(8,8)'}
+
+@pytest.mark.parametrize('name', starts)
+def test_block(name):
+    (_,code), = [o for md in cells(name, 'markdown') for o in block.findall(md)]
+    exec(f'{starts[name]}\n{code}', {})
 
 @pytest.mark.slow
 def test_several_gpus(tmp_path):

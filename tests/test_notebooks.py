@@ -2,7 +2,7 @@
 
 `nbdev-test` runs a notebook with the definitions that it makes itself. Here its `#| export` cells are left out, and what its
 module exports stands in for them: this is what users get, and pickling and `__module__` are real."""
-import os
+import os,re
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from multiprocessing import get_context
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from execnb.shell import CaptureShell
+from fastcore.nbio import read_nb
 from nbdev.config import get_config
 from nbdev.doclinks import nbglob
 from nbdev.test import nb_test_cells
@@ -37,10 +38,15 @@ def run(fn, flags):
 
 @pytest.fixture(scope='module')
 def pools():
-    "A process for the notebooks numbered below 10, which do without fastai (importing it changes tensors), and one for the others"
+    "A process for the notebooks that do without fastai, as importing it changes tensors for all that run after it, and one for the others"
     with ProcessPoolExecutor(1, get_context('spawn')) as plain, ProcessPoolExecutor(1, get_context('spawn')) as fastai:
         yield dict(plain=plain, fastai=fastai)
         for o in (plain,fastai): o.submit(os._exit, 0) # by itself a process ends after many seconds, if PyTorch has compiled in it
+
+def process(fn):
+    "Notebooks numbered below 10 import fastai only where they say so, all others do"
+    imports = re.compile(r'^\s*(from|import) fastai\b', re.M)
+    return 'fastai' if fn.name[0]!='0' or any(imports.search(o.source) for o in read_nb(fn).cells if o.cell_type=='code') else 'plain'
 
 def case(fn):
     "Those in folders export nothing: `make test` runs them only here, and only with `FLAGS=slow`"
@@ -49,5 +55,5 @@ def case(fn):
 @pytest.mark.parametrize('fn', map(case, sorted(nbglob(cfg.nbs_path, as_path=True))))
 def test_notebook(fn, flags, pools):
     if fn.parent==cfg.nbs_path: flags = {*flags}-{'slow'} # `nbdev-test` runs their slow cells
-    error = pools['plain' if fn.name.startswith('0') else 'fastai'].submit(run, fn, flags).result()
+    error = pools[process(fn)].submit(run, fn, flags).result()
     if error: pytest.fail(error, pytrace=False)

@@ -585,7 +585,9 @@ def refuse_unknown(
     for k in kwargs:
         msg = f"{name}() got an unexpected keyword argument {k!r}."
         if k=='amp_mode': msg += " fastai's amp_mode is a call here: learn.to_native_fp16() or learn.to_native_bf16()."
-        elif k in signature(MixedPrecision).parameters: msg += f" With half-precision copies: learn.to_fp16({k}=…)."
+        elif k in signature(MixedPrecision).parameters:
+            call = 'to_bf16' if 'bf16' in name and k=='flat_master' else 'to_fp16' # the other options are for a scale
+            msg += f" With half-precision copies: learn.{call}({k}=…)."
         elif k in signature(NativeMixedPrecision).parameters:
             msg += f" Autocast with a GradScaler, as in fastai, is learn.to_native_fp16({k}=…)."
         raise TypeError(msg)

@@ -210,19 +210,20 @@ class Copies(Way):
 
     def compute(self, half, module, forward, args, kwargs):
         "What `module` returns, computed with copies"
-        params = {name:p for name,p in module._parameters.items()
-                  if type(p) in (nn.Parameter,Tensor) and p.dtype==torch.float32}
-        copies = {name:half._copy(self, p) for name,p in params.items()}
+        own = dict(module._parameters)
+        copies = {name:half._copy(self, p) for name,p in own.items() if _is_float32(p)}
         if torch.compiler.is_compiling(): # before PyTorch 2.10, changes of a `__dict__` can't be traced
             return _call_with(copies, module._parameters, forward, args, kwargs)
         given = [*map(_identity, copies.values())]
         try: res = _call_with(copies, vars(module), forward, args, kwargs)
         except (RuntimeError,TypeError) as e:
-            _refuse_changes(half, module, params, copies, given, e)
+            _refuse_changes(half, module, own, copies, given, e)
             _add_note(half, module, e)
             raise
-        _refuse_changes(half, module, params, copies, given)
+        _refuse_changes(half, module, own, copies, given)
         return res
+
+def _is_float32(p): return type(p) in (nn.Parameter,Tensor) and p.dtype==torch.float32
 
 def _call_with(copies, places, forward, args, kwargs):
     "Call `forward` while the dict `places` has `copies`"
@@ -253,11 +254,12 @@ def _identity(t):
     try: return t.data_ptr(),None if t.is_inference() else t._version
     except RuntimeError: return t._version # inside `torch.func`, tensors have no address
 
-def _refuse_changes(half, module, params, copies, given, error=None):
-    "Raise a `RuntimeError` if the forward pass of `module` has changed or replaced a parameter"
-    for (name,p),copy,identity in zip(params.items(), copies.values(), given):
-        if module._parameters.get(name) is p and _identity(copy)==identity: continue
-        module._parameters.update(params)
+def _refuse_changes(half, module, own, copies, given, error=None):
+    "Raise a `RuntimeError` if the forward pass of `module` has changed or replaced one of its `own` parameters"
+    for (name,copy),identity in zip(copies.items(), given):
+        if module._parameters.get(name) is own[name] and _identity(copy)==identity: continue
+        module._parameters.clear() # in their order
+        module._parameters.update(own)
         path = _name(half, module)
         keep = f"Keep the module in float32 with keep={path!r}, or use" if path else "Use"
         e = RuntimeError(f"The forward pass changes {f'{path}.{name}'.lstrip('.')}, but computes with a half-precision "

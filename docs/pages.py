@@ -34,7 +34,7 @@ sidebar = {
     'Recorder and report': '11_recorder 12_doctor',
     'Comparison and guarantees': 'explanations/comparison explanations/guarantees',
     'Loops without fastai': 'tutorials/your_own_loop 03_half 02_grads 04_functional 06_nonfinite 07_report 08_plan',
-    'Internals': 'explanations/architecture 00_dtypes 01_loss_scale explanations/presets 05_flat explanations/scale',
+    'Internals': 'explanations/architecture 00_dtypes 01_loss_scale explanations/presets 02a_modules 05_flat explanations/scale',
     'Ports': '20_jmp 21_mpx 22_emily 23_fastai16',
     'Contributing': 'CONTRIBUTING.md CHANGELOG.md'}
 root_files = [o for part in sidebar.values() for o in part.split() if o.endswith('.md')]

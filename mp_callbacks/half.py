@@ -67,6 +67,7 @@ class half_precision:
         self.device_type = None # of the parameters, when the ways were chosen
         self.modules,self.params = [],[] # of the model
         self.ways = {} # name of a module -> how it computes
+        self._locks = {} # module -> its lock
         self._stand_ins = [] # of the modules; the last one is that of the model itself
         self._cache = {} # thread -> the copies that a call of the model has made in it
         self._was_installed = [] # when each `with` that is open began
@@ -86,6 +87,7 @@ class half_precision:
         self.device_type,named = device_type,named_modules(self.model)
         self.ways = _choose_ways(self, named)
         _check_ways(self, named)
+        self._locks = {module:module_lock(module) for module in modules}
         arounds = {module:f for name,module in named.items() if (f := self._around(name, module))}
         whole = partial(self._whole, arounds.pop(self.model, _plain))
         self._stand_ins = [*map(StandIn, arounds.keys(), arounds.values()), StandIn(self.model, whole)]
@@ -106,25 +108,27 @@ class half_precision:
 
     def install(self):
         "Let the model compute in half precision until `remove`. Idempotent."
-        if not self._stand_ins: self.refresh() # this is a copy, or was unpickled
-        self._stand_ins = [o.install() for o in self._stand_ins]
+        with _switching:
+            if not self._stand_ins: self.refresh() # this is a copy, or was unpickled
+            self._stand_ins = [o.install() for o in self._stand_ins]
 
     def remove(self):
         "Let the model compute as it did before `install`. Idempotent."
-        for o in self._stand_ins: o.remove()
+        with _switching:
+            for o in self._stand_ins: o.remove()
 
     def __enter__(self):
-        with _entering:
+        with _switching:
             self._was_installed.append(self.installed) # an outer `with` or the learner's batch may have installed it
             self.refresh()
             self.install()
         return self
 
     def __exit__(self, *args):
-        with _entering:
+        with _switching:
             if not self._was_installed.pop(): self.remove()
 
-_entering = RLock() # one thread at a time
+_switching = RLock() # one thread at a time
 
 # %% ../nbs/03_half.ipynb #79208a7e
 @patch
@@ -202,64 +206,64 @@ class Copies(Way):
         return param.to(half.dtype)
 
     def around(self, half, module, forward, args, kwargs):
-        "What `module` returns, computed with copies. Other threads wait for it."
-        # other threads would see the copies; what is traced has none at run time, and a lock can't be traced
-        with nullcontext() if torch.compiler.is_compiling() else module_lock(module):
+        "What `module` returns, computed with copies. Other threads wait for it, as they would see the copies."
+        compiling = torch.compiler.is_compiling()
+        with nullcontext() if compiling else half._locks[module]: # a lock can't be traced
             if not torch.is_autocast_enabled(half.device_type): return forward(*args, **kwargs)
-            return self.compute(half, module, forward, args, kwargs)
-
-    def compute(self, half, module, forward, args, kwargs):
-        "What `module` returns, computed with copies"
-        own = dict(module._parameters)
-        copies = {name:half._copy(self, p) for name,p in own.items() if _is_float32(p)}
-        if torch.compiler.is_compiling(): # before PyTorch 2.10, changes of a `__dict__` can't be traced
-            return _call_with(copies, module._parameters, forward, args, kwargs)
-        given = [*map(_identity, copies.values())]
-        try: res = _call_with(copies, vars(module), forward, args, kwargs)
-        except (RuntimeError,TypeError) as e:
-            _refuse_changes(half, module, own, copies, given, e)
-            _add_note(half, module, e)
-            raise
-        _refuse_changes(half, module, own, copies, given)
-        return res
-
-def _is_float32(p): return type(p) in (nn.Parameter,Tensor) and p.dtype==torch.float32
+            copies,lent = half._lend(self, module, compiling)
+            # before PyTorch 2.10, changes of a `__dict__` can't be traced
+            if compiling: return _call_with(copies, module._parameters, forward, args, kwargs)
+            own = [*module._parameters.items()]
+            try: res = _call_with(copies, vars(module), forward, args, kwargs)
+            except (RuntimeError,TypeError) as e:
+                _refuse_changes(half, module, own, lent, e)
+                _add_note(half, module, e)
+                raise
+            _refuse_changes(half, module, own, lent)
+            return res
 
 def _call_with(copies, places, forward, args, kwargs):
     "Call `forward` while the dict `places` has `copies`"
     found = {name:places[name] for name in copies if name in places} # a module may call itself
-    new = [name for name in copies if name not in found]
     try:
         places.update(copies)
         return forward(*args, **kwargs)
     finally:
-        places.update(found)
-        if new: [*map(places.pop, new, new)] # a loop in C, so that Ctrl-C can't leave a part of the copies there
+        if found: places.update(found)
+        else: [*map(places.pop, copies, copies)] # a loop in C, so that Ctrl-C can't leave a part of the copies there
 
 @patch
-def _copy(self:half_precision, way, param):
-    "The copy of `param` that `way` makes, one in a call of the model"
-    cache = self._cache.get(_thread())
-    if cache is None: return way.cast(self, param) # checkpointing computes again, in the backward pass
-    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-    key = way.name,id(param),torch.is_grad_enabled(),inference
-    if key not in cache: cache[key] = param,way.cast(self, param) # keeps `param` alive, so its id stays unique
-    return cache[key][1]
-
-def _thread(): return 0 if torch.compiler.is_compiling() else get_ident() # `get_ident` can't be traced
+def _lend(self:half_precision, way, module, compiling):
+    "Name -> the copy that `way` makes of a parameter; and pairs of name, and parameter, copy and its identity"
+    cache = self._cache.get(0 if compiling else get_ident()) # `get_ident` can't be traced
+    if cache is None: cache = {} # checkpointing computes again, in the backward pass
+    inference = not compiling and torch.is_inference_mode_enabled()
+    known = cache.setdefault((way.name,torch.is_grad_enabled(),inference), {})
+    copies,lent = {},[]
+    for name,p in module._parameters.items():
+        if type(p) not in (nn.Parameter,Tensor) or p.dtype!=torch.float32: continue
+        key = id(p)
+        if key not in known:
+            copy = way.cast(self, p)
+            known[key] = p,copy,None if compiling else _identity(copy) # keeps `p` alive, so its id stays unique
+        copies[name] = known[key][1]
+        lent.append((name,known[key]))
+    return copies,lent
 
 # %% ../nbs/03_half.ipynb #5d0e0004
 def _identity(t):
     "What changes if numbers are written into `t`, or `t.data` is assigned"
-    try: return t.data_ptr(),None if t.is_inference() else t._version
-    except RuntimeError: return t._version # inside `torch.func`, tensors have no address
+    try: return t.data_ptr(),t._version
+    except RuntimeError: # inside `torch.func` a tensor has no address, and in inference mode no version
+        return t.data_ptr() if t.is_inference() else t._version
 
-def _refuse_changes(half, module, own, copies, given, error=None):
+def _refuse_changes(half, module, own, lent, error=None):
     "Raise a `RuntimeError` if the forward pass of `module` has changed or replaced one of its `own` parameters"
-    for (name,copy),identity in zip(copies.items(), given):
-        if module._parameters.get(name) is own[name] and _identity(copy)==identity: continue
-        module._parameters.clear() # in their order
-        module._parameters.update(own)
+    params = module._parameters
+    for name,(p,copy,identity) in lent:
+        if params.get(name) is p and _identity(copy)==identity: continue
+        params.clear() # so that they get back their order, too
+        params.update(own)
         path = _name(half, module)
         keep = f"Keep the module in float32 with keep={path!r}, or use" if path else "Use"
         e = RuntimeError(f"The forward pass changes {f'{path}.{name}'.lstrip('.')}, but computes with a half-precision "
@@ -283,13 +287,13 @@ class Norm(Copies):
     "With copies, in half precision in and out: the kernel adds up in float32, and autocast would return float32"
     name = 'norm'
 
-    def compute(self, half, module, forward, args, kwargs):
+    def around(self, half, module, forward, args, kwargs):
         "What `module` returns, computed with copies if its input is in half precision"
         def _no_autocast(*args, **kwargs):
             with torch.autocast(half.device_type, enabled=False): return forward(*args, **kwargs)
         given_half = all([o.dtype==half.dtype for o in (*args,*kwargs.values()) if isinstance(o, Tensor)])
-        if not given_half: return _no_autocast(*args, **kwargs)
-        return super().compute(half, module, _no_autocast, args, kwargs)
+        if given_half: return super().around(half, module, _no_autocast, args, kwargs)
+        with nullcontext() if torch.compiler.is_compiling() else half._locks[module]: return _no_autocast(*args, **kwargs)
 
 class Lookup(Way):
     "With float32 weights, and the result rounded: the same numbers as from a copy of the whole table"
@@ -417,12 +421,13 @@ def _plain(forward, args, kwargs): return forward(*args, **kwargs)
 @patch
 def _whole(self:half_precision, around, forward, args, kwargs):
     "What the model returns"
-    self._cache[_thread()] = {}
+    thread = 0 if torch.compiler.is_compiling() else get_ident() # `get_ident` can't be traced
+    self._cache[thread] = {}
     try:
         with torch.autocast(self.device_type, self.dtype): res = around(forward, args, kwargs)
     finally:
         torch.clear_autocast_cache()
-        self._cache.pop(_thread(), None)
+        self._cache.pop(thread, None)
     return cast_tree(res, torch.float32, half_dtypes)
 
 @patch

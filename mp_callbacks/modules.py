@@ -117,8 +117,6 @@ def unchanged(
         for p,g in zip(params,grads): p.grad = g
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a15
-_installing = RLock() # one thread at a time
-
 def _same(x): return x
 
 class StandIn:
@@ -142,25 +140,24 @@ class StandIn:
 
     def install(self)->'StandIn': # The one to remove: a new one if somebody's function is on top of this one
         "Replace `module.forward`. Idempotent."
-        with _installing:
-            attrs = vars(self.module)
-            found = attrs.get('forward')
-            if self.placed and found is not self: # installed above that function, it would call itself without end
+        attrs = vars(self.module)
+        found = attrs.get('forward')
+        if found is not self:
+            if self.placed: # installed above that function, it would call itself without end
                 self.on = False
                 return StandIn(self.module, self.around).install()
-            if found is not self: self.found,attrs['forward'] = found,self
-            self.on = self.placed = True
-            return self
+            self.found,attrs['forward'] = found,self
+        self.on = self.placed = True
+        return self
 
     def remove(self):
         "Restore `module.forward`, or call through from now on if something else is on top. Idempotent."
-        with _installing:
-            self.on,attrs = False,vars(self.module)
-            if attrs.get('forward') is not self: return
-            top = self
-            while isinstance(top, StandIn) and not top.on: top.placed,top = False,top.found
-            if top is None: del attrs['forward']
-            else: attrs['forward'] = top
+        self.on,attrs = False,vars(self.module)
+        if attrs.get('forward') is not self: return
+        top = self
+        while isinstance(top, StandIn) and not top.on: top.placed,top = False,top.found
+        if top is None: del attrs['forward']
+        else: attrs['forward'] = top
 
     def __reduce__(self):
         return (getattr,(self.module,'forward')) if self.found is None else (_same,(self.found,))

@@ -6,6 +6,7 @@ from copy import deepcopy
 from importlib.util import find_spec
 
 import pytest,torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from mp_callbacks import dtypes,jmp,mpx
 from mp_callbacks.callback import PrecisionCallback,read_state
@@ -178,24 +179,36 @@ class Clamped(nn.Linear):
         with torch.no_grad(): self.weight.clamp_(-1, 1)
         return super().forward(x)
 
-@pytest.mark.parametrize('wrap', [torch.compile, lambda m: nn.Sequential(m[0], checkpoint_wrapper(m[1])), lambda m: checkpoint_wrapper(m)])
-def test_advice_under_wrappers(wrap):
-    "The name in an error is one that `keep` takes, and that helps"
-    def make(): return wrap(nn.Sequential(nn.Linear(4,4), Clamped(4,1)))
-    model = make()
-    with torch.compiler.set_stance('force_eager'):
-        with pytest.raises(RuntimeError, match="changes 1.weight.*keep='1'"), half_precision(model, bf16): model(torch.ones(2,4))
-        with half_precision(model, bf16, keep='1'): model(torch.ones(2,4))
+@pytest.fixture
+def ddp():
+    "`DistributedDataParallel` in this process alone"
+    torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield DistributedDataParallel
+    torch.distributed.destroy_process_group()
 
-def test_names_of_culprits():
-    model = torch.compile(nn.Sequential(nn.Linear(4,4), checkpoint_wrapper(nn.Linear(4,1))))
-    assert [*named_modules(model)]==['','0','1'] and parameter_name(model, model._orig_mod[1]._checkpoint_wrapped_module.bias)=='1.bias'
-    learn = get_learner(nn.Sequential(nn.Linear(8,8), checkpoint_wrapper(nn.Linear(8,1)))).to_bf16()
+def checkpointed(model): return nn.Sequential(*map(checkpoint_wrapper, model))
+
+@pytest.mark.parametrize('wrap', ['none','checkpoint','ddp','both'])
+def test_advice_under_wrappers(wrap, ddp):
+    "The name in an error is one that `keep` takes, and that helps"
+    wraps = dict(none=[], checkpoint=[checkpointed], ddp=[ddp], both=[checkpointed,ddp])[wrap]
+    model = nn.Sequential(nn.Linear(4,4), Clamped(4,1))
+    for f in wraps: model = f(model)
+    with pytest.raises(RuntimeError, match="changes 1.weight.*keep='1'"), half_precision(model, bf16): model(torch.ones(2,4))
+    with half_precision(model, bf16, keep='1'): model(torch.ones(2,4)).sum().backward()
+
+def test_names_of_culprits(ddp):
+    "Those that `keep` takes, in the record, in warnings and in what the doctor finds"
+    model = ddp(checkpointed(nn.Sequential(nn.Linear(8,8), nn.Linear(8,1))))
+    assert [*named_modules(model)]==['','0','1'] and parameter_name(model, [*model.parameters()][-1])=='1.bias'
+    learn = get_learner(model).to_bf16(max_skips=4)
     class Spoil(Callback):
         order = 5
-        def before_step(self): self.learn.model[1]._checkpoint_wrapped_module.bias.grad.fill_(float('nan'))
-    learn.fit(1, cbs=Spoil())
+        def before_step(self): [*self.model.parameters()][-1].grad.fill_(float('nan'))
+    with pytest.raises(FloatingPointError, match='The gradient of 1.bias was the first'): learn.fit(1, cbs=Spoil())
     assert {*learn.precision_recorder.log.culprit}=={'1.bias'}
+    with torch.no_grad(): [*model.parameters()][0].fill_(float('nan'))
+    assert learn.find_nonfinite().module=='0'
 
 # --- Modules that change their parameters
 

@@ -149,7 +149,7 @@ class Descend:
     def update(self, grads, state, params): return tree_map(lambda g: -g, grads),state
 
 def in_half(dt, f, *args):
-    with mpx.half_precision(dt): return f(*args)
+    with mpx.use_half_precision_datatype(dt): return f(*args)
 
 def via_jmp(f, policy, s, p, x, y):
     return s.unscale(torch.func.grad(lambda p: s.scale(f(*policy.cast_to_compute((p,x)), y)))(p))
@@ -399,3 +399,34 @@ def test_on_cuda(problem, dtype, eps):
     assert values[-1]<values[0] and net[1].running_mean.dtype==f32
     each = torch.vmap(value_and_grad(lambda m,x,y: F.mse_loss(m(x),y.float()), dtype, keep=nn.BatchNorm1d), in_dims=(None,0,0))(net.eval(), x[:8,None], y[:8,None])
     assert each.grads['0.weight'].shape==(8,32,16) and each.finite.all()
+
+# --- What a step costs
+
+def test_one_half_precision_per_model(monkeypatch):
+    "Made in the first call for a model, by whatever function; two models in turns don't drive each other out"
+    made = []
+    def counted(model, *args, **kwargs): made.append(model); return half_precision(model, *args, **kwargs)
+    monkeypatch.setattr(functional, 'half_precision', counted)
+    def loss(m, x): return m(x).mean()
+    x,nets = torch.ones(4,2),[nn.Linear(2,1) for _ in range(2)]
+    step = train_step(loss, torch.optim.SGD([p for o in nets for p in o.parameters()], .1), bf16)
+    for _ in range(3):
+        for net in nets:
+            step(net, None, StaticLossScale(), x)
+            value_and_grad(loss, bf16)(net, x)
+    with mpx.use_half_precision_datatype(bf16): mpx.filter_grad(loss, mpx.DynamicLossScaling(8., 1.))(nets[0], x)
+    assert made==nets
+    value_and_grad(loss, f16)(nets[0], x)
+    assert made==[*nets, nets[0]] # another dtype
+
+def test_one_wait_for_the_largest_gradient(monkeypatch):
+    "With a `headroom`, the largest gradient of all tensors is read once"
+    waits,own = [],torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, 'item', lambda self, own=torch.Tensor.item: waits.append(self.shape) or own(self))
+    monkeypatch.setattr(torch.Tensor, 'tolist', lambda self: waits.append(self.shape) or own(self))
+    params = {i:torch.ones(3) for i in range(20)}
+    class Sgd:
+        def update(self, grads, state, params): return grads,state
+    step = train_step(lambda p,x: sum(o.sum() for o in p.values())*x, Sgd(), f16)
+    res = step(params, (), DynamicLossScale(2.**10, headroom=6.), torch.tensor(1.))
+    assert res.scale.found and len(waits)<=2 # whether the step was finite, and this

@@ -215,7 +215,7 @@ class Copies(Way):
             if compiling: return _call_with(copies, module._parameters, forward, args, kwargs)
             own = [*module._parameters.items()]
             try: res = _call_with(copies, vars(module), forward, args, kwargs)
-            except (RuntimeError,TypeError) as e:
+            except BaseException as e:
                 _refuse_changes(half, module, own, lent, e)
                 _add_note(half, module, e)
                 raise
@@ -229,8 +229,9 @@ def _call_with(copies, places, forward, args, kwargs):
         places.update(copies)
         return forward(*args, **kwargs)
     finally:
+        # a loop in C, so that Ctrl-C can't leave a part of the copies there
+        if len(found)<len(copies): [*map(places.pop, copies, copies)]
         if found: places.update(found)
-        else: [*map(places.pop, copies, copies)] # a loop in C, so that Ctrl-C can't leave a part of the copies there
 
 @patch
 def _lend(self:half_precision, way, module, compiling):
@@ -264,18 +265,21 @@ def _refuse_changes(half, module, own, lent, error=None):
         if params.get(name) is p and _identity(copy)==identity: continue
         params.clear() # so that they get back their order, too
         params.update(own)
+        if error is not None and not isinstance(error, _computing): return # such as Ctrl-C
         path = _name(half, module)
         keep = f"Keep the module in float32 with keep={path!r}, or use" if path else "Use"
         e = RuntimeError(f"The forward pass changes {f'{path}.{name}'.lstrip('.')}, but computes with a half-precision "
                          f"copy of it, and the change would be lost. {keep} autocast alone: to_native_fp16() or "
                          "to_native_bf16().")
-        e.module = path
+        e.mp_module = path
         raise e from error
 
+_computing = RuntimeError,TypeError # what PyTorch raises if it can't compute something
+
 def _add_note(half, module, e):
-    "Say in a note to `e` which module has raised it"
-    if hasattr(e, 'module') or isinstance(e, torch.OutOfMemoryError): return
-    e.module = path = _name(half, module)
+    "Say in a note to `e` which module has raised it, if that may be for its dtypes"
+    if not isinstance(e, _computing) or isinstance(e, torch.OutOfMemoryError) or hasattr(e, 'mp_module'): return
+    e.mp_module = path = _name(half, module)
     keep = f"keep={path!r} computes it" if path else "learn.to_fp32() computes"
     text = f"In {path or 'the model'} ({type(module).__name__}), with half-precision copies of its parameters: {keep} "
     if hasattr(e, 'add_note'): e.add_note(f"{text}in float32.") # since Python 3.11

@@ -268,6 +268,32 @@ def test_changed_parameters_and_an_error_of_its_own():
     with half_precision(model, bf16), pytest.raises(ValueError, match='as asked'): model(torch.ones(2,4))
     as_before(model, [*model.parameters()])
 
+@pytest.mark.parametrize('error', [KeyboardInterrupt, ValueError, torch.OutOfMemoryError])
+def test_replaced_parameters_and_an_interrupt(error):
+    "Whatever ends the call, the parameters are put back"
+    class Stops(nn.Linear):
+        def forward(self, x):
+            self.weight = nn.Parameter(self.weight.detach())
+            raise error('as asked')
+    model = nn.Sequential(Stops(4,1))
+    params = [*model.parameters()]
+    with half_precision(model, bf16), pytest.raises(RuntimeError if error is torch.OutOfMemoryError else error): model(torch.ones(2,4))
+    as_before(model, params)
+
+class Again(nn.Module):
+    "Calls itself, with gradients inside a call without"
+    def __init__(self): super().__init__(); self.weight = nn.Parameter(torch.full((4,), 1.001))
+    def forward(self, x, n=2): return x*self.weight if n==0 else self(x*self.weight, n-1)*self.weight
+
+def test_a_module_that_calls_itself():
+    model,x = Again(),torch.ones(4)
+    params = [*model.parameters()]
+    with half_precision(model, bf16):
+        res = model(x)
+        res.sum().backward()
+    assert torch.equal(res, x) and model.weight.grad.isfinite().all() and (model.weight.grad-5).abs().max()<.1 # 1.001 is 1 in bfloat16
+    as_before(model, params)
+
 def test_its_own_error_has_a_note():
     "What can't be computed in half precision names the module and a way out, once"
     class Scatter(nn.Module):

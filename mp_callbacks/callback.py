@@ -370,7 +370,8 @@ _cancels = (CancelBatchException,CancelBackwardException,CancelEpochException,Ca
 @contextmanager
 def batch(self:PrecisionCallback):
     "Context manager around one batch of the learner"
-    training,outer,half = self.learn.training,(self.in_batch,self._stats,self._done),self.half
+    training,half = self.learn.training,self.half
+    outer = self.in_batch,self._stats,self._done # of a batch around this one, as in a validation inside a batch
     standing = half.installed # a prediction inside a batch must not remove it
     self.in_batch,self._stats,self._done = True,None,False
     try: yield

@@ -297,7 +297,8 @@ class Norm(Copies):
             with torch.autocast(half.device_type, enabled=False): return forward(*args, **kwargs)
         given_half = all([o.dtype==half.dtype for o in (*args,*kwargs.values()) if isinstance(o, Tensor)])
         if given_half: return super().around(half, module, _no_autocast, args, kwargs)
-        with nullcontext() if torch.compiler.is_compiling() else half._locks[module]: return _no_autocast(*args, **kwargs)
+        with nullcontext() if torch.compiler.is_compiling() else half._locks[module]:
+            return _no_autocast(*args, **kwargs)
 
 class Lookup(Way):
     "With float32 weights, and the result rounded: the same numbers as from a copy of the whole table"

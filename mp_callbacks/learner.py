@@ -161,29 +161,25 @@ def _set_precision(learn, new, model_to_half=None):
 Learner.find_nonfinite,Learner.precision_plan,Learner.precision_report = find_nonfinite,precision_plan,precision_report
 
 # %% ../nbs/13_learner.ipynb #1d558af3
-# fastai's own methods, also after a reload of this module
-_patched = Learner.one_batch,Learner._backward,Learner._step,Learner.to_contiguous,Learner.save
-_one_batch,_backward,_step,_to_contiguous,_save = [getattr(o, 'plain', o) for o in _patched]
+def _plain(method): return getattr(method, 'plain', method) # fastai's own, also after a reload of this module
 
-@wraps(_one_batch)
-def _one_batch_in_context(self, *args, **kwargs):
-    cb = _precision(self)
-    with nullcontext() if cb is None else cb.batch(): return _one_batch(self, *args, **kwargs)
+def _inside(method, context):
+    "`method` of `Learner`, run inside the context manager `context` of the learner's precision callback"
+    plain = _plain(method)
+    @wraps(plain)
+    def _run(self, *args, **kwargs):
+        cb = _precision(self)
+        with nullcontext() if cb is None else getattr(cb, context)(): return plain(self, *args, **kwargs)
+    _run.plain = plain
+    return _run
 
-@wraps(_backward)
-def _backward_in_context(self):
-    cb = _precision(self)
-    with nullcontext() if cb is None else cb.backward(): return _backward(self)
-
-@wraps(_step)
-def _step_in_context(self):
-    cb = _precision(self)
-    with nullcontext() if cb is None else cb.step(): return _step(self)
-
-_one_batch_in_context.plain,_backward_in_context.plain,_step_in_context.plain = _one_batch,_backward,_step
-Learner.one_batch,Learner._backward,Learner._step = _one_batch_in_context,_backward_in_context,_step_in_context
+Learner.one_batch = _inside(Learner.one_batch, 'batch')
+Learner._backward = _inside(Learner._backward, 'backward')
+Learner._step     = _inside(Learner._step,     'step')
 
 # %% ../nbs/13_learner.ipynb #9f650a0a
+_to_contiguous = _plain(Learner.to_contiguous)
+
 @wraps(_to_contiguous)
 def _to_contiguous_fp32(self, to_fp32=False):
     _to_contiguous(self, to_fp32=to_fp32)
@@ -193,6 +189,8 @@ _to_contiguous_fp32.plain = _to_contiguous
 Learner.to_contiguous = _to_contiguous_fp32
 
 # %% ../nbs/13_learner.ipynb #c9d2f4b8
+_save = _plain(Learner.save)
+
 @wraps(_save)
 def _save_whole(self, file, **kwargs):
     if _precision(self) is not None and is_sharded(self.model):

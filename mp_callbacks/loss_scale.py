@@ -118,7 +118,8 @@ class DynamicLossScale:
         if ok not in (True,False): raise ValueError(f'finite={finite!r} must be True or False. Use isfinite on a norm.')
         if self.wants_amax and ok: return self._measured(amax)
         if self.wants_amax: return self._next(loss_scale=self._floored(self.loss_scale/_f16_range), counter=0)
-        s,count,forgiven,age = self.loss_scale,self.counter,self.forgiven,self.age+(self.tolerance>0)
+        s,count = self.loss_scale,self.counter
+        forgiven,age = self.forgiven,self.age+(self.tolerance>0)
         if ok:
             count += 1
             if 'finite' in self.refill: forgiven = 0

@@ -426,12 +426,13 @@ def _plain(forward, args, kwargs): return forward(*args, **kwargs)
 @patch
 def _whole(self:half_precision, around, forward, args, kwargs):
     "What the model returns"
-    thread = 0 if torch.compiler.is_compiling() else get_ident() # `get_ident` can't be traced
+    compiling = torch.compiler.is_compiling()
+    thread = 0 if compiling else get_ident() # `get_ident` can't be traced
     self._cache[thread] = {}
     try:
         with torch.autocast(self.device_type, self.dtype): res = around(forward, args, kwargs)
     finally:
-        torch.clear_autocast_cache()
+        if not compiling: torch.clear_autocast_cache() # what is traced doesn't use it
         self._cache.pop(thread, None)
     return cast_tree(res, torch.float32, half_dtypes)
 

@@ -372,7 +372,7 @@ def batch(self:PrecisionCallback):
     "Context manager around one batch of the learner"
     training,half = self.learn.training,self.half
     outer = self.in_batch,self._stats,self._done # of a batch around this one, as in a validation inside a batch
-    standing = half.installed # a prediction inside a batch must not remove it
+    uses = half.uses # a prediction inside a batch must not remove it
     self.in_batch,self._stats,self._done = True,None,False
     try: yield
     except BaseException as e:
@@ -382,8 +382,7 @@ def batch(self:PrecisionCallback):
     finally:
         if self._done: self._drop_grads()
         self.in_batch,self._stats,self._done = outer
-        if standing: half.install()
-        else: half.remove()
+        half.reset(uses)
 
 @patch
 def _params(self:PrecisionCallback): return [p for pg in self.learn.opt.param_lists for p in pg]

@@ -70,7 +70,8 @@ class half_precision:
         self._locks = {} # module -> its lock
         self._stand_ins = [] # of the modules; the last one is that of the model itself
         self._cache = {} # thread -> the copies that a call of the model has made in it
-        self._was_installed = [] # when each `with` that is open began
+        self._installed = False # by `install`?
+        self._open = [] # threads that are inside a `with`, once for each
 
     def __getstate__(self): return self.settings # for copies and pickles
 
@@ -82,7 +83,7 @@ class half_precision:
         "Choose again how modules compute if the modules or the device of the model have changed"
         device_type,modules,self.params = _device_type(self.model),[*self.model.modules()],[*self.model.parameters()]
         if (device_type,modules)==(self.device_type,self.modules): return
-        self.remove()
+        for o in self._stand_ins: o.remove()
         _check_model(self.model)
         self.device_type,named = device_type,named_modules(self.model)
         self.ways = _choose_ways(self, named)
@@ -92,6 +93,7 @@ class half_precision:
         whole = partial(self._whole, arounds.pop(self.model, _plain))
         self._stand_ins = [*map(StandIn, arounds.keys(), arounds.values()), StandIn(self.model, whole)]
         self.modules = modules
+        self._switch()
 
     def _around(self, name, module):
         "Function that wraps the `forward` of `module`, or None"
@@ -106,27 +108,50 @@ class half_precision:
         "Does the model compute in half precision now?"
         return bool(self._stand_ins) and self._stand_ins[-1].on
 
+    def _switch(self):
+        "Switch the stand-ins on if anybody wants it, else off"
+        if not (self._installed or self._open):
+            for o in self._stand_ins: o.remove()
+        elif not self.installed: self._stand_ins = [o.install() for o in self._stand_ins]
+
     def install(self):
         "Let the model compute in half precision until `remove`. Idempotent."
         with _switching:
-            if not self._stand_ins: self.refresh() # this is a copy, or was unpickled
-            self._stand_ins = [o.install() for o in self._stand_ins]
+            self._installed = True
+            if self._stand_ins: self._switch()
+            else: self.refresh() # this is a copy, or was unpickled
 
     def remove(self):
-        "Let the model compute as it did before `install`. Idempotent."
+        "Let the model compute as it did before `install`, unless a `with` is open. Idempotent."
         with _switching:
-            for o in self._stand_ins: o.remove()
+            self._installed = False
+            self._switch()
+
+    @property
+    def uses(self)->tuple: # For `reset`
+        "Is it on by `install`, and how many `with` has this thread open?"
+        return self._installed,self._open.count(get_ident())
+
+    def reset(self,
+        uses:tuple, # From `uses`
+    ):
+        "Be on by `install` as it was, and close what this thread has opened since then"
+        with _switching:
+            self._installed,n = uses
+            for _ in range(self._open.count(get_ident())-n): self._open.remove(get_ident())
+            self._switch()
 
     def __enter__(self):
         with _switching:
-            self._was_installed.append(self.installed) # an outer `with` or the learner's batch may have installed it
             self.refresh()
-            self.install()
+            self._open.append(get_ident())
+            self._switch()
         return self
 
     def __exit__(self, *args):
         with _switching:
-            if not self._was_installed.pop(): self.remove()
+            if get_ident() in self._open: self._open.remove(get_ident()) # if not, `reset` has closed it
+            self._switch()
 
 _switching = RLock() # one thread at a time
 
@@ -198,6 +223,12 @@ class Copies(Way):
     "With half-precision copies of the module's parameters"
     name = 'copies'
 
+    def __init__(self,
+        why:str='', # The reason, where there is one
+    ):
+        super().__init__(why)
+        self.shares = type(self).cast.__qualname__ # ways with the same value share copies of tied weights
+
     def cast(self,
         half, # The `half_precision` of the model
         param, # A float32 parameter
@@ -239,11 +270,11 @@ def _lend(self:half_precision, way, module, compiling):
     cache = self._cache.get(0 if compiling else get_ident()) # `get_ident` can't be traced
     if cache is None: cache = {} # checkpointing computes again, in the backward pass
     inference = not compiling and torch.is_inference_mode_enabled()
-    known = cache.setdefault((way.name,torch.is_grad_enabled(),inference), {})
+    known = cache.setdefault((way.shares,torch.is_grad_enabled(),inference), {})
     copies,lent = {},[]
     for name,p in module._parameters.items():
         if type(p) not in (nn.Parameter,Tensor) or p.dtype!=torch.float32: continue
-        key = id(p)
+        key = id(p),p.requires_grad # which a model may change between two uses
         if key not in known:
             copy = way.cast(self, p)
             known[key] = p,copy,None if compiling else _identity(copy) # keeps `p` alive, so its id stays unique
@@ -287,6 +318,9 @@ def _add_note(half, module, e):
 def _name(half, module): return next((n for n,m in named_modules(half.model).items() if m is module), '')
 
 # %% ../nbs/03_half.ipynb #d72d71c4
+def _floats(args, kwargs):
+    return [o for o in (*args,*kwargs.values()) if isinstance(o, Tensor) and o.is_floating_point()]
+
 class Norm(Copies):
     "With copies, in half precision in and out: the kernel adds up in float32, and autocast would return float32"
     name = 'norm'
@@ -295,7 +329,7 @@ class Norm(Copies):
         "What `module` returns, computed with copies if its input is in half precision"
         def _no_autocast(*args, **kwargs):
             with torch.autocast(half.device_type, enabled=False): return forward(*args, **kwargs)
-        given_half = all([o.dtype==half.dtype for o in (*args,*kwargs.values()) if isinstance(o, Tensor)])
+        given_half = {o.dtype for o in _floats(args, kwargs)}<={half.dtype}
         if given_half: return super().around(half, module, _no_autocast, args, kwargs)
         with nullcontext() if torch.compiler.is_compiling() else half._locks[module]:
             return _no_autocast(*args, **kwargs)
@@ -331,7 +365,7 @@ class Float32Norm(Float32):
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns, in the dtype of its input"
         res = super().around(half, module, forward, args, kwargs)
-        given_half = any([isinstance(o, Tensor) and o.dtype in half_dtypes for o in args])
+        given_half = any([o.dtype in half_dtypes for o in _floats(args, kwargs)])
         return cast_tree(res, half.dtype, torch.float32) if given_half else res
 
     def in_half(self, module):

@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from mp_callbacks import dtypes,jmp,mpx
 from mp_callbacks.callback import PrecisionCallback,read_state
 from mp_callbacks.functional import train_step
+from mp_callbacks.half import Copies,Norm
 from mp_callbacks.modules import StandIn,named_modules,parameter_name
 from learners import *
 
@@ -145,6 +146,84 @@ def test_off_below_somebody_elses_function():
     assert torch.equal(model(x), plain)
     with half: assert not torch.equal(model(x), plain)
     assert torch.equal(model(x), plain) and 'forward' not in vars(model)
+
+def test_a_with_in_another_thread_around_batches():
+    "It ends in the middle of a batch, or begins there and outlasts it: each goes on as it was, and afterwards the model is float32"
+    for begins,ends in (('before_fit','after_batch'), ('before_fit','after_loss'), ('after_loss','after_fit'), ('before_fit','after_fit')):
+        learn = get_learner().to_bf16()
+        params,half,seen = [*learn.model.parameters()],learn.mixed_precision.autocast,[]
+        learn.model[0].register_forward_hook(lambda m,a,res: seen.append(res.dtype))
+        def elsewhere(f): assert in_threads(f)==[]
+        class Other(Callback):
+            order = -50
+            def __call__(self, name):
+                if name==begins and not hasattr(self, 'begun'): self.begun = elsewhere(half.__enter__)
+                if name==ends and not hasattr(self, 'ended'): self.ended = elsewhere(lambda: half._open.clear() or half.__exit__())
+        learn.fit(1, cbs=Other())
+        assert {*seen}=={bf16} and not half.installed, (begins,ends)
+        as_before(learn.model, params)
+
+def test_entered_and_left_by_a_callback_that_fails():
+    "What a batch has opened is closed when an error ends it"
+    learn = get_learner().to_bf16()
+    params = [*learn.model.parameters()]
+    class Enters(Callback):
+        def after_loss(self):
+            self.learn.mixed_precision.autocast.__enter__()
+            raise RuntimeError('as asked')
+    with pytest.raises(RuntimeError, match='as asked'): learn.fit(1, cbs=Enters())
+    as_before(learn.model, params)
+
+def test_a_class_that_is_changed():
+    "As by `@patch` in a notebook: after the call, the new `forward` computes"
+    class Mine(nn.Linear): pass
+    model,x = nn.Sequential(Mine(4,4)),torch.ones(2,4)
+    half = half_precision(model, bf16)
+    with half: model(x)
+    Mine.forward = lambda self, x: x*0
+    with half: assert not model(x).any()
+    as_before(model, [*model.parameters()])
+
+def test_ways_that_cast_alike_share_copies():
+    "A way that casts in its own way has its own copy of a tied weight, whatever its name"
+    class Zero(Copies):
+        def cast(self, half, param): return super().cast(half, param)*0
+    model,x = nn.Sequential(nn.Linear(4,4,bias=False), nn.Linear(4,4,bias=False)),torch.ones(2,4)
+    model[1].weight = model[0].weight
+    half = half_precision(model, bf16)
+    half.ways['1'] = Zero()
+    half._stand_ins[1].around = partial(half.ways['1'].around, half, model[1])
+    with half: assert not model(x).any() and model[0](x).any()
+    assert Zero().shares!=Copies().shares==Norm().shares
+
+def test_requires_grad_changed_inside_a_call():
+    "As where a GAN's `forward` computes both losses"
+    class Both(nn.Module):
+        def __init__(self): super().__init__(); self.g,self.d = nn.Linear(4,4),nn.Linear(4,1)
+        def forward(self, x):
+            self.d.requires_grad_(False)
+            g = -self.d(self.g(x)).mean()
+            self.d.requires_grad_(True)
+            return g+self.d(x).mean()
+    torch.manual_seed(0)
+    model,x = Both(),torch.randn(8,4)
+    model(x).backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with half_precision(model, bf16): model(x).backward()
+    for p,g in zip(model.parameters(), want, strict=True): assert (p.grad-g).norm()<=.02*g.norm()+1e-6
+
+def test_norm_called_by_name():
+    "Its result has the dtype of its input, however that is given; an integer beside it doesn't count"
+    class Label(nn.GroupNorm):
+        def forward(self, x, y): return super().forward(x)+y.view(-1,1)*0
+    class Named(nn.Module):
+        def __init__(self): super().__init__(); self.lin,self.layer,self.group,self.head = nn.Linear(4,4),nn.LayerNorm(4),Label(2,4),nn.Linear(4,1)
+        def forward(self, x): return self.head(self.group(self.layer(input=self.lin(x)), torch.ones(len(x), dtype=torch.long)))
+    model,seen = Named(),{}
+    for n in ('layer','group'): model.get_submodule(n).register_forward_hook(lambda m,a,res,n=n: seen.update({n:res.dtype}))
+    with half_precision(model, bf16): model(torch.ones(2,4))
+    assert seen==dict(layer=bf16, group=bf16)
 
 @pytest.mark.parametrize('again', [deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 @pytest.mark.parametrize('inside', [False,True])

@@ -22,6 +22,9 @@ calls = 'to_fp16 to_bf16 to_native_fp16 to_native_bf16'.split()
 start_method = 'spawn' if torch.cuda.is_available() else 'forkserver'
 set_forkserver_preload('fastai.callback.all fastai.distributed mp_callbacks.all sklearn.datasets torch._dynamo'.split())
 
+fsdp2_runs = torch.cuda.is_available() or tuple(map(int, torch.__version__.split('.')[:2]))>=(2,9)
+no_fsdp2 = "FSDP2 on a CPU needs PyTorch 2.9: before, it ends in 'Stream' object has no attribute 'record_event'"
+
 def crossed(*values, fast):
     "All combinations of `values` for `parametrize`, those for which `fast` is false as slow tests"
     return [pytest.param(*o, marks=() if fast(*o) else pytest.mark.slow) for o in itertools.product(*values)]

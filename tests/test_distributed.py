@@ -597,7 +597,16 @@ four = dict(
 some_fsdp2 = {k:fsdp2[k] for k in ('sharded fp16','sharded native_bf16','fp16 checkpointed','empty_shard','told_sharded')}
 quick = {**ddp,**alone,**some_fsdp2}
 slow = {k:v for k,v in {**fsdp2,**slow}.items() if k not in quick}
-groups = [pytest.param(o, n, marks=m) for o,n,m in
+
+of_fsdp2 = sharded,grad_scaler,clip_shards,empty_shard,checkpointed,validated_first,no_look
+def needs_fsdp2(f, kwargs): return f in of_fsdp2 or kwargs.get('sharded') or kwargs.get('engine')=='fsdp2'
+
+def runnable(cases): return {k:v for k,v in cases.items() if fsdp2_runs or not needs_fsdp2(*v)}
+
+@pytest.mark.skipif(not fsdp2_runs, reason=no_fsdp2)
+def test_fsdp2_is_tested(): assert {*some_fsdp2}<={*runnable(quick)}
+
+groups = [pytest.param(runnable(o), n, marks=m) for o,n,m in
           [(quick,2,()), (slow,2,pytest.mark.slow), (four,4,pytest.mark.slow)]]
 
 @pytest.mark.parametrize('cases,world', groups, ids=['quick','slow','four'])

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy,fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learners import start_method
+from learners import fsdp2_runs,no_fsdp2,start_method
 from mp_callbacks.half import half_precision
 from mp_callbacks.plan import plan_memory
 
@@ -87,6 +87,7 @@ def work(rank, world, path):
     if rank==0: torch.save(res, f'{path}/res')
     dist.destroy_process_group()
 
+@pytest.mark.skipif(not fsdp2_runs, reason=no_fsdp2)
 @pytest.mark.parametrize('world', [2,*[pytest.param(o, marks=pytest.mark.slow) for o in (1,4)]])
 def test_processes(world, tmp_path):
     "States per process, and the messages of a step, whose share (N-1)/N is sent by a ring"

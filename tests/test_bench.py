@@ -60,7 +60,7 @@ def test_compare(tmp_path):
     path,found = run('compare', tmp_path, '--against', str(bench.parent))
     assert {o['case'] for o in found}=={'mlp','vit','linears','weights'}
     text = path.with_suffix('.md').read_text()
-    assert text.count('\n| ')==8 and str(bench.parent) not in text+path.read_text()
+    assert text.count('\n| ')==9 and str(bench.parent) not in text+path.read_text()
 
 def test_results(tmp_path):
     "A group that was interrupted is measured again, and one that wasn't is not"

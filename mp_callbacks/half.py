@@ -303,7 +303,8 @@ def _refuse_changes(half, module, own, lent, error=None):
                          f"copy of it, and the change would be lost. {keep} autocast alone: to_native_fp16() or "
                          "to_native_bf16().")
         e.mp_module = path
-        raise e from error
+        try: raise e from error
+        finally: del e # else error and frame hold each other, and checkpointing's hooks stay until both go
 
 _computing = RuntimeError,TypeError # what PyTorch raises if it can't compute something
 

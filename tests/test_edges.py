@@ -1,6 +1,6 @@
 """Where promises broke: threads, stand-ins in any order, copies and pickles, modules that change their own weights,
 optimizers unlike the others"""
-import pickle,sys,threading
+import pickle,sys,threading,weakref
 from collections.abc import MutableMapping
 from copy import deepcopy
 from importlib.util import find_spec
@@ -270,11 +270,23 @@ def checkpointed(model): return nn.Sequential(*map(checkpoint_wrapper, model))
 @pytest.mark.parametrize('wrap', ['none','checkpoint','ddp','both'])
 def test_advice_under_wrappers(wrap, ddp):
     "The name in an error is one that `keep` takes, and that helps"
-    wraps = dict(none=[], checkpoint=[checkpointed], ddp=[ddp], both=[checkpointed,ddp])[wrap]
-    model = nn.Sequential(nn.Linear(4,4), Clamped(4,1))
-    for f in wraps: model = f(model)
+    def make():
+        model = nn.Sequential(nn.Linear(4,4), Clamped(4,1))
+        for f in dict(none=[], checkpoint=[checkpointed], ddp=[ddp], both=[checkpointed,ddp])[wrap]: model = f(model)
+        return model
+    model,other = make(),make()
     with pytest.raises(RuntimeError, match="changes 1.weight.*keep='1'"), half_precision(model, bf16): model(torch.ones(2,4))
-    with half_precision(model, bf16, keep='1'): model(torch.ones(2,4)).sum().backward()
+    with half_precision(other, bf16, keep='1'): other(torch.ones(2,4)).sum().backward()
+
+def test_an_error_is_freed():
+    "It holds nothing once it is handled: checkpointing's hooks end when the frames of its traceback go"
+    model = nn.Sequential(nn.Linear(4,4), Clamped(4,1))
+    x = torch.ones(2,4)
+    gone = weakref.ref(x)
+    try:
+        with half_precision(model, bf16): model(x)
+    except RuntimeError: del x
+    assert gone() is None
 
 def test_names_of_culprits(ddp):
     "Those that `keep` takes, in the record, in warnings and in what the doctor finds"

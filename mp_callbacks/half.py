@@ -71,6 +71,7 @@ class half_precision:
         self._stand_ins = [] # of the modules; the last one is that of the model itself
         self._cache = {} # thread -> the copies that a call of the model has made in it
         self._installed = False # by `install`?
+        self._placed = False # may a stand-in be on?
         self._open = [] # threads that are inside a `with`, once for each
 
     def __getstate__(self): return self.settings # for copies and pickles
@@ -82,6 +83,7 @@ class half_precision:
     def refresh(self):
         "Choose again how modules compute if the modules or the device of the model have changed"
         device_type,modules,self.params = _device_type(self.model),[*self.model.modules()],[*self.model.parameters()]
+        for o in self._stand_ins: o.refresh()
         if (device_type,modules)==(self.device_type,self.modules): return
         for o in self._stand_ins: o.remove()
         _check_model(self.model)
@@ -110,9 +112,13 @@ class half_precision:
 
     def _switch(self):
         "Switch the stand-ins on if anybody wants it, else off"
-        if not (self._installed or self._open):
+        if self._installed or self._open:
+            if self.installed: return
+            self._placed = True # also if Ctrl-C ends the next line
+            self._stand_ins = [o.install() for o in self._stand_ins]
+        elif self._placed:
             for o in self._stand_ins: o.remove()
-        elif not self.installed: self._stand_ins = [o.install() for o in self._stand_ins]
+            self._placed = False
 
     def install(self):
         "Let the model compute in half precision until `remove`. Idempotent."
@@ -247,10 +253,10 @@ class Copies(Way):
             own = [*module._parameters.items()]
             try: res = _call_with(copies, vars(module), forward, args, kwargs)
             except BaseException as e:
-                _refuse_changes(half, module, own, lent, e)
+                if _changed(module, lent): _refuse_changes(half, module, own, lent, e)
                 _add_note(half, module, e)
                 raise
-            _refuse_changes(half, module, own, lent)
+            if _changed(module, lent): _refuse_changes(half, module, own, lent)
             return res
 
 def _call_with(copies, places, forward, args, kwargs):
@@ -289,22 +295,25 @@ def _identity(t):
     except RuntimeError: # inside `torch.func` a tensor has no address, and in inference mode no version
         return t.data_ptr() if t.is_inference() else t._version
 
-def _refuse_changes(half, module, own, lent, error=None):
-    "Raise a `RuntimeError` if the forward pass of `module` has changed or replaced one of its `own` parameters"
+def _changed(module, lent):
+    "Name of the parameter that the forward pass of `module` has changed or replaced, if there is one"
     params = module._parameters
     for name,(p,copy,identity) in lent:
-        if params.get(name) is p and _identity(copy)==identity: continue
-        params.clear() # so that they get back their order, too
-        params.update(own)
-        if error is not None and not isinstance(error, _computing): return # such as Ctrl-C
-        path = _name(half, module)
-        keep = f"Keep the module in float32 with keep={path!r}, or use" if path else "Use"
-        e = RuntimeError(f"The forward pass changes {f'{path}.{name}'.lstrip('.')}, but computes with a half-precision "
-                         f"copy of it, and the change would be lost. {keep} autocast alone: to_native_fp16() or "
-                         "to_native_bf16().")
-        e.mp_module = path
-        try: raise e from error
-        finally: del e # else error and frame hold each other, and checkpointing's hooks stay until both go
+        if params.get(name) is not p or _identity(copy)!=identity: return name
+
+def _refuse_changes(half, module, own, lent, error=None):
+    "Put the `own` parameters of `module` back, and raise a `RuntimeError`, unless `error` is one like Ctrl-C"
+    name,path = _changed(module, lent),_name(half, module)
+    module._parameters.clear() # so that they get back their order, too
+    module._parameters.update(own)
+    if error is not None and not isinstance(error, _computing): return
+    keep = f"Keep the module in float32 with keep={path!r}, or use" if path else "Use"
+    e = RuntimeError(f"The forward pass changes {f'{path}.{name}'.lstrip('.')}, but computes with a half-precision "
+                     f"copy of it, and the change would be lost. {keep} autocast alone: to_native_fp16() or "
+                     "to_native_bf16().")
+    e.mp_module = path
+    try: raise e from error
+    finally: del e # else error and frame hold each other, and checkpointing's hooks stay until both go
 
 _computing = RuntimeError,TypeError # what PyTorch raises if it can't compute something
 

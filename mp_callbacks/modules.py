@@ -140,8 +140,6 @@ class StandIn:
 
     def install(self)->'StandIn': # The one to remove: a new one if somebody's function is on top of this one
         "Replace `module.forward`. Idempotent."
-        forward = type(self.module).forward
-        if self.own.func is not forward: self.own = partial(forward, self.module) # the class has been changed
         attrs = vars(self.module)
         found = attrs.get('forward')
         if found is not self:
@@ -151,6 +149,11 @@ class StandIn:
             self.found,attrs['forward'] = found,self
         self.on = self.placed = True
         return self
+
+    def refresh(self):
+        "Take the `forward` of the module's class again, if that has been changed"
+        forward = type(self.module).forward
+        if self.own.func is not forward: self.own = partial(forward, self.module)
 
     def remove(self):
         "Restore `module.forward`, or call through from now on if something else is on top. Idempotent."

@@ -150,8 +150,13 @@ class half_precision:
     def __enter__(self):
         with _switching:
             self.refresh()
-            self._open.append(get_ident())
-            self._switch()
+            uses = self.uses
+            try:
+                self._open.append(get_ident())
+                self._switch()
+            except BaseException: # Ctrl-C: `__exit__` won't be called
+                self.reset(uses)
+                raise
         return self
 
     def __exit__(self, *args):

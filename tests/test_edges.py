@@ -174,6 +174,21 @@ def test_entered_and_left_by_a_callback_that_fails():
     with pytest.raises(RuntimeError, match='as asked'): learn.fit(1, cbs=Enters())
     as_before(learn.model, params)
 
+def test_interrupted_while_it_begins(monkeypatch):
+    "Ctrl-C between two stand-ins: nothing stays on, now or after the next `with`"
+    model = nn.Sequential(nn.Linear(4,4), nn.Linear(4,1))
+    half,own,calls_ = half_precision(model, bf16),StandIn.install,[]
+    def install(self):
+        calls_.append(self)
+        if len(calls_)==2: raise KeyboardInterrupt
+        return own(self)
+    monkeypatch.setattr(StandIn, 'install', install)
+    with pytest.raises(KeyboardInterrupt), half: pass
+    assert not half.installed
+    as_before(model, [*model.parameters()])
+    with half: model(torch.ones(2,4))
+    as_before(model, [*model.parameters()])
+
 def test_a_class_that_is_changed():
     "As by `@patch` in a notebook: after the call, the new `forward` computes"
     class Mine(nn.Linear): pass

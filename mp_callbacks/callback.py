@@ -302,7 +302,8 @@ def clear_state(
     opt, # fastai `Optimizer`, `OptimWrapper` or `Lookahead`
 ):
     "Remove loss scale and counters from the hyper-parameters of `opt`"
-    for k in read_state(opt): del first_hypers(opt)[state_prefix+k]
+    hypers = first_hypers(opt)
+    for k in [k for k in hypers if k.startswith(state_prefix)]: del hypers[k]
 
 def write_state(
     opt, # fastai `Optimizer`, `OptimWrapper` or `Lookahead`

@@ -245,39 +245,42 @@ class Copies(Way):
         param, # A float32 parameter
     )->Tensor: # A part of the autograd graph, which leads the gradient back to `param`
         "What to compute with in place of `param`"
-        return param.to(half.dtype)
+        # given by position, the dtype costs .5 µs more, in which PyTorch finds out that it isn't a device
+        return param.to(dtype=half.dtype)
 
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns, computed with copies. Other threads wait for it, as they would see the copies."
-        compiling = torch.compiler.is_compiling()
-        with nullcontext() if compiling else half._locks[module]: # a lock can't be traced
+        if torch.compiler.is_compiling(): return self._traced(half, module, forward, args, kwargs)
+        with half._locks[module]:
             if not torch.is_autocast_enabled(half.device_type): return forward(*args, **kwargs)
-            copies,lent = half._lend(self, module, compiling)
-            # before PyTorch 2.10, changes of a `__dict__` can't be traced
-            if compiling: return _call_with(copies, module._parameters, forward, args, kwargs)
-            own = [*module._parameters.items()]
-            try: res = _call_with(copies, vars(module), forward, args, kwargs)
+            copies,lent = half._lend(self, module)
+            places = module.__dict__
+            found = {name:places[name] for name in copies if name in places} # a module may call itself
+            try:
+                places.update(copies)
+                res = forward(*args, **kwargs)
             except BaseException as e:
-                if _changed(module, lent): _refuse_changes(half, module, own, lent, e)
+                if _changed(module, lent): _refuse_changes(half, module, lent, e)
                 _add_note(half, module, e)
                 raise
-            if _changed(module, lent): _refuse_changes(half, module, own, lent)
+            finally:
+                [*map(places.pop, copies, copies)] # a loop in C, so that Ctrl-C can't leave a part of the copies there
+                places.update(found)
+            if _changed(module, lent): _refuse_changes(half, module, lent)
             return res
 
-def _call_with(copies, places, forward, args, kwargs):
-    "Call `forward` while the dict `places` has `copies`"
-    found = {name:places[name] for name in copies if name in places} # a module may call itself
-    try:
-        places.update(copies)
-        return forward(*args, **kwargs)
-    finally:
-        # a loop in C, so that Ctrl-C can't leave a part of the copies there
-        if len(found)<len(copies): [*map(places.pop, copies, copies)]
-        if found: places.update(found)
+    def _traced(self, half, module, forward, args, kwargs):
+        "`around` for `torch.compile`: without a lock, and in `_parameters`, which PyTorch 2.6 can trace changes of"
+        if not torch.is_autocast_enabled(half.device_type): return forward(*args, **kwargs)
+        copies,lent = half._lend(self, module, compiling=True)
+        try:
+            module._parameters.update(copies)
+            return forward(*args, **kwargs)
+        finally: module._parameters.update({name:p for name,(p,_) in lent})
 
 @patch
-def _lend(self:half_precision, way, module, compiling):
-    "Name -> the copy that `way` makes of a parameter; and pairs of name, and parameter, copy and its identity"
+def _lend(self:half_precision, way, module, compiling=False):
+    "Name -> the copy that `way` makes of a parameter; and pairs of name, and parameter, copy, and its address and version"
     cache = self._cache.get(0 if compiling else get_ident()) # `get_ident` can't be traced
     if cache is None: cache = {} # checkpointing computes again, in the backward pass
     inference = not compiling and torch.is_inference_mode_enabled()
@@ -288,29 +291,34 @@ def _lend(self:half_precision, way, module, compiling):
         key = id(p),p.requires_grad # which a model may change between two uses
         if key not in known:
             copy = way.cast(self, p)
-            known[key] = p,copy,None if compiling else _identity(copy) # keeps `p` alive, so its id stays unique
-        copies[name] = known[key][1]
-        lent.append((name,known[key]))
+            known[key] = p,copy,*(() if compiling else _identity(copy)) # keeps `p` alive, so its id stays unique
+        loan = known[key]
+        copies[name] = loan[1]
+        lent.append((name,loan))
     return copies,lent
 
 # %% ../nbs/03_half.ipynb #5d0e0004
 def _identity(t):
-    "What changes if numbers are written into `t`, or `t.data` is assigned"
+    "Address and version of `t`: one changes if `t.data` is assigned, the other if numbers are written into `t`"
     try: return t.data_ptr(),t._version
     except RuntimeError: # inside `torch.func` a tensor has no address, and in inference mode no version
-        return t.data_ptr() if t.is_inference() else t._version
+        return (t.data_ptr(),None) if t.is_inference() else (None,t._version)
 
 def _changed(module, lent):
     "Name of the parameter that the forward pass of `module` has changed or replaced, if there is one"
     params = module._parameters
-    for name,(p,copy,identity) in lent:
-        if params.get(name) is not p or _identity(copy)!=identity: return name
+    for name,(p,copy,address,version) in lent:
+        if params.get(name) is not p: return name
+        if address is not None and copy.data_ptr()!=address: return name
+        if version is not None and copy._version!=version: return name
 
-def _refuse_changes(half, module, own, lent, error=None):
-    "Put the `own` parameters of `module` back, and raise a `RuntimeError`, unless `error` is one like Ctrl-C"
-    name,path = _changed(module, lent),_name(half, module)
-    module._parameters.clear() # so that they get back their order, too
-    module._parameters.update(own)
+def _refuse_changes(half, module, lent, error=None):
+    "Put the parameters of `module` back, and raise a `RuntimeError`, unless `error` is one like Ctrl-C"
+    name,path,params = _changed(module, lent),_name(half, module),module._parameters
+    own = {name:p for name,(p,*_) in lent}
+    own = {**own, **params, **own} # in the order that they had
+    params.clear()
+    params.update(own)
     if error is not None and not isinstance(error, _computing): return
     keep = f"Keep the module in float32 with keep={path!r}, or use" if path else "Use"
     e = RuntimeError(f"The forward pass changes {f'{path}.{name}'.lstrip('.')}, but computes with a half-precision "

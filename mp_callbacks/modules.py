@@ -130,7 +130,7 @@ class StandIn:
         self.on = False # is `around` called? If not, calls go through.
         self.placed = False # may somebody still call this object: the module, or a function that is on top of it?
         self.own = partial(type(module).forward, module)
-        update_wrapper(self, type(module).forward)
+        update_wrapper(self, type(module).forward, updated=()) # to touch `__dict__` makes attributes slower
 
     def __call__(self, *args, **kwargs):
         forward = self.found
@@ -140,14 +140,16 @@ class StandIn:
 
     def install(self)->'StandIn': # The one to remove: a new one if somebody's function is on top of this one
         "Replace `module.forward`. Idempotent."
-        attrs = vars(self.module)
+        attrs = self.module.__dict__
         found = attrs.get('forward')
         if found is not self:
             if self.placed: # installed above that function, it would call itself without end
                 self.on = False
                 return StandIn(self.module, self.around).install()
-            self.found,attrs['forward'] = found,self
-        self.on = self.placed = True
+            self.found = found
+            attrs['forward'] = self
+            self.placed = True
+        self.on = True
         return self
 
     def refresh(self):
@@ -157,7 +159,8 @@ class StandIn:
 
     def remove(self):
         "Restore `module.forward`, or call through from now on if something else is on top. Idempotent."
-        self.on,attrs = False,vars(self.module)
+        self.on = False
+        attrs = self.module.__dict__
         if attrs.get('forward') is not self: return
         top = self
         while isinstance(top, StandIn) and not top.on: top.placed,top = False,top.found

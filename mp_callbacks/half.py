@@ -254,8 +254,9 @@ class Copies(Way):
         with half._locks[module]:
             if not torch.is_autocast_enabled(half.device_type): return forward(*args, **kwargs)
             copies,lent = half._lend(self, module)
-            places = module.__dict__
-            found = {name:places[name] for name in copies if name in places} # a module may call itself
+            places,found = module.__dict__,{}
+            if not places.keys().isdisjoint(copies): # the module is calling itself
+                found = {name:places[name] for name in copies if name in places}
             try:
                 places.update(copies)
                 res = forward(*args, **kwargs)
@@ -276,38 +277,37 @@ class Copies(Way):
         try:
             module._parameters.update(copies)
             return forward(*args, **kwargs)
-        finally: module._parameters.update({name:p for name,(p,_) in lent})
+        finally: module._parameters.update({name:p for name,(p,*_) in lent.items()})
 
 @patch
 def _lend(self:half_precision, way, module, compiling=False):
-    "Name -> the copy that `way` makes of a parameter; and pairs of name, and parameter, copy, and its address and version"
+    "Name -> the copy that `way` makes of a parameter; and name -> parameter, copy, and its address and version"
     cache = self._cache.get(0 if compiling else get_ident()) # `get_ident` can't be traced
     if cache is None: cache = {} # checkpointing computes again, in the backward pass
     inference = not compiling and torch.is_inference_mode_enabled()
     known = cache.setdefault((way.shares,torch.is_grad_enabled(),inference), {})
-    copies,lent = {},[]
+    copies,lent = {},{}
     for name,p in module._parameters.items():
         if type(p) not in (nn.Parameter,Tensor) or p.dtype!=torch.float32: continue
         key = id(p),p.requires_grad # which a model may change between two uses
         if key not in known:
             copy = way.cast(self, p)
-            known[key] = p,copy,*(() if compiling else _identity(copy)) # keeps `p` alive, so its id stays unique
+            known[key] = (p,copy,None,None) if compiling else _loan(p, copy) # keeps `p` alive, so its id stays unique
         loan = known[key]
-        copies[name] = loan[1]
-        lent.append((name,loan))
+        copies[name],lent[name] = loan[1],loan
     return copies,lent
 
 # %% ../nbs/03_half.ipynb #5d0e0004
-def _identity(t):
-    "Address and version of `t`: one changes if `t.data` is assigned, the other if numbers are written into `t`"
-    try: return t.data_ptr(),t._version
+def _loan(p, copy):
+    "`p`, `copy`, and its address and version, which change if `data` is assigned, and if numbers are written"
+    try: return p,copy,copy.data_ptr(),copy._version
     except RuntimeError: # inside `torch.func` a tensor has no address, and in inference mode no version
-        return (t.data_ptr(),None) if t.is_inference() else (None,t._version)
+        return (p,copy,copy.data_ptr(),None) if copy.is_inference() else (p,copy,None,copy._version)
 
 def _changed(module, lent):
     "Name of the parameter that the forward pass of `module` has changed or replaced, if there is one"
     params = module._parameters
-    for name,(p,copy,address,version) in lent:
+    for name,(p,copy,address,version) in lent.items():
         if params.get(name) is not p: return name
         if address is not None and copy.data_ptr()!=address: return name
         if version is not None and copy._version!=version: return name
@@ -315,7 +315,7 @@ def _changed(module, lent):
 def _refuse_changes(half, module, lent, error=None):
     "Put the parameters of `module` back, and raise a `RuntimeError`, unless `error` is one like Ctrl-C"
     name,path,params = _changed(module, lent),_name(half, module),module._parameters
-    own = {name:p for name,(p,*_) in lent}
+    own = {name:p for name,(p,*_) in lent.items()}
     own = {**own, **params, **own} # in the order that they had
     params.clear()
     params.update(own)

@@ -26,11 +26,9 @@ def run(script, out, *args):
     assert header==columns
     return path,found
 
-@pytest.mark.parametrize('script,metrics', [
-    ('step', {'step_ms'}),
-    pytest.param('train', {'step_ms'}, marks=pytest.mark.slow),
-    pytest.param('gpu', {'step_ms','syncs'}, marks=pytest.mark.slow),
-    pytest.param('distributed', {'step_ms','first','last'}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('script,metrics', [('step', {'step_ms'}), ('train', {'step_ms'}), ('gpu', {'step_ms','syncs'}),
+                                            ('distributed', {'step_ms','first','last'})])
 def test_script(script, metrics, tmp_path):
     path,found = run(script, tmp_path)
     assert metrics <= {o['metric'] for o in found}

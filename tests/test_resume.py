@@ -354,6 +354,7 @@ for name,(opt,model,state) in learnt.items():
 assert 'mp_callbacks' not in sys.modules
 """
 
+@pytest.mark.slow
 def test_plain_fastai(tmp_path):
     """fastai by itself loads what we saved, optimizer included, and goes on
 

@@ -7,11 +7,11 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 # %% auto #0
 __all__ = ['default_max_skips', 'state_prefix', 'LeanCallback', 'is_precision', 'ScaleState', 'PrecisionCallback',
            'MixedPrecision', 'NativeMixedPrecision', 'ModelToHalf', 'first_hypers', 'read_state', 'clear_state',
-           'write_state', 'fit_device', 'check_device', 'compute_loss', 'first_loss', 'diagnose_batch',
+           'write_state', 'fit_device', 'check_device', 'alone', 'compute_loss', 'first_loss', 'diagnose_batch',
            'refuse_unknown']
 
 # %% ../nbs/10_callback.ipynb #9d7979a9
-import re,sys,torch
+import math,re,sys,torch
 from contextlib import contextmanager,nullcontext,suppress
 from inspect import signature
 from numbers import Integral,Real
@@ -26,7 +26,8 @@ from fastcore.basics import defaults,patch
 from .dtypes import cast_tree,half_dtypes,supports
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale,default_headroom
 from .grads import StepStats,check_clip,mul_grads,prepare_grads,unique
-from .modules import is_sharded,parameter_name,remember_buffers,reshard,restore_buffers,several_ranks,unwrap
+from .modules import (is_sharded,no_collectives,parameter_name,remember_buffers,reshard,restore_buffers,
+                                  several_ranks,unwrap)
 from .half import check_half,half_precision
 from .flat import check_flat,flat_steps
 from .nonfinite import Finding,count_nonfinite,diagnose
@@ -508,16 +509,22 @@ def after_batch(self:PrecisionCallback):
     self.learn.loss = torch.full_like(loss, known) if skipped else loss.nan_to_num(known, known, known)
 
 # %% ../nbs/10_callback.ipynb #8dbdbd11
-def compute_loss(
-    learn, # `Learner` in the middle of a batch
-)->torch.Tensor: # `learn.loss_grad`
-    "Compute predictions and loss of the learner's batch again, in this process alone"
-    model = unwrap(learn.model)
+@contextmanager
+def alone(
+    model:nn.Module, # The learner's model
+):
+    "Inside a `with`, nothing waits for other processes. Raises `RuntimeError` if something would."
     synced = several_ranks() and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
     if synced or is_sharded(model):
         raise RuntimeError("with FSDP2 or SyncBatchNorm each forward pass waits for all processes, which don't look at "
                            "the same time. Load the weights into an ordinary model in one process, and ask there")
-    learn.pred = model(*learn.xb)
+    with no_collectives() if several_ranks() else nullcontext(): yield
+
+def compute_loss(
+    learn, # `Learner` in the middle of a batch
+)->torch.Tensor: # `learn.loss_grad`
+    "Compute predictions and loss of the learner's batch again, without wrappers of the model"
+    learn.pred = unwrap(learn.model)(*learn.xb)
     learn('after_pred')
     learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
     with suppress(*_cancels): learn('after_loss')
@@ -526,9 +533,9 @@ def compute_loss(
 def first_loss(
     learn, # `Learner`
 )->float|None:
-    "Loss of the first batch of the learner's last fit, if there is one"
-    losses = getattr(getattr(learn, 'recorder', None), 'losses', ())
-    return float(losses[0]) if len(losses) else None
+    "The first finite loss of the learner's last fit, if there is one"
+    losses = map(float, getattr(getattr(learn, 'recorder', None), 'losses', ()))
+    return next(filter(math.isfinite, losses), None) # that of a skipped step may be nan
 
 def diagnose_batch(
     learn, # `Learner` in the middle of a batch
@@ -540,19 +547,21 @@ def diagnose_batch(
     call = ''
     if half: call = ('to_' if half.copies else 'to_native_')+('fp16' if half.dtype==torch.float16 else 'bf16')
     before = learn.pred,learn.loss_grad
+    usual_weight = getattr(getattr(learn, 'precision_recorder', None), 'first_weight', None)
     try: return diagnose(unwrap(learn.model), lambda: compute_loss(learn), half, learn.xb, learn.yb, scale,
-                         usual_loss, f'learn.{call}')
+                         usual_loss, f'learn.{call}', usual_weight)
     finally: learn.pred,learn.loss_grad = before
 
 @patch
 def _cause(self:PrecisionCallback):
     "What was not finite first in this batch, and what to do"
     half = self.half.replace(model=unwrap(self.learn.model))
-    try: found = diagnose_batch(self.learn, half, self._stats.scale, first_loss(self.learn))
-    except RuntimeError as e: # such as a lack of memory
+    try:
+        with alone(half.model): found = diagnose_batch(self.learn, half, self._stats.scale, first_loss(self.learn))
+    except Exception as e: # such as a lack of memory: a look must not end the training that it explains
         bad = count_nonfinite(self.learn.xb).bad
         if bad: return f"The inputs of this batch have inf or nan, {bad} in all."
-        return f"Looking for the cause failed: {e}."
+        return f"Looking for the cause failed: {type(e).__name__}: {e}."
     if found.where!='nothing': return found
     name = parameter_name(self.learn.model, self._stats.culprit) or 'a parameter outside the model'
     ways = "Look for nan or huge values in the data and the loss, or lower the learning rate."

@@ -10,16 +10,16 @@ __all__ = ['find_nonfinite', 'precision_report', 'precision_plan']
 # %% ../nbs/12_doctor.ipynb #8d9c9a6d
 import torch
 from contextlib import contextmanager
-from torch.nn.parallel import DistributedDataParallel
 
 from fastai.basics import *
 
 from .dtypes import map_tensors
+from .loss_scale import DynamicLossScale
 from .modules import unchanged,unwrap
 from .nonfinite import Finding
 from .report import PrecisionReport,measure_precision
 from .plan import MemoryPlan,plan_memory
-from .callback import PrecisionCallback,compute_loss,diagnose_batch,first_loss
+from .callback import PrecisionCallback,alone,compute_loss,diagnose_batch,first_loss
 
 # %% ../nbs/12_doctor.ipynb #111f0db8
 def find_nonfinite(
@@ -31,12 +31,14 @@ def find_nonfinite(
     The learner doesn't change. Raises `ValueError` if there is no batch, and `RuntimeError` in the middle of one."""
     usual_loss,found = first_loss(learn),[]
     half,scale = _half(learn),cb.loss_scale if (cb := _precision(learn)) else 1.
+    shrinks = cb is not None and isinstance(cb.scaling, DynamicLossScale) # by itself, until it fits
     def _look():
         found.append(diagnose_batch(learn, half, scale, usual_loss))
-        return found[-1].where!='nothing'
+        return found[-1].where not in ('nothing',*(['scale'] if shrinks else []))
     n = _look_at(learn, _look, batch)
     if n==1 or found[-1].where!='nothing': return found[-1]
-    return Finding('nothing', f"All {n} batches of dls.train are finite.")
+    too_large = [o for o in found if o.where=='scale']
+    return too_large[0] if too_large else Finding('nothing', f"All {n} batches of dls.train are finite.")
 
 def precision_report(
     learn, # `Learner` in half precision
@@ -66,7 +68,7 @@ def precision_plan(
     The learner doesn't change. Raises `ValueError` if there is no batch, and `RuntimeError` in the middle of one."""
     cb,half,plans = _precision(learn),_half(learn),[]
     if batch is None:
-        with _undisturbed(learn): batch = first(learn.dls.train)
+        with _undisturbed(learn): batch = first(_batches(learn))
     def _look():
         def _loss(n):
             "Loss of `n` items, after the callbacks have changed them"
@@ -85,15 +87,10 @@ def precision_plan(
 class _Look(Callback):
     "Call `look` in the batches of a fit, instead of a backward pass, up to `n` times or until it returns true"
     order,name = 1000,'lr_finder' # fastai's trackers and most loggers record nothing while a callback has this name
-    def __init__(self, look, batches=None, n=None):
+    def __init__(self, look, batches, n):
         self.look,self.batches,self.n,self.seen = look,batches,n,0
 
-    def before_fit(self):
-        # a backward pass inside the batch would mix in the gradients of other processes
-        if isinstance(self.model, DistributedDataParallel): self.model.require_backward_grad_sync = False
-
-    def before_train(self):
-        if self.batches is not None: self.learn.dl = self.batches
+    def before_train(self): self.learn.dl = self.batches
 
     def before_backward(self):
         self.seen += 1
@@ -129,13 +126,22 @@ def _look_at(learn, look, batch=None, n=None):
                         "dls.one_batch() returns it.")
     if hasattr(learn, 'lr_finder') or any(getattr(cb, 'in_batch', False) for cb in learn.cbs):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
-    cb = _Look(look, None if batch is None else [batch], n)
-    with _undisturbed(learn), learn.no_bar(), learn.no_logging():
+    cb = _Look(look, _batches(learn) if batch is None else [batch], n)
+    with alone(learn.model), _undisturbed(learn), learn.no_bar(), learn.no_logging():
+        learn.model = unwrap(learn.model)
         learn.gather_preds = cb # `CSVLogger` records nothing while this is set
+        for o in learn.cbs: # fastai's, which wait for other processes
+            if o.name=='recorder': o.run_train = False
+            if o.name=='distributed_trainer': o.run = False
         learn.fit(1, cbs=cb)
     if not cb.seen: raise ValueError("There was no batch with targets. Use a DataLoaders whose dls.train has some, or "
                                      "pass a batch as it comes from there.")
     return cb.seen
+
+def _batches(learn):
+    "Batches of `dls.train`, also if a fit with `distrib_ctx` was interrupted: not a share of each process, for which all meet"
+    dl = learn.dls.train
+    return dl.dl if type(dl).__name__=='DistributedDL' else dl
 
 def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
 

@@ -6,7 +6,7 @@ Docs: https://example.github.io/mp_callbacks/nonfinite.html.md"""
 
 # %% auto #0
 __all__ = ['diverged', 'huge_weight', 'Finding', 'diagnose', 'Trace', 'Call', 'tensors', 'trace_batch', 'Numbers',
-           'count_nonfinite', 'shortest_keep']
+           'count_nonfinite', 'shortest_keep', 'fewest']
 
 # %% ../nbs/06_nonfinite.ipynb #6c83ed94
 import math,torch
@@ -26,7 +26,7 @@ huge_weight = 2.**16 # where float16 ends, which no healthy weight comes near
 
 class Finding(NamedTuple):
     "What was not finite first, and what to do. Prints as a text."
-    where:str # 'nothing', 'inputs', 'targets', 'weights', 'forward', 'loss', 'backward' or 'training'
+    where:str # 'nothing', 'inputs', 'targets', 'weights', 'forward', 'loss', 'backward', 'scale' or 'training'
     text:str # Explanation, with numbers and a way out
     module:str='' # Name of the module, where there is one
     precision:bool=False # Is half precision the cause?
@@ -44,6 +44,7 @@ def diagnose(
     scale:float=1., # Loss scale
     usual_loss:float=None, # Loss of other batches: if this one's is `diverged` times as large, training has diverged
     call:str='half_precision', # Name of the call with the option `keep`, for the text
+    usual_weight:float=None, # Largest weight when training began; None: not known
 )->Finding: # Prints as a text
     """What was not finite first in a batch, whether precision is the cause, and what to do
 
@@ -55,21 +56,28 @@ def diagnose(
     end = f"{str(half.dtype).removeprefix('torch.')} ends at {ends:g}" if half else ''
     def _run(half, scale=1.): return trace_batch(model, compute_loss, half, count_nonfinite, scale)
     seen = _run(half, scale)
-    if _finite(seen): return Finding('nothing', f"This batch is finite. Its loss is {seen.loss:.3g}.")
-    full,given = _run(None) if half else seen,count_nonfinite(inputs)
+    given,wanted = count_nonfinite(inputs),count_nonfinite(targets)
+    if _finite(seen):
+        nothing = Finding('nothing', f"This batch is finite. Its loss is {seen.loss:.3g}.")
+        return _find_large_loss(seen, wanted, usual_loss) or nothing
+    try: full = _run(None) if half else seen
+    except Exception as e: # such as a lack of memory, or a kernel for half precision
+        where,text,name = _place(seen, None, ends)
+        return Finding(where, f"{text} Whether precision is the cause can't be seen: computed in float32 for comparison, "
+                              f"the model raises {type(e).__name__}: {str(e).strip()}. {_own_casts}", name)
     if not _finite(full):
         if given.bad: return Finding('inputs', f"The inputs of this batch have inf or nan, {given.bad} in all.")
-        return _find_float32(model, full, count_nonfinite(targets))
+        return _find_float32(model, full, wanted, half, usual_weight)
     if given.largest>ends:
         return Finding('inputs', f"The inputs have values up to {given.largest:g}, {end}: normalize them.", '', True)
-    if usual_loss is not None and full.loss>diverged*usual_loss>0:
-        return Finding('training', "Training has diverged: in float32 the loss of this batch is "
-                                   f"{full.loss:.3g}, and it was {usual_loss:.3g} before. Lower the learning rate.")
+    if found := _find_large_loss(full, wanted, usual_loss): return found
+    if wanted.largest>ends and _stand_out(wanted, full, diverged):
+        return Finding('targets', _describe_targets(wanted, full))
     where,text,name = _place(seen, full.calls, ends)
     if where=='backward' and scale!=1 and _finite(_run(half)):
-        return Finding(where, f"{text} The loss scale of {scale:.9g} is too large for this batch: with 1, all "
-                              "gradients are finite. A dynamic scale shrinks by itself.", name, True)
-    keep = shortest_keep(half, lambda longer: _finite(_run(longer)))
+        return Finding('scale', f"{text} The loss scale of {scale:.9g} is too large for this batch: with 1, all "
+                                "gradients are finite. A dynamic scale shrinks by itself.", name, True)
+    keep = shortest_keep(half, lambda longer: _finite(_run(longer)), name)
     text = f"{text} Precision is the cause: {end}, and in float32 all is finite, with a loss of {full.loss:.3g}. "
     return Finding(where, text+_cure(keep, half, call), name, True, tuple(keep or ()))
 
@@ -79,6 +87,7 @@ class Trace(NamedTuple):
     loss:float # Unscaled
     calls:list # `Call`s in the order in which they ended
     grads:dict # `id` of a parameter -> result of `measure` for its gradient
+    halved:list # Names of the modules that returned half precision
 
 class Call(NamedTuple):
     "What `trace_batch` has seen in a call of a module"
@@ -106,7 +115,7 @@ def trace_batch(
     with_args:bool=True, # Measure the arguments of modules, too?
 )->Trace:
     "Run `compute_loss` and the backward pass, and `measure` what modules take and return, and all gradients"
-    calls,running = [],[]
+    calls,running,halved = [],[],[]
     def _watch(tree):
         seen = []
         for t in tensors(tree):
@@ -119,6 +128,7 @@ def trace_batch(
 
     def _after(name, module, args, kwargs, out):
         calls.append(Call(name, module, *running.pop(), measure(out), _watch(out)))
+        if any(o.dtype in half_dtypes for o in tensors(out)): halved.append(name)
 
     # `unchanged` gives each run the same random numbers
     with unchanged(model), half or nullcontext(), torch.compiler.set_stance('force_eager'), ExitStack() as watches:
@@ -131,7 +141,7 @@ def trace_batch(
             loss = compute_loss()
         if loss.isfinite(): (loss*scale).backward()
         grads = {id(p):measure(p.grad) for p in model.parameters() if p.grad is not None}
-    return Trace(loss.item(), calls, grads)
+    return Trace(loss.item(), calls, grads, halved)
 
 # %% ../nbs/06_nonfinite.ipynb #6d564544
 class Numbers(NamedTuple):
@@ -149,12 +159,23 @@ def count_nonfinite(
     return Numbers(sum(bad), max(largest))
 
 # %% ../nbs/06_nonfinite.ipynb #429d3f2a
+def _inside(calls, c):
+    "The calls that `c` makes itself, in order"
+    within = [o for o in calls[:calls.index(c)] if o.started>c.started]
+    return [o for i,o in enumerate(within) if not any(o.started>later.started for later in within[i+1:])]
+
 def _first_backward(trace):
-    "The call nearest to the loss with finite gradients of its results, but not of its arguments or parameters"
-    def _spoils(c):
+    """The call nearest to the loss that spoils gradients, and the last call inside it whose results have bad ones
+
+    It gets finite gradients for its results, and passes bad ones on: to its arguments or parameters, or, by the code of
+    its own `forward`, to the results of a module inside it."""
+    def _spoilt(c):
+        "The last call inside `c` whose results have bad gradients, or whether those of its arguments or parameters are"
+        if _bad(c.grad_out): return None
         own = [trace.grads.get(id(p), Numbers()) for p in c.module._parameters.values()]
-        return not _bad(c.grad_out) and _bad([*c.grad_args,*own])
-    return max(filter(_spoils, trace.calls), key=lambda c: c.started, default=None)
+        return next((o for o in _inside(trace.calls, c)[::-1] if _bad(o.grad_out)), None) or _bad([*c.grad_args,*own])>0
+    spoils = [(c,o) for c in trace.calls if (o := _spoilt(c))]
+    return max(spoils, key=lambda pair: pair[0].started, default=(None,None))
 
 def _bad(numbers): return sum(o.bad for o in numbers)
 def _finite(trace): return math.isfinite(trace.loss) and not _bad(trace.grads.values())
@@ -163,38 +184,67 @@ def _finite(trace): return math.isfinite(trace.loss) and not _bad(trace.grads.va
 def shortest_keep(
     half:half_precision, # How the model computes
     works, # Function of a `half_precision` that keeps more modules: is all well with it?
-)->list|None: # Names of modules; None if no `keep` helps
-    "Modules to keep in float32, besides those of `half`, so that it `works`"
-    def _inside(name): return [n for n in named_modules(half.model) if n and n.rpartition('.')[0]==name]
+    guess:str='', # Name of the module to try first
+)->list|None: # Names of modules, none inside another; None if no `keep` helps
+    """Modules to keep in float32, besides those of `half`, so that it `works`. Each of them is needed.
+
+    For one module among n, at most 2 log2(n) calls of `works` on each level of the model, and few if it is `guess`."""
+    names,known = named_modules(half.model),{}
     def _works(keep, otherwise=True):
-        try: return works(half.keeping(keep))
-        except ValueError: return otherwise # no module is left in half precision
+        key = frozenset(keep)
+        if key not in known:
+            try: known[key] = works(half.keeping(keep))
+            except ValueError: known[key] = None # no module is left in half precision
+        return otherwise if known[key] is None else known[key]
 
-    def _shrink(names, others):
-        "Those of `names` that have to be kept while `others` are, or modules inside them"
-        for n in [*names]:
-            rest = [o for o in names if o!=n]
-            if _works(others+rest): names = rest
-        for n in [*names]:
-            rest,inside = [o for o in names if o!=n],_inside(n)
+    def _inside(name): return [n for n in names if n and n.rpartition('.')[0]==name]
+
+    def _search(some, others):
+        "The fewest of the modules `some`, or of those inside them, to keep beside `others`"
+        kept = fewest(some, lambda tried: _works(others+tried))
+        for name in kept:
+            rest,inside = [o for o in kept if o!=name],_inside(name)
             if not inside or not _works(others+rest+inside): continue
-            smaller = _shrink(inside, others+rest)
-            if len(smaller)==1 or 2*len(smaller)<len(inside): names = rest+smaller
-        return names
+            smaller = _search(inside, others+rest)
+            if len(smaller)==1 or 2*len(smaller)<len(inside): kept = rest+smaller
+        return kept
 
-    keep = _inside('')
-    if _works(keep): keep = _shrink(keep, [])
+    keep = [guess] if guess and _works([guess], False) else _inside('')
+    if not keep or not _works(keep): return None
+    keep = _search(keep, [])
     return keep if _works(keep, False) else None
+
+def fewest(
+    names, # Some things
+    works, # Function of a list of some of them; true for all of them
+)->list: # In order
+    "Of `names` as few as `works`: each is needed. QuickXplain: Junker, Preferred Explanations and Relaxations, AAAI 2004."
+    def _find(kept, new, names):
+        "What is needed of `names` beside `kept`; `new`: has `kept` not been tried yet?"
+        if new and works(kept): return []
+        if len(names)==1: return names
+        first,last = names[:len(names)//2],names[len(names)//2:]
+        needed = _find(kept+last, True, first) # so that of several ways the later modules are taken
+        return needed+_find(kept+needed, bool(needed), last)
+    return _find([], False, [*names])
 
 # %% ../nbs/06_nonfinite.ipynb #73a5635f
 def _describe(c): return f"{c.name or 'the model'} ({type(c.module).__name__})" if c else 'the loss'
 
+def _between(calls, c, inner):
+    "Between which calls inside `c` its own code has spoilt the gradients of the results of `inner`"
+    later = next((o.name for o in _inside(calls, c) if o.started>inner.started), None)
+    return f", in its own forward, {f'between {inner.name} and {later}' if later else f'after {inner.name}'}"
+
 def _place(seen, normal, ends):
-    "Where, text and module of what is not finite in `seen`; `normal` are the calls in float32"
+    "Where, text and module of what is not finite in `seen`; `normal` are the calls in float32, None if there are none"
     if math.isfinite(seen.loss):
-        c = _first_backward(seen)
-        text = f"In the backward pass, {_describe(c)} was the first where gradients became inf or nan."
-        return 'backward',text,c.name if c else ''
+        c,inner = _first_backward(seen)
+        text = f"In the backward pass, {_describe(c)} was the first where gradients became inf or nan"
+        if isinstance(inner, Call): text += _between(seen.calls, c, inner)
+        return 'backward',f"{text}.",c.name if c else ''
+    # with no finite run to compare with, any inf or nan is one too many
+    if normal is None: normal = [c._replace(args=Numbers(), out=Numbers()) for c in seen.calls]
     spoils = [(c,n) for c,n in zip(seen.calls, normal) if c.args.bad<=n.args.bad and c.out.bad>n.out.bad]
     if not spoils: return 'loss',"The model's predictions are finite, but the loss is not.",''
     c,full = spoils[0]
@@ -216,14 +266,41 @@ def _cure(keep, half, call):
     what = f"{names}, beside keep={half.keep!r}" if half.keep else f"{call}(keep={names})"
     return f"Keep {them} in float32: {what}, or train in {other}."
 
-def _find_float32(model, full, targets):
+_own_casts = ("Its own code may cast, by `.half()` or an autocast of its own: let it follow the dtype of its input, and ask "
+              "again.")
+
+def _stand_out(wanted, full, times):
+    "Are the targets `wanted` more than `times` as large as the predictions in the trace `full`?"
+    return bool(full.calls) and wanted.largest>times*full.calls[-1].out.largest
+
+def _describe_targets(wanted, full):
+    return (f"The targets of this batch have values up to {wanted.largest:.2g}, and the predictions up to "
+            f"{full.calls[-1].out.largest:.2g}: look for a wrong label, or normalize the targets.")
+
+def _find_large_loss(trace, wanted, usual_loss):
+    "The `Finding` for a finite `trace` with a loss far above `usual_loss`; None if it isn't"
+    if usual_loss is None or not trace.loss>diverged*usual_loss>0: return
+    if _stand_out(wanted, trace, 1): return Finding('targets', _describe_targets(wanted, trace))
+    return Finding('training', f"Training has diverged: the loss of this batch is {trace.loss:.3g} without an overflow, "
+                               f"and it was {usual_loss:.3g} before. Lower the learning rate.")
+
+def _find_float32(model, full, wanted, half, usual_weight):
     "The `Finding` for a batch that isn't finite in float32"
-    # there is no finite run to compare with, so that any inf or nan is one too many
-    where,text,name = _place(full, [c._replace(args=Numbers(), out=Numbers()) for c in full.calls], math.inf)
+    where,text,name = _place(full, None, math.inf)
+    if half and full.halved:
+        return Finding(where, f"{text} Whether precision is the cause can't be seen: computed in float32 for comparison, "
+                              f"{full.halved[0] or 'the model'} still returns half precision. {_own_casts}", name)
     largest = count_nonfinite([*model.parameters()]).largest
-    if where=='loss' and targets.bad:
-        where,text = 'targets',f"The targets of this batch have inf or nan, {targets.bad} in all."
-    if where in ('forward','backward') and largest>huge_weight:
-        where,name = 'training',''
-        text = f"Training has diverged: weights have values up to {largest:.2g}. Lower the learning rate."
+    if where=='loss' and wanted.bad:
+        where,text = 'targets',f"The targets of this batch have inf or nan, {wanted.bad} in all."
+    elif where=='loss' and _stand_out(wanted, full, diverged):
+        where,text = 'targets',_describe_targets(wanted, full)
+    elif where in ('forward','backward') and largest>huge_weight:
+        if usual_weight is None:
+            text += (f" Weights have values up to {largest:.2g}: if these have grown, training has diverged, and a lower "
+                     "learning rate helps.")
+        elif largest>diverged*usual_weight:
+            where,name = 'training',''
+            text = (f"Training has diverged: weights have values up to {largest:.2g}, and had up to {usual_weight:.2g} "
+                    "when it began. Lower the learning rate.")
     return Finding(where, f"{text} Precision is not the cause: in float32 it is the same.", name)

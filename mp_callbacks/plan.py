@@ -13,11 +13,10 @@ from bisect import bisect_right
 from contextlib import nullcontext
 from typing import NamedTuple
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .dtypes import map_tensors
 from .half import half_precision
-from .modules import unchanged
+from .modules import TorchDispatchMode,unchanged
 
 # %% ../nbs/08_plan.ipynb #4362c36e
 class LiveBytes(TorchDispatchMode):

@@ -11,6 +11,7 @@ __all__ = ['PrecisionRecorder']
 import matplotlib.pyplot as plt,numpy as np,pandas as pd
 from collections import namedtuple
 from fastcore.basics import patch
+from .grads import largest_number
 from .modules import parameter_name
 from .callback import LeanCallback
 
@@ -23,12 +24,15 @@ class PrecisionRecorder(LeanCallback):
     _stateattrs = '_stats','_new','_start'
     # stats of the last step; did this batch add a row?; rows when this epoch's training began, None if it hasn't
     _stats,_new,_start = None,False,None
+    first_weight = None # largest absolute weight when training began
 
     def __init__(self,
         columns:bool=False, # Add `skipped` and `loss_scale` to fastai's table of epochs?
     ): self.columns,self.rows = columns,[]
 
     def before_fit(self):
+        if self.first_weight is None and not hasattr(self.learn, 'lr_finder'):
+            self.first_weight = largest_number([p.detach() for p in self.learn.model.parameters() if p.is_floating_point()])
         if not self.columns or not hasattr(self.learn, 'recorder'): return
         recorder = self.learn.recorder
         end = len(recorder.metric_names)-recorder.add_time
@@ -43,6 +47,7 @@ class PrecisionRecorder(LeanCallback):
     def _add_row(self, skipped):
         stats = getattr(self.learn, 'step_stats', None)
         if stats is self._stats: return # no gradients were measured, or the step has a row already
+        if hasattr(self.learn, 'lr_finder'): return # `lr_find` puts everything back, so these steps are no training
         culprit = '' if stats.finite else parameter_name(self.learn.model, stats.culprit) or '(outside the model)'
         self.rows.append(_Row(stats.step, stats.scale, stats.norm, stats.finite, skipped, culprit, np.nan))
         self._stats,self._new = stats,True

@@ -317,6 +317,58 @@ def reported(rank, mode):
     learn.fit(1)
     return dict(same=params(learn.model), own=report.error)
 
+looks = dict(find_nonfinite=lambda learn: learn.find_nonfinite(), precision_plan=lambda learn: learn.precision_plan(),
+             precision_report=lambda learn: learn.precision_report(batches=2))
+
+def spoil_rows(rank, bad):
+    "Loaders of this rank's rows; one of rank `bad` is inf"
+    x,y = rows(rank)
+    if rank==bad: x[40] = torch.inf
+    return as_dls(x, y)
+
+def asked(rank, engine):
+    "One rank may ask alone, or all may, between fits with several processes, and after one that was interrupted"
+    def _fit(): # `distrib_ctx` ends a fit; here its processes ask inside it
+        learn.fit(1)
+        before = params(learn.model)
+        if rank==0:
+            for f in looks.values(): f(learn)
+        found = learn.find_nonfinite()
+        assert (found.where=='inputs') if bad else str(found)=='All 4 batches of dls.train are finite.'
+        if bad:
+            with pytest.raises(ValueError, match='find_nonfinite'): learn.precision_report()
+        assert type(learn.dls.train) is not DistributedDL and equal(params(learn.model), before)
+        with learn.no_bar(), pytest.raises(RuntimeError, match='stop'): learn.fit(1, cbs=Callback(before_step=_stop))
+        learn.find_nonfinite()
+
+    def _stop(cb): raise RuntimeError('stop')
+
+    bad = rank==1
+    model = Net()
+    if engine=='hand': model = DistributedDataParallel(model)
+    learn = get_learner(model, spoil_rows(rank, 1), opt_func=adamw).to_bf16()
+    with torchrun(rank):
+        if engine=='hand': _fit()
+        else:
+            with fastai_ctx(learn): _fit()
+    return dict(same=len(learn.dls.train))
+
+def asked_gathers(rank):
+    "A loss that gathers: an error before anything waits, also if one process asks alone"
+    def _gathering(pred, y):
+        loss = F.mse_loss(pred, y)
+        dist.all_reduce(loss.detach())
+        return loss
+    learn = get_learner(DistributedDataParallel(Net()), as_dls(*rows(rank)), loss_func=_gathering).to_bf16()
+    learn.fit(1)
+    before = params(learn.model)
+    if rank==0:
+        for f in looks.values():
+            with pytest.raises(RuntimeError, match='allreduce_ waits for all processes'): f(learn)
+    assert equal(params(learn.model), before)
+    learn.fit(1)
+    return dict(same=params(learn.model))
+
 # --- Of PyTorch's tests
 
 class Own(nn.Module):
@@ -559,7 +611,7 @@ ddp = dict(
 alone = dict(
     accumulate=(accumulate, {}), spoiled_window=(accumulate, dict(spoiled=1)),
     statistics=(statistics, dict(mode='fp16')), unreduced=(unreduced, dict(mode='bf16')),
-    told=(told, dict(mode='fp16')), reported=(reported, dict(mode='bf16')), fsdp1=(fsdp1, {}),
+    asked_fastai=(asked, dict(engine='fastai')), asked_gathers=(asked_gathers, {}), told=(told, dict(mode='fp16')), reported=(reported, dict(mode='bf16')), fsdp1=(fsdp1, {}),
     **{f'ddp_native {d} {v} {z}': (ddp_native, dict(dtype=d, view=v, to_none=z))
        for d in half_dtypes for v in (True,False) for z in (True,False)},
     **{f'{d} {h}': (compressed, dict(dtype=d, hook=h)) for d in half_dtypes
@@ -577,6 +629,7 @@ fsdp2 = dict(
     validated_first=(validated_first, dict(mode='fp16')), no_look=(no_look, dict(mode='bf16')),
     told_sharded=(told, dict(mode='bf16', sharded=True)))
 slow = dict(
+    asked_hand=(asked, dict(engine='hand')),
     **{f'loop {d} autocast': (loop, dict(dtype=d, reentrant='none', copies=False)) for d in half_dtypes},
     **{f'loop compiled {c}': (loop, dict(dtype=torch.bfloat16, reentrant=c, compiled=True)) for c in checkpointing},
     **{k:v for p in precisions for o in ('hand','fastai') for k,v in fits(o, p, options).items()},

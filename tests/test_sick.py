@@ -1,5 +1,6 @@
 """Models whose numbers go wrong: the right place is named, precision is told apart from other causes, and `keep` cures"""
 import pytest
+from sklearn.datasets import load_digits
 from mp_callbacks.half import half_precision
 from mp_callbacks.nonfinite import diagnose
 from sick_models import *
@@ -111,7 +112,7 @@ def test_backward():
     model,loss = net_and_loss(1.)
     half = half_precision(model, torch.float16)
     big = diagnose(model, loss, half, scale=2.**24)
-    assert (big.where,big.precision)==('backward',True) and 'The loss scale of 16777216 is too large' in str(big)
+    assert (big.where,big.precision)==('scale',True) and 'The loss scale of 16777216 is too large' in str(big)
     huge = diagnose(model, lambda: loss()*1e6, half)
     assert (huge.where,huge.precision)==('backward',True) and '4' in huge.keep and 'bfloat16' in str(huge)
 
@@ -141,7 +142,7 @@ def test_sparse_gradients():
     def loss(): return model(torch.tensor([1,5,1])).square().mean()
     half = half_precision(model, torch.float16)
     assert diagnose(model, loss, half).where=='nothing'
-    assert diagnose(model, loss, half, scale=2.**40).where=='backward'
+    assert diagnose(model, loss, half, scale=2.**40).where=='scale'
 
 def test_masks_are_no_overflow():
     "A mask of -inf goes through all modules, and only the layer that overflows is named"
@@ -192,3 +193,132 @@ def test_checkpointing(reentrant):
     with torch.no_grad(): model.body[1].weight.mul_(1e5)
     found = diagnose(model, lambda: model(xb).mean(), half)
     assert (found.where,found.module,found.keep)==('forward','body.1',('body.1','body.3'))
+
+# --- What was named wrongly once
+
+def deep_learner(to, **kwargs):
+    "The net of the page on troubleshooting whose learning rate is too high, with digits as numbers"
+    torch.manual_seed(42)
+    x,y = load_digits(return_X_y=True)
+    rows = [*zip(torch.tensor(x/16).float(), torch.tensor(y).float())]
+    net = nn.Sequential(nn.Linear(64,64), nn.ReLU(), nn.Linear(64,64), nn.ReLU(), nn.Linear(64,1))
+    dls = DataLoaders.from_dsets(rows, rows, bs=64, device='cpu', num_workers=0, shuffle=False)
+    return getattr(get_learner(net, dls, opt_func=SGD), to)(**kwargs)
+
+@pytest.mark.parametrize('to,kwargs', [('to_fp16',{}), ('to_native_fp16',{}), ('to_native_fp16',dict(init_scale=2.**24)), ('to_bf16',{})])
+def test_divergence_after_a_skipped_step(to, kwargs):
+    "The first loss may be nan, as its step was skipped while the scale was found"
+    learn = deep_learner(to, **kwargs)
+    learn.fit(1, lr=.5)
+    found = learn.find_nonfinite()
+    assert (found.where,found.precision)==('training',False) and 'Training has diverged' in str(found)
+
+class Distance(nn.Module):
+    "The distance of two encodings: the root of 0 has no gradient"
+    def __init__(self):
+        super().__init__()
+        self.enc,self.head = nn.Sequential(nn.Linear(8,8), nn.Tanh()),nn.Linear(1,1)
+    def forward(self, x):
+        far = (self.enc(x)-self.enc(x.abs())).pow(2).sum(-1, keepdim=True).sqrt()
+        return self.head(far)
+
+@pytest.mark.parametrize('half', [False, True])
+@pytest.mark.parametrize('nested', [False, True])
+def test_backward_of_own_code(half, nested):
+    "A module whose own `forward` makes nan on the way back is named, and between which of the modules inside it"
+    torch.manual_seed(0)
+    model,x = Distance(),torch.randn(4,8)
+    x[1] = x[1].abs()
+    if nested: model = nn.Sequential(nn.Linear(8,8), Rows(x), model)
+    found = diagnose(model, lambda: model(x).float().square().mean(), half_precision(model, torch.bfloat16) if half else None)
+    name = '2' if nested else ''
+    assert (found.where,found.module,found.precision)==('backward',name,False)
+    inner = '2.enc and 2.head' if nested else 'enc and head'
+    assert f"{name or 'the model'} (Distance) was the first where gradients became inf or nan, in its own forward, between {inner}." in str(found)
+
+class Rows(nn.Module):
+    "Rows that don't depend on what it is given, but for the gradient"
+    def __init__(self, x): super().__init__(); self.x = x
+    def forward(self, x): return self.x+0*x
+
+@pytest.mark.parametrize('to', ['to_fp16','to_native_fp16','to_bf16'])
+def test_one_wrong_label(to):
+    "Targets are looked at beside the predictions"
+    torch.manual_seed(0)
+    x = torch.randn(64,8)
+    y = x[:,:1].clone()
+    good,bad = [*zip(x, y)],[*zip(x, torch.where(torch.arange(64)[:,None]==5, 3e6, y))]
+    learn = getattr(get_learner(nn.Linear(8,1), DataLoaders.from_dsets(good, good, bs=64, device='cpu', num_workers=0)), to)()
+    learn.fit(2)
+    batch = tuple(map(torch.stack, zip(*bad)))
+    found = learn.find_nonfinite(batch)
+    assert (found.where,found.precision)==('targets',False)
+    assert 'The targets of this batch have values up to 3e+06, and the predictions up to' in str(found) and 'wrong label' in str(found)
+    # without a fit there is no loss to compare with
+    fresh = getattr(get_learner(nn.Linear(8,1), learn.dls), to)().find_nonfinite(batch)
+    assert fresh.where==('nothing' if to=='to_bf16' else 'targets')
+
+class MaskedRow(nn.Module):
+    "Attention in which one row may look at nothing"
+    def __init__(self): super().__init__(); self.q = nn.Linear(8,8)
+    def forward(self, x):
+        logits = self.q(x)@x.mT
+        logits[0] = -torch.inf
+        return logits.softmax(-1)@x
+
+def test_large_by_design():
+    "A large weight is evidence of divergence only if it has grown"
+    def _learner():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8,8), MaskedRow(), nn.Linear(8,1))
+        model.register_parameter('shift', nn.Parameter(torch.tensor(2e5)))
+        return get_learner(model)
+    for to in ('to_fp16','to_bf16','to_native_fp16'):
+        learn = getattr(_learner(), to)(max_skips=3)
+        with pytest.raises(FloatingPointError, match=r'1 \(MaskedRow\)') as e: learn.fit(1)
+        found = learn.find_nonfinite()
+        assert (found.where,found.module,found.precision)==('forward','1',False)
+        assert 'diverged' not in f'{found} {e.value}'
+    found = _learner().find_nonfinite() # float32: what the weights were isn't known
+    assert (found.where,found.module)==('forward','1') and 'if these have grown, training has diverged' in str(found)
+
+class OnlyHalf(nn.Linear):
+    "Like a kernel that was made for half precision"
+    def forward(self, x):
+        if not torch.is_autocast_enabled('cpu'): raise self.error
+        return super().forward(x)*torch.inf
+
+@pytest.mark.parametrize('error', [ValueError,TypeError,AssertionError,RuntimeError])
+def test_comparison_fails(error):
+    "A look that can't compute in float32 says so, and doesn't end training with its own error"
+    model = nn.Sequential(nn.Linear(8,8), OnlyHalf(8,1))
+    model[1].error = error('kernel for half only')
+    learn = get_learner(model).to_fp16(max_skips=3)
+    with pytest.raises(FloatingPointError, match='3 steps in a row were skipped') as e: learn.fit(1)
+    for text in (str(e.value),str(learn.find_nonfinite())):
+        assert '1 (OnlyHalf) was the first module that returned inf or nan' in text
+        assert f"computed in float32 for comparison, the model raises {error.__name__}: kernel for half only. Its own code may cast" in text
+
+class OwnHalf(nn.Linear):
+    def forward(self, x):
+        with torch.autocast('cpu', torch.float16): return super().forward(x*1e6)
+
+def test_comparison_in_half():
+    "Nor does it call it float32 if the model's own autocast computes in half precision"
+    model = nn.Sequential(nn.Linear(8,8), OwnHalf(8,1))
+    found = get_learner(model).to_fp16().find_nonfinite()
+    assert (found.where,found.module,found.precision)==('forward','1',False)
+    assert "computed in float32 for comparison, 1 still returns half precision. Its own code may cast" in str(found) and 'same' not in str(found)
+
+def test_fresh_scale_hides_nothing():
+    "A dynamic scale that is too large yet is named only if nothing else is found"
+    def _learner(spoil):
+        torch.manual_seed(0)
+        x = torch.randn(64,8)
+        if spoil: x[40] = torch.nan
+        rows = [*zip(x, 10*x[:,:1])]
+        return get_learner(nn.Linear(8,1), DataLoaders.from_dsets(rows, rows, bs=16, device='cpu', num_workers=0, shuffle=False))
+    for kwargs in ({}, dict(init_scale=2.**24)):
+        assert _learner(True).to_native_fp16(**kwargs).find_nonfinite().where=='inputs'
+    assert _learner(False).to_native_fp16(init_scale=2.**24).find_nonfinite().where=='scale'
+    assert _learner(True).to_fp16(dynamic=False, loss_scale=2**24).find_nonfinite().where=='scale' # it stays as it is

@@ -609,6 +609,8 @@ d = { 'settings': { 'branch': 'main',
                                      'mp_callbacks.report._exponents': ('report.html#_exponents', 'mp_callbacks/report.py'),
                                      'mp_callbacks.report._lost': ('report.html#_lost', 'mp_callbacks/report.py'),
                                      'mp_callbacks.report._lost_updates': ('report.html#_lost_updates', 'mp_callbacks/report.py'),
+                                     'mp_callbacks.report._outermost': ('report.html#_outermost', 'mp_callbacks/report.py'),
                                      'mp_callbacks.report._owned': ('report.html#_owned', 'mp_callbacks/report.py'),
                                      'mp_callbacks.report._relative': ('report.html#_relative', 'mp_callbacks/report.py'),
-                                     'mp_callbacks.report.measure_precision': ('report.html#measure_precision', 'mp_callbacks/report.py')}}}
+                                     'mp_callbacks.report.measure_precision': ('report.html#measure_precision', 'mp_callbacks/report.py'),
+                                     'mp_callbacks.report.shorten_keep': ('report.html#shorten_keep', 'mp_callbacks/report.py')}}}

@@ -17,7 +17,7 @@ from .dtypes import map_tensors
 from .loss_scale import DynamicLossScale
 from .modules import unchanged,unwrap
 from .nonfinite import Finding
-from .report import PrecisionReport,measure_precision
+from .report import PrecisionReport,measure_precision,shorten_keep
 from .plan import MemoryPlan,plan_memory
 from .callback import PrecisionCallback,alone,compute_loss,diagnose_batch,first_loss
 
@@ -54,8 +54,16 @@ def precision_report(
     if isinstance(batches, bool) or not isinstance(batches, int) or batches<1:
         raise ValueError(f"batches={batches!r} must be an int, at least 1. The default is 4.")
     report = PrecisionReport(cb.half_dtype, cb.loss_scale, tolerance)
-    half = _half(learn)
-    def _look(): measure_precision(report, half.model, lambda: compute_loss(learn), half, learn.opt)
+    half,losses = _half(learn),[]
+    def _look():
+        batch,keep = (learn.xb,learn.yb),report.keep
+        def _loss():
+            learn.xb,learn.yb = batch # it may be called in a later batch
+            return compute_loss(learn)
+        measure_precision(report, half.model, _loss, half, learn.opt)
+        if report.keep==keep: return
+        losses.append(_loss)
+        if keep and report.keep: shorten_keep(report, half.model, losses, half)
     _look_at(learn, _look, n=batches)
     return report
 

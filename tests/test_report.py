@@ -332,6 +332,76 @@ def test_keep_of_several_batches():
         measure_precision(report, model, lambda: F.mse_loss(model(xb), yb), half)
     assert report.keep==['1','3']
 
+class Sick(nn.Module):
+    "Overflows inside if `x` has `number` in its first row, in its own code"
+    def __init__(self, layer, number): super().__init__(); self.layer,self.number = layer,number
+    def forward(self, x, marked): return self.layer(x)*1e6/1e6 if self.number in marked else self.layer(x)
+
+class Marked(nn.Module):
+    "In rows marked 1 the layer inside is sick, in those marked 2 the layer around it; in those marked 3 the first"
+    def __init__(self):
+        super().__init__()
+        self.first,self.inner,self.around = Sick(nn.Linear(8,8), 3),Sick(nn.Linear(8,8), 1),nn.Module()
+        self.around.inner,self.out = self.inner,nn.Linear(8,1)
+        del self.inner
+        self.around.weight,self.around.forward = nn.Parameter(torch.randn(8,8)/3),self.run
+    def run(self, x, marked):
+        x = self.around.inner(x, marked)
+        x = F.linear(x, self.around.weight) # in half precision also if `x` isn't
+        return x*1e6/1e6 if 2 in marked else x
+    def forward(self, x):
+        marked = x[0,:1].int().tolist()
+        x = self.first(x[:,1:], marked)
+        return self.out(self.around(x, marked))
+
+def marked_learner(*marks):
+    torch.manual_seed(0)
+    x = torch.cat([torch.tensor(marks).repeat_interleave(4)[:,None].float(), torch.randn(4*len(marks), 8)], 1)
+    rows = [*zip(x, x[:,1:2])]
+    return get_learner(Marked(), DataLoaders.from_dsets(rows, rows, bs=4, device='cpu', num_workers=0, shuffle=False))
+
+@pytest.mark.parametrize('marks,keep', [((1,), ['around.inner.layer']), ((1,2), ['around']), ((2,1), ['around']), ((1,3), ['around.inner.layer','first.layer']),
+                                        ((3,1,2), ['first.layer','around'])])
+def test_keep_of_batches(marks, keep):
+    "Over all batches nothing in `keep` lies inside another, and each is needed"
+    report = marked_learner(*marks).to_fp16().precision_report(batches=len(marks))
+    assert report.keep==keep
+    def _enough(keep): return marked_learner(*marks).to_fp16(keep=keep).precision_report(batches=len(marks)).keep==[]
+    assert _enough(keep)
+    for o in keep: assert len(keep)==1 or not _enough([k for k in keep if k!=o])
+
+def test_keep_that_a_later_one_replaces():
+    "The first batch is cured by the norm or by the layer before, of which the second needs the layer"
+    class Second(nn.Linear):
+        def forward(self, x): return super().forward(x[:,1:])*(1e6 if x[0,0]==2 else 1)/(1e6 if x[0,0]==2 else 1)
+    torch.manual_seed(0)
+    x = torch.cat([torch.tensor([1.,2.]).repeat_interleave(4)[:,None], torch.randn(8, 8)], 1)
+    rows = [*zip(x, x[:,1:2])]
+    dls = DataLoaders.from_dsets(rows, rows, bs=4, device='cpu', num_workers=0, shuffle=False)
+    def _learner(): return get_learner(nn.Sequential(Second(8,16), SmallVariance(), nn.Linear(16,1)), dls)
+    assert _learner().to_fp16().precision_report(batches=1).keep==['1']
+    assert _learner().to_fp16().precision_report(batches=2).keep==['0']
+
+@pytest.mark.parametrize('n', [8, 64, 512])
+def test_few_runs(n):
+    "One sick module among `n` is found by halves"
+    from mp_callbacks.nonfinite import fewest,shortest_keep
+    for sick in (0, n//3, n-1):
+        tried = []
+        def _works(names):
+            tried.append(names)
+            return sick in names
+        assert fewest(range(n), _works)==[sick] and len(tried)<=2*math.log2(n)
+    assert fewest(range(n), lambda names: {1,5}<={*names})==[1,5]
+    half = half_precision(nn.Sequential(*[nn.Linear(1,1) for _ in range(n)]), torch.bfloat16)
+    tried = []
+    def _works(longer):
+        tried.append(longer.keep)
+        return str(n//2) in longer.keep
+    assert shortest_keep(half, _works)==[str(n//2)] and len(tried)<=2*math.log2(n)+2
+    tried.clear()
+    assert shortest_keep(half, _works, str(n//2))==[str(n//2)] and len(tried)==1
+
 @pytest.mark.parametrize('name', healthy)
 @pytest.mark.parametrize('call', calls)
 def test_healthy(name, call):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from fastai.basics import *
 
-from .dtypes import map_tensors
+from .dtypes import leaves,map_tensors
 from .loss_scale import DynamicLossScale
 from .modules import unchanged,unwrap
 from .nonfinite import Finding
@@ -28,7 +28,9 @@ def find_nonfinite(
 )->Finding: # Prints as a text
     """What is not finite first in a batch, is precision the cause, and what to do; see [nonfinite](06_nonfinite.ipynb)
 
-    The learner doesn't change. Raises `ValueError` if there is no batch, and `RuntimeError` in the middle of one."""
+    The learner doesn't change, but for parameters that a module or callback changes in `forward` or before it. With
+    several processes each looks at batches of all, and waits for none. Raises `ValueError` if there is no batch, and
+    `RuntimeError` in the middle of one, or if something would wait for other processes."""
     usual_loss,found = first_loss(learn),[]
     half,scale = _half(learn),cb.loss_scale if (cb := _precision(learn)) else 1.
     shrinks = cb is not None and isinstance(cb.scaling, DynamicLossScale) # by itself, until it fits
@@ -77,6 +79,10 @@ def precision_plan(
     cb,half,plans = _precision(learn),_half(learn),[]
     if batch is None:
         with _undisturbed(learn): batch = first(_batches(learn))
+    sizes = {len(t) if t.ndim else 0 for t in leaves(batch) if isinstance(t, torch.Tensor)}
+    if len(sizes)>1:
+        raise ValueError(f"The first dimensions of the tensors of this batch are {sorted(sizes)}, and must be the number "
+                         "of items, as the plan tries other numbers. Make one tensor of a list of images.")
     def _look():
         def _loss(n):
             "Loss of `n` items, after the callbacks have changed them"
@@ -121,9 +127,14 @@ def _undisturbed(learn):
     for o in lists: o.items = [*o.items]
     if 'rng' in getattr(dl, '__dict__', ()): dl.rng = copy(dl.rng)
     if learn.opt is None: learn.create_opt()
+    held = [getattr(v, 'items', v) if isinstance(v, L) else v for cb in learn.cbs for v in vars(cb).values()]
+    before += [(v,dict(v)) for v in held if isinstance(v, dict)]
+    lists = [(v,[*v]) for v in held if isinstance(v, list)]
     try:
         with unchanged(learn.model, [p for ps in learn.opt.param_lists for p in ps], before): yield
-    finally: set_random_states(**rngs)
+    finally:
+        for v,items in lists: v[:] = items
+        set_random_states(**rngs)
 
 def _look_at(learn, look, batch=None, n=None):
     """Call `look` with `learn` in the middle of `batch`, or of each batch, and return the number of batches
@@ -147,7 +158,7 @@ def _look_at(learn, look, batch=None, n=None):
     return cb.seen
 
 def _batches(learn):
-    "Batches of `dls.train`, also if a fit with `distrib_ctx` was interrupted: not a share of each process, for which all meet"
+    "Batches of `dls.train` without the `DistributedDL` that an interrupted fit has left, for which all processes meet"
     dl = learn.dls.train
     return dl.dl if type(dl).__name__=='DistributedDL' else dl
 

@@ -189,14 +189,16 @@ _to_contiguous_fp32.plain = _to_contiguous
 Learner.to_contiguous = _to_contiguous_fp32
 
 # %% ../nbs/13_learner.ipynb #c9d2f4b8
-_save = _plain(Learner.save)
+def _refuse_sharded(method, name):
+    "`method` of `Learner`, which raises a `ValueError` if it would write a part of the model"
+    plain = _plain(method)
+    @wraps(plain)
+    def _whole(self, *args, **kwargs):
+        if _precision(self) is not None and is_sharded(self.model):
+            raise ValueError(f"With FSDP2 each process has a part of the model, and learn.{name} would write one part. "
+                             "Use get_state_dict of torch.distributed.checkpoint.state_dict.")
+        return plain(self, *args, **kwargs)
+    _whole.plain = plain
+    return _whole
 
-@wraps(_save)
-def _save_whole(self, file, **kwargs):
-    if _precision(self) is not None and is_sharded(self.model):
-        raise ValueError("With FSDP2 each process has a part of the model, and learn.save would write one part. Use "
-                         "get_state_dict of torch.distributed.checkpoint.state_dict.")
-    return _save(self, file, **kwargs)
-
-_save_whole.plain = _save
-Learner.save = _save_whole
+Learner.save,Learner.export = _refuse_sharded(Learner.save, 'save'),_refuse_sharded(Learner.export, 'export')

@@ -69,8 +69,8 @@ class no_collectives(TorchDispatchMode):
     "Inside a `with`, an operation that waits for other processes raises `RuntimeError` instead"
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace not in ('c10d','_c10d_functional'): return func(*args, **(kwargs or {}))
-        raise RuntimeError(f"{func.overloadpacket} waits for all processes, which don't look at the same time. Until you "
-                           "have asked, use a loss, model and callbacks that gather nothing from other processes.")
+        raise RuntimeError(f"{func.overloadpacket} waits for all processes, which don't look at the same time. Until "
+                           "you have asked, use a loss, model and callbacks that gather nothing from other processes.")
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a0e
 def remember_buffers(

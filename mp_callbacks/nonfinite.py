@@ -63,8 +63,8 @@ def diagnose(
     try: full = _run(None) if half else seen
     except Exception as e: # such as a lack of memory, or a kernel for half precision
         where,text,name = _place(seen, None, ends)
-        return Finding(where, f"{text} Whether precision is the cause can't be seen: computed in float32 for comparison, "
-                              f"the model raises {type(e).__name__}: {str(e).strip()}. {_own_casts}", name)
+        why = f"the model raises {type(e).__name__}: {str(e).strip()}"
+        return Finding(where, f"{text} {_unknown} {why}. {_own_casts}", name)
     if not _finite(full):
         if given.bad: return Finding('inputs', f"The inputs of this batch have inf or nan, {given.bad} in all.")
         return _find_float32(model, full, wanted, half, usual_weight)
@@ -173,7 +173,8 @@ def _first_backward(trace):
         "The last call inside `c` whose results have bad gradients, or whether those of its arguments or parameters are"
         if _bad(c.grad_out): return None
         own = [trace.grads.get(id(p), Numbers()) for p in c.module._parameters.values()]
-        return next((o for o in _inside(trace.calls, c)[::-1] if _bad(o.grad_out)), None) or _bad([*c.grad_args,*own])>0
+        inner = [o for o in _inside(trace.calls, c) if _bad(o.grad_out)]
+        return inner[-1] if inner else _bad([*c.grad_args,*own])>0
     spoils = [(c,o) for c in trace.calls if (o := _spoilt(c))]
     return max(spoils, key=lambda pair: pair[0].started, default=(None,None))
 
@@ -218,7 +219,9 @@ def fewest(
     names, # Some things
     works, # Function of a list of some of them; true for all of them
 )->list: # In order
-    "Of `names` as few as `works`: each is needed. QuickXplain: Junker, Preferred Explanations and Relaxations, AAAI 2004."
+    """Of `names` as few as `works`: each is needed
+
+    By halves: for one of n, at most 2 log2(n) calls of `works`. QuickXplain (Junker, AAAI 2004)."""
     def _find(kept, new, names):
         "What is needed of `names` beside `kept`; `new`: has `kept` not been tried yet?"
         if new and works(kept): return []
@@ -251,6 +254,9 @@ def _place(seen, normal, ends):
     own = count_nonfinite(c.module._parameters)
     first = f"{_describe(c)} was the first module that returned inf or nan"
     if own.bad: return 'weights',f"{first}: {own.bad} of its own weights are inf or nan.",c.name
+    # a mask of -inf is meant
+    held = sum([(b.isnan()|b.isposinf()).sum().item() for b in tensors(c.module._buffers)])
+    if held: return 'weights',f"{first}: {held} numbers in its own buffers are inf or nan.",c.name
     why = f", from inputs up to {c.args.largest:.2g}" if c.args.largest else '' # 0 for integers
     why += ": inside, a number is too large, or too small to divide by."
     # the last that is too large counts: large inputs explain a large output
@@ -266,8 +272,9 @@ def _cure(keep, half, call):
     what = f"{names}, beside keep={half.keep!r}" if half.keep else f"{call}(keep={names})"
     return f"Keep {them} in float32: {what}, or train in {other}."
 
-_own_casts = ("Its own code may cast, by `.half()` or an autocast of its own: let it follow the dtype of its input, and ask "
-              "again.")
+_unknown = "Whether precision is the cause can't be seen: computed in float32 for comparison,"
+_own_casts = ("Its own code may cast, by `.half()` or an autocast of its own: let it follow the dtype of its input, "
+              "and ask again.")
 
 def _stand_out(wanted, full, times):
     "Are the targets `wanted` more than `times` as large as the predictions in the trace `full`?"
@@ -281,15 +288,15 @@ def _find_large_loss(trace, wanted, usual_loss):
     "The `Finding` for a finite `trace` with a loss far above `usual_loss`; None if it isn't"
     if usual_loss is None or not trace.loss>diverged*usual_loss>0: return
     if _stand_out(wanted, trace, 1): return Finding('targets', _describe_targets(wanted, trace))
-    return Finding('training', f"Training has diverged: the loss of this batch is {trace.loss:.3g} without an overflow, "
-                               f"and it was {usual_loss:.3g} before. Lower the learning rate.")
+    return Finding('training', f"Training has diverged: the loss of this batch is {trace.loss:.3g} without an "
+                               f"overflow, and it was {usual_loss:.3g} before. Lower the learning rate.")
 
 def _find_float32(model, full, wanted, half, usual_weight):
     "The `Finding` for a batch that isn't finite in float32"
     where,text,name = _place(full, None, math.inf)
     if half and full.halved:
-        return Finding(where, f"{text} Whether precision is the cause can't be seen: computed in float32 for comparison, "
-                              f"{full.halved[0] or 'the model'} still returns half precision. {_own_casts}", name)
+        why = f"{full.halved[0] or 'the model'} still returns half precision"
+        return Finding(where, f"{text} {_unknown} {why}. {_own_casts}", name)
     largest = count_nonfinite([*model.parameters()]).largest
     if where=='loss' and wanted.bad:
         where,text = 'targets',f"The targets of this batch have inf or nan, {wanted.bad} in all."
@@ -297,8 +304,8 @@ def _find_float32(model, full, wanted, half, usual_weight):
         where,text = 'targets',_describe_targets(wanted, full)
     elif where in ('forward','backward') and largest>huge_weight:
         if usual_weight is None:
-            text += (f" Weights have values up to {largest:.2g}: if these have grown, training has diverged, and a lower "
-                     "learning rate helps.")
+            text += (f" Weights have values up to {largest:.2g}: if these have grown, training has diverged, and a "
+                     "lower learning rate helps.")
         elif largest>diverged*usual_weight:
             where,name = 'training',''
             text = (f"Training has diverged: weights have values up to {largest:.2g}, and had up to {usual_weight:.2g} "

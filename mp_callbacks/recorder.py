@@ -32,7 +32,8 @@ class PrecisionRecorder(LeanCallback):
 
     def before_fit(self):
         if self.first_weight is None and not hasattr(self.learn, 'lr_finder'):
-            self.first_weight = largest_number([p.detach() for p in self.learn.model.parameters() if p.is_floating_point()])
+            params = [p.detach() for p in self.learn.model.parameters() if p.is_floating_point()]
+            self.first_weight = largest_number(params)
         if not self.columns or not hasattr(self.learn, 'recorder'): return
         recorder = self.learn.recorder
         end = len(recorder.metric_names)-recorder.add_time

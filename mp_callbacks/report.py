@@ -29,8 +29,10 @@ class PrecisionReport:
         self.modules,self.keep,self.error = {},[],0.
 
     @property
-    def best_scale(self):
-        "Power of two that leaves `default_headroom` above the largest gradient, as `to_fp16` does"
+    def safe_scale(self):
+        """Power of two with room for gradients `2**default_headroom` times as large, as `to_fp16` chooses it
+
+        It is not always the scale that loses least."""
         seen = np.flatnonzero(sum([o.acts+o.weights for o in self.modules.values()], _exponents([])))+_low
         if self.dtype==torch.bfloat16 or not len(seen): return 1.
         return 2.**min(max(_f16_end-default_headroom-seen[-1], 0), math.log2(default_cap))
@@ -40,32 +42,33 @@ class PrecisionReport:
         "One row per module with parameters. Shares are from 0 to 1; errors are relative to float32."
         rows = []
         for n,m in self.modules.items():
-            lost = [_lost(o, self.dtype, s) for o in (m.acts,m.weights) for s in (self.scale,self.best_scale)]
+            lost = [_lost(o, self.dtype, s) for o in (m.acts,m.weights) for s in (self.scale,self.safe_scale)]
             updates = m.updates[0]/m.updates[1] if m.updates[1] else math.nan
             share = m.largest/torch.finfo(self.dtype).max
             rows.append((n, m.kind, share, _relative(m.out_error), _relative(m.grad_error), *lost, updates))
         names = ('module','kind','largest/max','output error','gradient error','activations lost',
-                 'activations lost, best scale','weights lost','weights lost, best scale','updates lost')
+                 'activations lost, safe scale','weights lost','weights lost, safe scale','updates lost')
         return pd.DataFrame(rows, columns=names).set_index('module')
 
     def _repr_html_(self): return self.table.map(lambda o: o if isinstance(o, str) else f'{o:.2g}').to_html()
 
     def __repr__(self):
-        acts,best = sum([o.acts for o in self.modules.values()], _exponents([])),self.best_scale
+        acts,best = sum([o.acts for o in self.modules.values()], _exponents([])),self.safe_scale
         lost,least = [f'{_lost(acts, self.dtype, o):.1%}' for o in (self.scale,best)]
         off = f'differ from float32 by {self.error:.2%}' if math.isfinite(self.error) else 'are not finite'
         res = (f"In {str(self.dtype).removeprefix('torch.')}, gradients {off}. {lost} of the gradients of activations "
                f"become zero at the loss scale {self.scale:.9g}")
-        res += f", {least} at the best scale, {best:.9g}. " if best!=self.scale else ". "
+        room = f"which has room for gradients {2**default_headroom} times as large"
+        res += f", {least} at the safe scale, {best:.9g}, {room}. " if best!=self.scale else ". "
         if self.keep is None: return f"{res}No keep brings the difference under {self.tolerance:.0%}."
         if self.keep: return f"{res}Keep in float32, beside what is kept already: keep={self.keep!r}."
         if self.error<=self.tolerance: return f"{res}No module has to be kept in float32."
-        return f"{res}Use the best scale, or a dynamic one: then no module has to be kept in float32."
+        return f"{res}Use the safe scale, or a dynamic one: then no module has to be kept in float32."
 
     def plot(self,
         ax=None, # Matplotlib axes to draw on; None: new ones
     ): # The axes
-        "Show how large each module's gradients are, and the range of the format at the present and at the best scale"
+        "Show how large each module's gradients are, and the range of the format at the present and at the safe scale"
         if ax is None: _,ax = plt.subplots(figsize=(7, 1.5+.25*len(self.modules)))
         counts = np.array([o.acts+o.weights for o in self.modules.values()])
         counts = counts/counts.max(1, keepdims=True).clip(min=1)
@@ -73,7 +76,7 @@ class PrecisionReport:
         ax.imshow(counts, aspect='auto', cmap='Blues', extent=(_low-1,_high-1,len(counts)-.5,-.5), interpolation='none')
         info = torch.finfo(self.dtype)
         ends = np.log2([info.smallest_normal*info.eps/2,info.max])
-        for scale,style in {self.best_scale:':', self.scale:'-'}.items():
+        for scale,style in {self.safe_scale:':', self.scale:'-'}.items():
             for x in ends-math.log2(scale): ax.axvline(x, color='tab:red', ls=style)
             ax.plot([], [], color='tab:red', ls=style, label=f'range at loss scale 2^{math.log2(scale):.3g}')
         ax.set(xlabel='power of two of a gradient', yticks=range(len(counts)), yticklabels=[*self.modules])
@@ -103,7 +106,7 @@ def measure_precision(
                          "half precision is not the cause. Ask learn.find_nonfinite() what is, or diagnose().")
     first = opt is not None and not report.modules # updates are those of the first batch
     _add_batch(report, seen, full, errors, _lost_updates(opt, model, full.grads, half.dtype) if first else {})
-    best,report.error = report.best_scale,max(report.error, error)
+    best,report.error = report.safe_scale,max(report.error, error)
     if error<=report.tolerance or report.keep is None or _works(longer := half.keeping(report.keep)): return
     # what isn't finite in half precision first, as `diagnose` would try
     spoils = [c.name for c in seen.calls if not all(o.isfinite().all() for o in c.out)]
@@ -124,8 +127,8 @@ def shorten_keep(
     fulls = [(loss,trace_batch(model, loss, None, _copies, with_args=False)) for loss in losses]
     def _works(names):
         def _error_of(loss, full):
-            seen = trace_batch(model, loss, half.keeping(names), _copies, report.best_scale, with_args=False)
-            return _compare(seen, full, report.best_scale)[1]
+            seen = trace_batch(model, loss, half.keeping(names), _copies, report.safe_scale, with_args=False)
+            return _compare(seen, full, report.safe_scale)[1]
         return all(_error_of(*o)<=report.tolerance for o in fulls)
     report.keep = fewest(report.keep, _works)
 

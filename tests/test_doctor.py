@@ -378,3 +378,36 @@ def test_in_the_middle_of_a_batch(mode, look):
     words = 'trains in float32' if (mode,look)==('fp32','report') else 'in the middle of a batch'
     with pytest.raises((RuntimeError,ValueError), match=words): learn.fit(1, cbs=Ask())
     learn.fit(1)
+
+# --- What a look leaves as it was, and what it needs
+
+@each_look
+def test_lists_of_callbacks(look):
+    "A callback's own lists and dicts have afterwards what they had"
+    class Notes(Callback):
+        def __init__(self): self.seen,self.by,self.more = [0],{'n':0},L(0)
+        def before_batch(self): self.seen.append(1); self.more.append(1); self.by[len(self.seen)] = 1
+    notes = Notes()
+    learn = get_learner(cbs=notes).to_bf16()
+    looks[look](learn)
+    assert (notes.seen,notes.by,notes.more)==([0],{'n':0},[0])
+    learn.fit(1)
+    assert len(notes.seen)>1
+
+def test_plan_needs_items_first():
+    "A list of images has other first dimensions"
+    class Images(nn.Module):
+        def __init__(self): super().__init__(); self.layer = nn.Linear(4,1)
+        def forward(self, images): return self.layer(torch.stack([o.mean((0,1)) for o in images]))
+    learn = get_learner(Images()).to_bf16()
+    batch = [torch.rand(3,4,4) for _ in range(2)],torch.rand(2,1)
+    with pytest.raises(ValueError, match=r'first dimensions of the tensors of this batch are \[2, 3\]'): learn.precision_plan(batch)
+    assert learn.find_nonfinite(batch).where=='nothing'
+
+def test_sweep_is_no_training():
+    "`lr_find` isn't in the record: its last steps are meant to diverge"
+    learn = get_learner().to_fp16()
+    learn.lr_find(num_it=20, show_plot=False)
+    assert learn.precision_recorder.summary()=='No steps yet.'
+    learn.fit(1)
+    assert len(learn.precision_recorder.log)==len(learn.dls.train)

@@ -178,7 +178,7 @@ def off(full, half, scale):
     return math.sqrt(np.mean(np.square(gs)))
 
 def expected(model, opt, batches, dtype, copies, scale):
-    "Table, error and best scale of the report"
+    "Table, error and safe scale of the report"
     both = [run_both(model, b, dtype, copies, scale) for b in batches]
     moves = lost_updates(model, opt, batches[0], dtype) # the next step
     def cat(i, k, n): return [t for o in both for t in o[i][k].get(n, [])]
@@ -206,7 +206,7 @@ def check(name, opt, n, dtype, copies, scale):
     want,err,best = expected(model, opt, batches[:n], dtype, copies, scale)
     report = report_of(model, opt, batches[:n], dtype, copies, scale)
     table = report.table
-    assert report.best_scale==best
+    assert report.safe_scale==best
     assert math.isclose(report.error, err, rel_tol=1e-5)
     assert {*table.index}=={*want.index} and list(table.kind)==[type(own(model)[o]).__name__ for o in table.index]
     got,want = table.drop(columns='kind').astype(float),want.loc[table.index].to_numpy()
@@ -236,12 +236,12 @@ def test_scales(scale):
     "A scale below 1 makes gradients vanish"
     table = check('mlp', 'adam', 2, torch.float16, True, scale)
     assert (table['activations lost']>.02).any()==(table['weights lost']>.02).any()==(scale<1)
-    assert all((table[f'{o} lost, best scale']==0).all() for o in ('activations','weights'))
+    assert all((table[f'{o} lost, safe scale']==0).all() for o in ('activations','weights'))
 
-def test_best_scale_is_the_learners():
+def test_safe_scale_is_the_learners():
     "It is what `to_fp16` finds in the first step, where a weight has the largest gradient"
     learn = get_learner().to_fp16()
-    best = learn.precision_report(batches=1).best_scale
+    best = learn.precision_report(batches=1).safe_scale
     learn.fit(1)
     assert best==learn.mixed_precision.loss_scale>1
 
@@ -422,7 +422,7 @@ def test_text():
     assert str(report)==repr(report)
     assert f'differ from float32 by {report.error:.2%}' in str(report)
     assert f'{lost(gs, torch.float16, 2.**-14):.1%} of the gradients of activations become zero' in str(report)
-    assert f'at the loss scale {2.**-14:.9g}, 0.0% at the best scale, {report.best_scale:g}.' in str(report)
+    assert f'at the loss scale {2.**-14:.9g}, 0.0% at the safe scale, {report.safe_scale:g}, which has room' in str(report)
     html = report._repr_html_()
     assert all(o.strip() in html for o in report.table.columns) and html.count('<td>')==9*len(report.table)
     assert "keep=['1']" in str(report_of(troubled['variance'](), None, batches[:1], torch.float16))
@@ -444,13 +444,13 @@ def test_plot(dtype, copies):
         np.testing.assert_allclose(row, want/want.max())
     lines = sorted({round(o.get_xdata()[0], 3) for o in ax.lines if len(o.get_xdata())})
     low,high = dict(float16=(-25,16), bfloat16=(-134,128))[str(dtype)[6:]]
-    shifts = {-math.log2(o) for o in (.25,report.best_scale)}
+    shifts = {-math.log2(o) for o in (.25,report.safe_scale)}
     np.testing.assert_allclose(lines, sorted(o+s for o in (low,high) for s in shifts), atol=.01)
     a,b = ax.get_xlim()
     powers = torch.cat([g[g!=0].abs().log2() for gs in (acts,grads) for o in gs.values() for g in o])
     assert a<powers.median() and powers.max()<b # a row's first hundredth may be outside
     texts = [o.get_text() for o in ax.get_legend().get_texts()]
-    assert texts==[f'range at loss scale 2^{math.log2(o):g}' for o in (report.best_scale,.25)]
+    assert texts==[f'range at loss scale 2^{math.log2(o):g}' for o in (report.safe_scale,.25)]
     plt.close('all')
 
 def test_no_gradients():
@@ -458,7 +458,7 @@ def test_no_gradients():
     model = make('mlp')
     report = PrecisionReport(torch.float16)
     measure_precision(report, model, lambda: model(batches[0][0]).sum()*0, half_precision(model, torch.float16))
-    assert report.best_scale==1 and report.error==0 and len(report.table)==3 and len(str(report))>50
+    assert report.safe_scale==1 and report.error==0 and len(report.table)==3 and len(str(report))>50
     report.plot()
     plt.close('all')
 

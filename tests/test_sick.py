@@ -82,9 +82,9 @@ def test_gradients_that_vanish():
     assert learn.find_nonfinite().where=='nothing'
     report = learn.precision_report()
     first = report.table.iloc[0]
-    assert first['activations lost']==1 and first['activations lost, best scale']<.2 and report.error>.1
-    assert report.keep==[] and report.best_scale>=2**6
-    better = vanishing().to_fp16(loss_scale=report.best_scale, dynamic=False).precision_report()
+    assert first['activations lost']==1 and first['activations lost, safe scale']<.2 and report.error>.1
+    assert report.keep==[] and report.safe_scale>=2**6
+    better = vanishing().to_fp16(loss_scale=report.safe_scale, dynamic=False).precision_report()
     assert better.error<.05
 
 @pytest.mark.parametrize('name', healthy)
@@ -322,3 +322,16 @@ def test_fresh_scale_hides_nothing():
         assert _learner(True).to_native_fp16(**kwargs).find_nonfinite().where=='inputs'
     assert _learner(False).to_native_fp16(init_scale=2.**24).find_nonfinite().where=='scale'
     assert _learner(True).to_fp16(dynamic=False, loss_scale=2**24).find_nonfinite().where=='scale' # it stays as it is
+
+class Buffered(nn.Linear):
+    def __init__(self, number):
+        super().__init__(8,1)
+        self.register_buffer('shift', torch.tensor([number]*3))
+    def forward(self, x): return super().forward(x)+self.shift.max()
+
+def test_buffer():
+    "A buffer that isn't finite is named as such; a mask of -inf isn't"
+    found = get_learner(nn.Sequential(nn.Linear(8,8), Buffered(torch.inf))).to_fp16().find_nonfinite()
+    assert (found.where,found.module)==('weights','1') and '3 numbers in its own buffers are inf or nan' in str(found)
+    masked = get_learner(nn.Sequential(nn.Linear(8,8), Buffered(-torch.inf))).to_fp16().find_nonfinite()
+    assert (masked.where,masked.module)==('forward','1') and 'buffers' not in str(masked)

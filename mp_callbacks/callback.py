@@ -11,13 +11,14 @@ __all__ = ['default_max_skips', 'state_prefix', 'LeanCallback', 'is_precision', 
            'refuse_unknown']
 
 # %% ../nbs/10_callback.ipynb #9d7979a9
-import math,re,sys,torch
+import math,re,sys,torch,pandas as pd
 from contextlib import contextmanager,nullcontext,suppress
 from inspect import signature
 from numbers import Integral,Real
 from typing import NamedTuple
 from warnings import warn
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fastai.callback.core import *
 from fastai.torch_core import default_device
@@ -26,11 +27,11 @@ from fastcore.basics import defaults,patch
 from .dtypes import cast_tree,half_dtypes,supports
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale,default_headroom
 from .grads import StepStats,check_clip,mul_grads,prepare_grads,unique
-from .modules import (is_sharded,no_collectives,parameter_name,remember_buffers,reshard,restore_buffers,
-                                  several_ranks,unwrap)
+from .modules import (is_sharded,named_modules,no_collectives,parameter_name,remember_buffers,reshard,
+                                  restore_buffers,several_ranks,unwrap)
 from .half import check_half,half_precision
 from .flat import check_flat,flat_steps
-from .nonfinite import Finding,count_nonfinite,diagnose
+from .nonfinite import Finding,count_nonfinite,diagnose,outermost
 
 # %% ../nbs/10_callback.ipynb #e48706fe
 _had_progress = 'fastai.callback.progress' in sys.modules
@@ -61,16 +62,19 @@ class ScaleState(NamedTuple):
     scaling:StaticLossScale|DynamicLossScale # The loss scale, a value with its counters
     steps:int=0 # Steps so far, skipped ones included
     skips:int=0 # Skipped steps in a row
+    rescued:tuple=() # Pairs of a module that is kept in float32 since a step of the training, and this step
 
-    def numbers(self)->dict: # Plain numbers by name
+    def numbers(self)->dict: # Plain numbers by name, and the pairs of `rescued` if there are any
         "For the optimizer's hyper-parameters"
-        return dict(self.scaling.state_dict(), steps=self.steps, skips=self.skips)
+        rescued = dict(rescued=self.rescued) if self.rescued else {}
+        return dict(self.scaling.state_dict(), steps=self.steps, skips=self.skips, **rescued)
 
     def loaded(self,
         numbers:dict, # From `numbers` of this or another state
     )->'ScaleState':
         "The state with the settings of `self` and the `numbers` of another"
-        return type(self)(self.scaling.load_state_dict(numbers), numbers['steps'], numbers['skips'])
+        rescued = tuple(map(tuple, numbers.get('rescued', ())))
+        return type(self)(self.scaling.load_state_dict(numbers), numbers['steps'], numbers['skips'], rescued)
 
 class PrecisionCallback(LeanCallback):
     """Scale the loss, check the gradients, and skip the step if they are not finite
@@ -89,13 +93,15 @@ class PrecisionCallback(LeanCallback):
         scaling:StaticLossScale|DynamicLossScale, # Loss scale
         clip:float=None, # Maximum global gradient norm, unscaled
         max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
+        rescue:bool=False, # Keep modules in float32 from then on, if that is the cure?
     ):
         check_clip(clip)
+        _check_bools(rescue=rescue)
         if isinstance(max_skips, bool) or not isinstance(max_skips, Integral) or max_skips<1:
             raise ValueError(f"max_skips={max_skips!r} must be an int, at least 1. After so many skipped steps in a "
                              f"row training stops. The default is {default_max_skips}.")
         self._initial,self._scale_state = scaling,ScaleState(scaling)
-        self.clip,self.max_skips = clip,max_skips
+        self.clip,self.max_skips,self.rescue = clip,max_skips,rescue
 
     @property
     def half_dtype(self)->torch.dtype:
@@ -111,7 +117,9 @@ class PrecisionCallback(LeanCallback):
     @property
     def half(self)->half_precision:
         "How the learner's model computes"
-        if self._half is None or self._half.model is not self.learn.model: self._half = self.new_half(self.learn.model)
+        if self._half is None or self._half.model is not self.learn.model:
+            half,rescued = self.new_half(self.learn.model),[name for name,_ in self._scale_state.rescued]
+            self._half = half.keeping(rescued) if rescued else half
         return self._half
 
     @half.setter
@@ -142,8 +150,21 @@ class PrecisionCallback(LeanCallback):
 
     def _set_state(self, state):
         "Remember `state`, in the optimizer, too"
+        if state.rescued!=self._scale_state.rescued: self._half = None
         self._scale_state = state
         write_state(self.learn.opt, state.numbers())
+
+    def take_loaded(self):
+        "Take over the loss scale and the modules to keep if the optimizer has loaded others"
+        state = self.state
+        if state is not self._scale_state: self._set_state(state)
+
+    def policy(self)->pd.DataFrame: # As from `half_precision.policy`
+        "How each module of the learner's model computes, and why"
+        table = self.half.policy()
+        for name,step in self._scale_state.rescued:
+            table.loc[[o==name or o.startswith(f'{name}.') for o in table.module],'why'] = f'rescued, step {step}'
+        return table
 
     def same_settings(self, other):
         "Does `other` have the same type and initial loss scale?"
@@ -169,6 +190,7 @@ class MixedPrecision(PrecisionCallback):
         min_loss_scale:float=1., # Smallest value of a dynamic scale
         headroom:float=default_headroom, # Powers of two between the first gradients and 65504; None: start at the cap
         max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
+        rescue:bool=False, # Then keep modules in float32 from then on instead, if that is the cure?
         **kwargs
     ):
         refuse_unknown(kwargs, 'MixedPrecision')
@@ -180,7 +202,7 @@ class MixedPrecision(PrecisionCallback):
                             min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         moving = _dynamic(max_loss_scale)
         if headroom is not None: moving = _dynamic(min(max(self.first_scale, min_loss_scale), max_loss_scale))
-        super().__init__(moving if dynamic and isinstance(loss_scale, Real) else scaling, clip, max_skips)
+        super().__init__(moving if dynamic and isinstance(loss_scale, Real) else scaling, clip, max_skips, rescue)
         self.flat_master = flat_master
 
     def _model_to_half(self): return next((cb for cb in self.learn.cbs if isinstance(cb, ModelToHalf)), None)
@@ -221,6 +243,7 @@ class NativeMixedPrecision(PrecisionCallback):
         min_loss_scale:float=1., # Smallest value of the scale
         max_loss_scale:float=2.**24, # Largest value of the scale
         max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
+        rescue:bool=False, # Then keep modules in float32 from then on instead, if that is the cure?
         **kwargs
     ):
         refuse_unknown(kwargs, 'NativeMixedPrecision')
@@ -235,7 +258,7 @@ class NativeMixedPrecision(PrecisionCallback):
                                   backoff=backoff_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         scaling = _renamed(names, as_loss_scale, init_scale)
         self._enabled = enabled and self._half_dtype==torch.float16
-        super().__init__(scaling if self._enabled else StaticLossScale(), clip, max_skips)
+        super().__init__(scaling if self._enabled else StaticLossScale(), clip, max_skips, rescue)
 
     @property
     def half_dtype(self): return self._half_dtype
@@ -281,7 +304,8 @@ class ModelToHalf(LeanCallback):
 
     def policy(self):
         "How each module of the learner's model computes, and why: a `DataFrame`, see `half_precision.policy`"
-        return self.new_half(self.learn.model).policy()
+        scaled = next((cb for cb in self.learn.cbs if isinstance(cb, MixedPrecision)), None)
+        return (scaled or self.new_half(self.learn.model)).policy()
 
 # %% ../nbs/10_callback.ipynb #2b8d46eb
 state_prefix = 'mp_'
@@ -318,9 +342,9 @@ def write_state(
 @patch
 def before_fit(self:PrecisionCallback):
     self.check(self.learn)
+    if self.learn.opt is not None: self._set_state(self.state) # the optimizer may be new, or have loaded a checkpoint
     self.half.refresh()
     if self.learn.opt is None: return
-    self._set_state(self.state) # the optimizer may be new, or have loaded a checkpoint
     if self.in_batch: return # a validation inside a batch
     self.drop_overflow()
     self._window = None # an unfinished step goes on, but the model may have loaded other buffers
@@ -436,9 +460,9 @@ def after_pred(self:PrecisionCallback):
 @contextmanager
 def backward(self:PrecisionCallback):
     "Context manager around the backward pass of the learner's loss"
-    learn,loss,state = self.learn,self.learn.loss_grad,self.state
-    if state is not self._scale_state: self._set_state(state) # a callback has loaded a checkpoint
-    scale = state.scaling.loss_scale
+    learn,loss = self.learn,self.learn.loss_grad
+    self.take_loaded() # a callback may have loaded a checkpoint
+    scale = self._scale_state.scaling.loss_scale
     params = self._params_and_models() if scale!=1 else []
     mul_grads(params, scale)
     learn.loss_grad = self._scale_loss(cast_tree(loss, torch.float32, half_dtypes), scale)
@@ -465,8 +489,8 @@ def _scale_loss(self:PrecisionCallback, loss, scale): return loss*scale if scale
 # %% ../nbs/10_callback.ipynb #4e17346a
 @patch
 def before_step(self:PrecisionCallback):
-    learn,(scaling,steps,_) = self.learn,self._scale_state
-    stats = prepare_grads(self._params(), scaling.loss_scale, self.clip, steps, scaling.wants_amax,
+    learn,state = self.learn,self._scale_state
+    stats = prepare_grads(self._params(), state.scaling.loss_scale, self.clip, state.steps, state.scaling.wants_amax,
                           also=self.half.params, unscaled=True)
     learn.step_stats = self._stats = stats
     if stats.finite: return
@@ -494,8 +518,9 @@ def after_step(self:PrecisionCallback):
 
 @patch
 def _count_step(self:PrecisionCallback):
-    finite,(scaling,steps,skips) = self._stats.finite,self._scale_state
-    self._set_state(ScaleState(scaling.adjust(finite, self._stats.amax), steps+1, 0 if finite else skips+1))
+    finite,state = self._stats.finite,self._scale_state
+    scaling = state.scaling.adjust(finite, self._stats.amax)
+    self._set_state(state._replace(scaling=scaling, steps=state.steps+1, skips=0 if finite else state.skips+1))
 
 # %% ../nbs/10_callback.ipynb #9eb55ddc
 @patch
@@ -569,15 +594,37 @@ def _cause(self:PrecisionCallback):
     return f"The gradient of {name} was the first that was not finite. Computed again, this batch is finite. {ways}"
 
 @patch
+def _rescue(self:PrecisionCallback, found):
+    "Names of modules to keep in float32 from now on; none if that isn't the cure, here and in other processes"
+    model = self.learn.model
+    findings = [found]
+    if any(isinstance(m, DistributedDataParallel) for m in model.modules()):
+        findings = [None]*torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(findings, found)
+    findings = [o for o in findings if isinstance(o, Finding)] # in other processes the batch may have been finite
+    if not all(o.precision and o.keep for o in findings): return []
+    names = {name for o in findings for name in o.keep}
+    names = outermost([name for name in named_modules(model) if name in names])
+    try: self.half.keeping(names)
+    except ValueError: return [] # no module would be left in half precision
+    return names
+
+@patch
 def _report_skips(self:PrecisionCallback):
-    scaling,steps,skips = self._scale_state
+    state = self._scale_state
+    steps,skips = state.steps,state.skips
     if skips<self.max_skips and skips!=self.warn_skips: return
-    first = steps-skips
+    first,found = steps-skips,self._cause()
     story = (f"{skips} steps in a row were skipped, since step {first}, because gradients were not finite. "
-             f"{self._cause()} The loss scale is {scaling.loss_scale:.9g}, and the weights have not changed since "
+             f"{found} The loss scale is {state.scaling.loss_scale:.9g}, and the weights have not changed since "
              f"step {first}.")
+    if self.rescue and (names := self._rescue(found)):
+        rescued = *state.rescued,*[(name,steps) for name in names]
+        self._set_state(ScaleState(self._initial, steps, 0, rescued)) # which looks for its scale anew
+        keep = [name for name,_ in rescued]
+        return warn(f"{story} Kept in float32 from step {steps}: {names}. To do so from the start: keep={keep}.")
     if skips<self.max_skips: return warn(f"{story} After {self.max_skips} training will stop.")
-    self._set_state(ScaleState(self._initial, steps)) # the next fit looks for its scale anew
+    self._set_state(ScaleState(self._initial, steps, 0, state.rescued)) # the next fit looks for its scale anew
     raise FloatingPointError(story)
 
 # %% ../nbs/10_callback.ipynb #e467b456

@@ -81,8 +81,8 @@ def precision_plan(
         with _undisturbed(learn): batch = first(_batches(learn))
     sizes = {len(t) if t.ndim else 0 for t in leaves(batch) if isinstance(t, torch.Tensor)}
     if len(sizes)>1:
-        raise ValueError(f"The first dimensions of the tensors of this batch are {sorted(sizes)}, and must be the number "
-                         "of items, as the plan tries other numbers. Make one tensor of a list of images.")
+        raise ValueError(f"The first dimensions of the tensors of this batch are {sorted(sizes)}, and must be the "
+                         "number of items, as the plan tries other numbers. Make one tensor of a list of images.")
     def _look():
         def _loss(n):
             "Loss of `n` items, after the callbacks have changed them"
@@ -167,4 +167,6 @@ def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, Pre
 def _half(learn):
     "How the learner's model computes, without its wrappers; None: in float32"
     cb = _precision(learn)
-    return cb.half.replace(model=unwrap(learn.model)) if cb else None
+    if cb is None: return
+    cb.take_loaded()
+    return cb.half.replace(model=unwrap(learn.model))

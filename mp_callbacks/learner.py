@@ -56,6 +56,7 @@ def to_fp16(self:Learner,
     min_loss_scale:float=1., # Smallest value of a dynamic scale
     headroom:float=default_headroom, # Powers of two between the first gradients and 65504; None: start at the cap
     max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
+    rescue:bool=False, # Then keep modules in float32 from then on instead, if that is the cure?
     keep=(), # Modules to keep in float32, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
     **kwargs
 )->Learner: # The same learner
@@ -66,7 +67,8 @@ def to_fp16(self:Learner,
     `RuntimeError` in the middle of a batch; then nothing has changed."""
     refuse_unknown(kwargs, 'to_fp16')
     scaled = MixedPrecision(loss_scale, flat_master, dynamic, max_loss_scale, div_factor, scale_wait, clip,
-                            min_loss_scale=min_loss_scale, headroom=headroom, max_skips=max_skips)
+                            min_loss_scale=min_loss_scale, headroom=headroom, max_skips=max_skips,
+                            rescue=rescue)
     return _set_precision(self, scaled, ModelToHalf(torch.float16, keep))
 
 # %% ../nbs/13_learner.ipynb #27fa3051
@@ -100,6 +102,7 @@ def to_native_fp16(self:Learner,
     min_loss_scale:float=1., # Smallest value of the scale
     max_loss_scale:float=2.**24, # Largest value of the scale
     max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
+    rescue:bool=False, # Then keep modules in float32 from then on instead, if that is the cure?
     **kwargs
 )->Learner: # The same learner
     """Train with autocast to float16 and the loss scaling of `torch.amp.GradScaler`, with its defaults
@@ -109,7 +112,7 @@ def to_native_fp16(self:Learner,
     refuse_unknown(kwargs, 'to_native_fp16')
     scaled = NativeMixedPrecision(init_scale, growth_factor, backoff_factor, growth_interval, enabled, clip=clip,
                                   keep=keep, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale,
-                                  max_skips=max_skips)
+                                  max_skips=max_skips, rescue=rescue)
     return _set_precision(self, scaled)
 
 # %% ../nbs/13_learner.ipynb #b7c7f369

@@ -6,7 +6,7 @@ Docs: https://example.github.io/mp_callbacks/nonfinite.html.md"""
 
 # %% auto #0
 __all__ = ['diverged', 'huge_weight', 'Finding', 'diagnose', 'Trace', 'Call', 'tensors', 'trace_batch', 'Numbers',
-           'count_nonfinite', 'shortest_keep', 'fewest']
+           'count_nonfinite', 'shortest_keep', 'fewest', 'outermost']
 
 # %% ../nbs/06_nonfinite.ipynb #6c83ed94
 import math,torch
@@ -230,6 +230,12 @@ def fewest(
         needed = _find(kept+last, True, first) # so that of several ways the later modules are taken
         return needed+_find(kept+needed, bool(needed), last)
     return _find([], False, [*names])
+
+def outermost(
+    names, # Names of modules
+)->list: # In order
+    "`names` without those of modules inside others"
+    return [name for name in names if not any(name.startswith(f'{o}.') for o in names)]
 
 # %% ../nbs/06_nonfinite.ipynb #73a5635f
 def _describe(c): return f"{c.name or 'the model'} ({type(c.module).__name__})" if c else 'the loss'

@@ -105,6 +105,8 @@ def summary(self:PrecisionRecorder)->str: # One sentence a line
     culprits = log.culprit[~log.finite].value_counts()
     for name,n in culprits[:1].items():
         res.append(f"First not finite: mostly {name}'s gradient ({n} of {culprits.sum()}). See learn.find_nonfinite().")
+    state = getattr(getattr(self.learn, 'mixed_precision', None), 'state', None)
+    for name,step in getattr(state, 'rescued', ()): res.append(f"{name} is kept in float32 since step {step}.")
     if scale.nunique()==1: res.append(f"The loss scale was always {scale[0]:.9g}.")
     else: res.append(f"The loss scale went from {scale[0]:.9g} to {scale.iloc[-1]:.9g} (smallest {scale.min():.9g}, "
                      f"largest {scale.max():.9g}, growths: {(scale.diff()>0).sum()}).")

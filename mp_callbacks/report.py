@@ -15,7 +15,7 @@ from torch import nn
 
 from .loss_scale import default_cap,default_headroom
 from .half import half_precision
-from .nonfinite import fewest,shortest_keep,tensors,trace_batch
+from .nonfinite import fewest,outermost,shortest_keep,tensors,trace_batch
 
 # %% ../nbs/07_report.ipynb #cebcbfb2
 class PrecisionReport:
@@ -111,11 +111,7 @@ def measure_precision(
     # what isn't finite in half precision first, as `diagnose` would try
     spoils = [c.name for c in seen.calls if not all(o.isfinite().all() for o in c.out)]
     more = shortest_keep(longer, _works, spoils[0] if spoils else '')
-    report.keep = None if more is None else _outermost(report.keep+more)
-
-def _outermost(names):
-    "`names` without those of modules inside others"
-    return [n for n in names if not any(n.startswith(f'{o}.') for o in names)]
+    report.keep = None if more is None else outermost(report.keep+more)
 
 def shorten_keep(
     report:PrecisionReport, # Report to which `measure_precision` has added several batches

@@ -369,6 +369,22 @@ def asked_gathers(rank):
     learn.fit(1)
     return dict(same=params(learn.model))
 
+class Softmax(nn.Module):
+    "Overflows float16 where `x` is large"
+    def forward(self, x): x = (x*20).exp(); return x/x.sum(-1, keepdim=True)
+
+def rescued(rank, mode):
+    "Only rank 1 sees batches that float16 can't compute; both keep the module from the same step on"
+    torch.manual_seed(0)
+    net = DistributedDataParallel(nn.Sequential(nn.Linear(8,16), Softmax(), nn.Linear(16,1)))
+    x,y = rows(rank)
+    learn = get_learner(net, as_dls(x*(3 if rank==1 else .01), y), opt_func=adamw)
+    modes[mode](learn, rescue=True)
+    learn.mixed_precision.warn_skips = 6
+    learn.fit(5)
+    policy = learn.mixed_precision.policy()
+    return dict(same=(params(learn.model),read_state(learn.opt),[*policy.why]), flags=learn.mixed_precision.state.rescued, want=(('1',6),))
+
 # --- Of PyTorch's tests
 
 class Own(nn.Module):

@@ -126,7 +126,8 @@ def test_measured_when_it_must_be(monkeypatch):
         order = 5
         def before_step(self):
             if self.iter in (7,8,15): next(self.model.parameters()).grad.fill_(inf)
-    for kwargs,want in ((dict(), [0]), (dict(headroom=None), [])):
+    # and once of the weights, when training begins
+    for kwargs,want in ((dict(), [0,0]), (dict(headroom=None), [0])):
         at.clear()
         learn = make('mlp', 20, cbs=Overflow(), max_loss_scale=2.**10, **kwargs)
         learn.fit(1)

@@ -1,0 +1,98 @@
+"A learner with `rescue=True` keeps the modules in float32 that half precision has made nan, and trains on"
+
+import pytest
+from sick_models import *
+
+pytestmark = pytest.mark.filterwarnings('ignore:float16 on a CPU', 'ignore:You are shadowing')
+curable = 'attention','softmax','variance'
+each_call = pytest.mark.parametrize('to', ['to_fp16','to_native_fp16'])
+
+def fit(learn, n, **kwargs):
+    "Train for `n` epochs of four steps, and return the texts of the warnings"
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter('always')
+        learn.fit(n, lr=1e-3, **kwargs)
+    return [text for o in seen if 'steps in a row' in (text := str(o.message))]
+
+@pytest.mark.parametrize('name', curable)
+@each_call
+def test_trains_on(name, to):
+    "As float32 does from the step on in which the module was kept"
+    learn,full = getattr(sick[name].make(), to)(rescue=True),sick[name].make()
+    told, = fit(learn, 28)
+    full.fit(20, lr=1e-3) # eight epochs of four steps were skipped
+    assert abs(learn.validate()[0]/full.validate()[0]-1)<.02
+    assert '32 steps in a row were skipped' in told and 'Precision is the cause' in told
+    assert "Kept in float32 from step 32: ['1']. To do so from the start: keep=['1']." in told
+    assert learn.mixed_precision.state.rescued==(('1',32),)
+    assert '1 is kept in float32 since step 32.' in learn.precision_recorder.summary()
+    policies = [learn.mixed_precision.policy()]+([learn.model_to_half.policy()] if to=='to_fp16' else [])
+    for table in policies:
+        of = table.set_index('module')
+        assert {*of.why[of.index.str.match(r'1(\.|$)')]}=={'rescued, step 32'} and of.compute['0']=='float16'
+    assert learn.find_nonfinite().where=='nothing' and all(p.dtype==torch.float32 for p in learn.model.parameters())
+
+def test_later():
+    "In the middle of training"
+    learn = sick['growing'].make().to_fp16(rescue=True)
+    told, = fit(learn, 40)
+    (name,step), = learn.mixed_precision.state.rescued
+    assert name=='1' and step>32 and f'Kept in float32 from step {step}' in told
+    assert learn.precision_recorder.log.finite[step:].all()
+
+@pytest.mark.parametrize('name,to', [('learning_rate','to_fp16'), ('learning_rate','to_native_fp16'), ('embedding','to_fp16')])
+def test_no_cure(name, to):
+    "The error as ever if precision isn't the cause"
+    learn = getattr(sick[name].make(), to)(rescue=True, max_skips=33)
+    with pytest.raises(FloatingPointError, match='33 steps in a row'), warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        learn.fit(30)
+    assert learn.mixed_precision.state.rescued==()
+
+class Worse(nn.Module):
+    "Nan in float32, too, after some steps"
+    def __init__(self): super().__init__(); self.softmax,self.calls = Softmax(),0
+    def forward(self, x):
+        if self.training and not torch.is_inference_mode_enabled(): self.calls += 1
+        return self.softmax(x) if self.calls<60 else x*torch.nan
+
+def test_second_streak():
+    "If nothing is left to add, training ends"
+    learn = get_learner(net(Worse)).to_fp16(rescue=True, max_skips=40)
+    with pytest.raises(FloatingPointError, match='40 steps in a row') as e: fit(learn, 60)
+    assert 'Precision is not the cause' in str(e.value) and len(learn.mixed_precision.state.rescued)==1
+
+def test_off_by_default():
+    learn = sick['softmax'].make().to_fp16(max_skips=33)
+    with pytest.raises(FloatingPointError), pytest.warns(UserWarning, match='32 steps'): learn.fit(30)
+    with pytest.raises(TypeError, match=r'learn.to_fp16\(rescue=…\)'): learn.to_bf16(rescue=True)
+    with pytest.raises(TypeError, match='rescue=1 must be True or False'): learn.to_fp16(rescue=1)
+
+@each_call
+@pytest.mark.parametrize('opt', ['fastai','torch'])
+def test_resumed(to, opt, tmp_path):
+    "A run that was killed and resumed has the weights, bit for bit, of one that went on"
+    def _learner():
+        learn = sick['softmax'].make()
+        learn.path = tmp_path
+        if opt=='torch': learn.opt_func = partial(OptimWrapper, opt=torch.optim.AdamW)
+        return getattr(learn, to)(rescue=True)
+    whole = _learner()
+    fit(whole, 10, cbs=SaveModelCallback(every_epoch=True, with_opt=True, fname='run'))
+    fit(whole, 3)
+    resumed = _learner()
+    resumed.create_opt()
+    resumed.load('run_9')
+    assert resumed.find_nonfinite().where=='nothing' # it knows before the next fit
+    assert fit(resumed, 3)==[] and resumed.mixed_precision.state==whole.mixed_precision.state
+    for a,b in zip(whole.model.parameters(), resumed.model.parameters()): assert torch.equal(a, b)
+    resumed.to_fp32()
+    assert not any(k.startswith('mp_') for k in resumed.opt.hypers[0])
+
+def test_exported(tmp_path):
+    "A copy and a pickle train on with what was kept"
+    learn = get_learner(net(Softmax), path=tmp_path).to_fp16(rescue=True)
+    fit(learn, 9)
+    assert learn.mixed_precision.state.rescued
+    learn.export()
+    assert [o.dtype for o in load_learner(tmp_path/'export.pkl').model.parameters()]==[torch.float32]*4

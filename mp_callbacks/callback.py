@@ -567,6 +567,7 @@ def diagnose_batch(
     half:half_precision, # How the model inside all wrappers computes; None: in float32
     scale:float, # Loss scale
     usual_loss:float|None, # Loss of other batches, from `first_loss`
+    tell=None, # Called before each run of the batch, with what is tried
 )->Finding:
     "What is not finite first in the batch that the learner is in, whether precision is the cause, and what to do"
     call = ''
@@ -574,7 +575,7 @@ def diagnose_batch(
     before = learn.pred,learn.loss_grad
     usual_weight = getattr(getattr(learn, 'precision_recorder', None), 'first_weight', None)
     try: return diagnose(unwrap(learn.model), lambda: compute_loss(learn), half, learn.xb, learn.yb, scale,
-                         usual_loss, f'learn.{call}', usual_weight)
+                         usual_loss, f'learn.{call}', usual_weight, tell)
     finally: learn.pred,learn.loss_grad = before
 
 @patch

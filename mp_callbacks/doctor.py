@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/doctor.html.md"""
 __all__ = ['find_nonfinite', 'precision_report', 'precision_plan']
 
 # %% ../nbs/12_doctor.ipynb #8d9c9a6d
-import torch
+import time,torch
 from contextlib import contextmanager
 
 from fastai.basics import *
@@ -34,10 +34,11 @@ def find_nonfinite(
     usual_loss,found = first_loss(learn),[]
     half,scale = _half(learn),cb.loss_scale if (cb := _precision(learn)) else 1.
     shrinks = cb is not None and isinstance(cb.scaling, DynamicLossScale) # by itself, until it fits
+    bar = _Bar(learn)
     def _look():
-        found.append(diagnose_batch(learn, half, scale, usual_loss))
+        found.append(diagnose_batch(learn, half, scale, usual_loss, bar))
         return found[-1].where not in ('nothing',*(['scale'] if shrinks else []))
-    n = _look_at(learn, _look, batch)
+    with bar: n = _look_at(learn, _look, batch)
     if n==1 or found[-1].where!='nothing': return found[-1]
     too_large = [o for o in found if o.where=='scale']
     return too_large[0] if too_large else Finding('nothing', f"All {n} batches of dls.train are finite.")
@@ -56,17 +57,17 @@ def precision_report(
     if isinstance(batches, bool) or not isinstance(batches, int) or batches<1:
         raise ValueError(f"batches={batches!r} must be an int, at least 1. The default is 4.")
     report = PrecisionReport(cb.half_dtype, cb.loss_scale, tolerance)
-    half,losses = _half(learn),[]
+    half,losses,bar = _half(learn),[],_Bar(learn)
     def _look():
         batch,keep = (learn.xb,learn.yb),report.keep
         def _loss():
             learn.xb,learn.yb = batch # it may be called in a later batch
             return compute_loss(learn)
-        measure_precision(report, half.model, _loss, half, learn.opt)
+        measure_precision(report, half.model, _loss, half, learn.opt, bar)
         if report.keep==keep: return
         losses.append(_loss)
-        if keep and report.keep: shorten_keep(report, half.model, losses, half)
-    _look_at(learn, _look, n=batches)
+        if keep and report.keep: shorten_keep(report, half.model, losses, half, bar)
+    with bar: _look_at(learn, _look, n=batches)
     return report
 
 def precision_plan(
@@ -112,6 +113,24 @@ class _Look(Callback):
         raise CancelBatchException
 
     def after_train(self): raise CancelFitException # before metrics are reset for a validation
+
+class _Bar:
+    "fastai's progress bar, with the runs of batches so far, if the learner has one and they take more than a second"
+    def __init__(self, learn): self.wanted,self.start,self.runs,self.bar = hasattr(learn, 'progress'),time.time(),0,None
+
+    def __call__(self, tried):
+        self.runs += 1
+        if self.bar is None and self.wanted and time.time()-self.start>1:
+            from fastprogress.fastprogress import progress_bar # a learner with `progress` has imported it
+            self.bar = progress_bar(range(0), total='noinfer', leave=False)
+            self.bar.update(0)
+        if self.bar is None: return
+        self.bar.comment = tried
+        self.bar.update(self.runs)
+
+    def __enter__(self): return self
+    def __exit__(self, *args):
+        if self.bar is not None: self.bar.on_iter_end()
 
 @contextmanager
 def _undisturbed(learn):

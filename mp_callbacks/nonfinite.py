@@ -6,7 +6,7 @@ Docs: https://example.github.io/mp_callbacks/nonfinite.html.md"""
 
 # %% auto #0
 __all__ = ['diverged', 'huge_weight', 'Finding', 'diagnose', 'Trace', 'Call', 'tensors', 'trace_batch', 'Numbers',
-           'count_nonfinite', 'shortest_keep', 'fewest', 'outermost']
+           'count_nonfinite', 'shortest_keep', 'fewest', 'outermost', 'describe_run']
 
 # %% ../nbs/06_nonfinite.ipynb #6c83ed94
 import math,torch
@@ -45,6 +45,7 @@ def diagnose(
     usual_loss:float=None, # Loss of other batches: if this one's is `diverged` times as large, training has diverged
     call:str='half_precision', # Name of the call with the option `keep`, for the text
     usual_weight:float=None, # Largest weight when training began; None: not known
+    tell=None, # Called before each run of the batch, with what is tried
 )->Finding: # Prints as a text
     """What was not finite first in a batch, whether precision is the cause, and what to do
 
@@ -54,7 +55,9 @@ def diagnose(
         raise RuntimeError("diagnose runs the batch in float32, too. Call it outside of `with half:`.")
     ends = torch.finfo(half.dtype).max if half else math.inf
     end = f"{str(half.dtype).removeprefix('torch.')} ends at {ends:g}" if half else ''
-    def _run(half, scale=1.): return trace_batch(model, compute_loss, half, count_nonfinite, scale)
+    def _run(half, scale=1.):
+        if tell: tell(describe_run(half))
+        return trace_batch(model, compute_loss, half, count_nonfinite, scale)
     seen = _run(half, scale)
     given,wanted = count_nonfinite(inputs),count_nonfinite(targets)
     if _finite(seen):
@@ -236,6 +239,13 @@ def outermost(
 )->list: # In order
     "`names` without those of modules inside others"
     return [name for name in names if not any(name.startswith(f'{o}.') for o in names)]
+
+def describe_run(
+    half:half_precision, # How the model computes; None: in float32
+)->str:
+    "What a run of a batch tries, for a progress bar"
+    if half is None: return 'float32'
+    return f"{str(half.dtype).removeprefix('torch.')}, keep={half.keep!r}"
 
 # %% ../nbs/06_nonfinite.ipynb #73a5635f
 def _describe(c): return f"{c.name or 'the model'} ({type(c.module).__name__})" if c else 'the loss'

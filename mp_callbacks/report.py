@@ -15,7 +15,7 @@ from torch import nn
 
 from .loss_scale import default_cap,default_headroom
 from .half import half_precision
-from .nonfinite import fewest,outermost,shortest_keep,tensors,trace_batch
+from .nonfinite import describe_run,fewest,outermost,shortest_keep,tensors,trace_batch
 
 # %% ../nbs/07_report.ipynb #cebcbfb2
 class PrecisionReport:
@@ -58,7 +58,7 @@ class PrecisionReport:
         off = f'differ from float32 by {self.error:.2%}' if math.isfinite(self.error) else 'are not finite'
         res = (f"In {str(self.dtype).removeprefix('torch.')}, gradients {off}. {lost} of the gradients of activations "
                f"become zero at the loss scale {self.scale:.9g}")
-        room = f"which has room for gradients {2**default_headroom} times as large"
+        room = f"which has room for gradients {2**default_headroom:g} times as large"
         res += f", {least} at the safe scale, {best:.9g}, {room}. " if best!=self.scale else ". "
         if self.keep is None: return f"{res}No keep brings the difference under {self.tolerance:.0%}."
         if self.keep: return f"{res}Keep in float32, beside what is kept already: keep={self.keep!r}."
@@ -91,13 +91,16 @@ def measure_precision(
     compute_loss, # Function without arguments that calls `model` on a batch and returns the loss, a float32 scalar
     half:half_precision, # How the model computes
     opt=None, # Optimizer of PyTorch or fastai, for the lost updates
+    tell=None, # Called before each run of the batch, with what is tried
 ):
     """Add to `report` what half precision does in one batch
 
     Keeps the results and gradients of all modules in memory, in half precision and in float32. If the error is larger
     than the tolerance, looks for modules to keep. Parameters, buffers, gradients and random number generators are as
     before. Raises `ValueError` if the batch is not finite in float32."""
-    def _run(half, scale): return trace_batch(model, compute_loss, half, _copies, scale, with_args=False)
+    def _run(half, scale):
+        if tell: tell(describe_run(half))
+        return trace_batch(model, compute_loss, half, _copies, scale, with_args=False)
     def _works(half): return _compare(_run(half, best), full, best)[1]<=report.tolerance
     full,seen = _run(None, 1.),_run(half, report.scale)
     errors,error = _compare(seen, full, report.scale)
@@ -118,11 +121,13 @@ def shorten_keep(
     model:nn.Module, # Their model
     losses, # For each of these batches its `compute_loss`
     half:half_precision, # How the model computes
+    tell=None, # Called before each run of a batch, with what is tried
 ):
     "Leave modules out of `report.keep` that none of several batches needs, as what was added for a later one is enough"
     fulls = [(loss,trace_batch(model, loss, None, _copies, with_args=False)) for loss in losses]
     def _works(names):
         def _error_of(loss, full):
+            if tell: tell(f'keep={names!r}')
             seen = trace_batch(model, loss, half.keeping(names), _copies, report.safe_scale, with_args=False)
             return _compare(seen, full, report.safe_scale)[1]
         return all(_error_of(*o)<=report.tolerance for o in fulls)

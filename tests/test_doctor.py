@@ -411,3 +411,19 @@ def test_sweep_is_no_training():
     assert learn.precision_recorder.summary()=='No steps yet.'
     learn.fit(1)
     assert len(learn.precision_recorder.log)==len(learn.dls.train)
+
+@pytest.mark.parametrize('look', ['find','report'])
+def test_progress(look, capsys, monkeypatch):
+    "What takes longer shows fastai's bar, with the runs and what is tried; nothing without the bar"
+    from itertools import count
+    from types import SimpleNamespace
+    ticks = count()
+    monkeypatch.setattr('mp_callbacks.doctor.time', SimpleNamespace(time=lambda: next(ticks)))
+    learn = get_learner().to_bf16()
+    looks[look](learn)
+    assert capsys.readouterr().out==''
+    learn.add_cb(ProgressCallback())
+    with learn.no_bar(): looks[look](learn)
+    assert capsys.readouterr().out==''
+    looks[look](learn)
+    assert 'bfloat16, keep=()' in capsys.readouterr().out

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import nn
 
 from .dtypes import cast_tree,half_dtypes,leaves
-from .modules import StandIn,named_modules,unchanged
+from .modules import StandIn,TorchDispatchMode,named_modules,unchanged
 from .half import half_precision
 
 # %% ../nbs/06_nonfinite.ipynb #4bf88f33
@@ -55,15 +55,15 @@ def diagnose(
         raise RuntimeError("diagnose runs the batch in float32, too. Call it outside of `with half:`.")
     ends = torch.finfo(half.dtype).max if half else math.inf
     end = f"{str(half.dtype).removeprefix('torch.')} ends at {ends:g}" if half else ''
-    def _run(half, scale=1.):
+    def _run(half, scale=1., with_masks=False):
         if tell: tell(describe_run(half))
-        return trace_batch(model, compute_loss, half, count_nonfinite, scale)
-    seen = _run(half, scale)
+        return trace_batch(model, compute_loss, half, count_nonfinite, scale, with_masks=with_masks)
+    seen = _run(half, scale, with_masks=True)
     given,wanted = count_nonfinite(inputs),count_nonfinite(targets)
     if _finite(seen):
         nothing = Finding('nothing', f"This batch is finite. Its loss is {seen.loss:.3g}.")
         return _find_large_loss(seen, wanted, usual_loss) or nothing
-    try: full = _run(None) if half else seen
+    try: full = _run(None, with_masks=True) if half else seen
     except Exception as e: # such as a lack of memory, or a kernel for half precision
         where,text,name = _place(seen, None, ends)
         why = f"the model raises {type(e).__name__}: {str(e).strip()}"
@@ -101,6 +101,7 @@ class Call(NamedTuple):
     grad_args:list # Results of `measure` for their gradients
     out:object # Result of `measure` for what the module returned
     grad_out:list # Results of `measure` for the gradients of that
+    masked:bool # Has a softmax in the code of the module itself got a row of -inf? Its result is nan.
 
 def tensors(
     tree, # Any structure
@@ -109,6 +110,17 @@ def tensors(
     found = [o for o in leaves(tree) if isinstance(o, torch.Tensor)]
     return [t.to_dense() for t in found if t.is_floating_point() and t.numel()]
 
+class _Softmaxes(TorchDispatchMode):
+    "Adds the last of `running` to `masked` when a softmax gets a row of -inf"
+    def __init__(self, running, masked):
+        super().__init__()
+        self.running,self.masked = running,masked
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten._softmax,torch.ops.aten._log_softmax) and self.running:
+            if args[0].eq(-math.inf).all(args[1]).any(): self.masked.add(self.running[-1][0])
+        return func(*args, **(kwargs or {}))
+
 def trace_batch(
     model:nn.Module, # Model that `compute_loss` calls
     compute_loss, # Function without arguments that calls `model` on a batch, and returns a float32 loss
@@ -116,9 +128,10 @@ def trace_batch(
     measure, # Function of a structure of tensors
     scale:float=1., # Loss scale of the backward pass
     with_args:bool=True, # Measure the arguments of modules, too?
+    with_masks:bool=False, # Look at what each softmax gets, too?
 )->Trace:
     "Run `compute_loss` and the backward pass, and `measure` what modules take and return, and all gradients"
-    calls,running,halved = [],[],[]
+    calls,running,halved,masked = [],[],[],set()
     def _watch(tree):
         seen = []
         for t in tensors(tree):
@@ -130,7 +143,8 @@ def trace_batch(
         running.append((len(calls)+len(running), measure(given), _watch(given)))
 
     def _after(name, module, args, kwargs, out):
-        calls.append(Call(name, module, *running.pop(), measure(out), _watch(out)))
+        started,*given = running.pop()
+        calls.append(Call(name, module, started, *given, measure(out), _watch(out), started in masked))
         if any(o.dtype in half_dtypes for o in tensors(out)): halved.append(name)
 
     # `unchanged` gives each run the same random numbers
@@ -141,6 +155,7 @@ def trace_batch(
                 hooks.enter_context(m.register_forward_hook(partial(_after, name), with_kwargs=True))
                 # the hidden state in a recurrent layer may be in half precision
                 vars(m).update(cast_tree({k:o for k,o in vars(m).items() if k[0]!='_'}, torch.float32, half_dtypes))
+            if with_masks: hooks.enter_context(_Softmaxes(running, masked))
             loss = compute_loss()
         if loss.isfinite(): (loss*scale).backward()
         grads = {id(p):measure(p.grad) for p in model.parameters() if p.grad is not None}
@@ -274,7 +289,8 @@ def _place(seen, normal, ends):
     held = sum([(b.isnan()|b.isposinf()).sum().item() for b in tensors(c.module._buffers)])
     if held: return 'weights',f"{first}: {held} numbers in its own buffers are inf or nan.",c.name
     why = f", from inputs up to {c.args.largest:.2g}" if c.args.largest else '' # 0 for integers
-    why += ": inside, a number is too large, or too small to divide by."
+    inside = "a softmax gets -inf in all of a row" if c.masked else "a number is too large, or too small to divide by"
+    why += f": inside, {inside}."
     # the last that is too large counts: large inputs explain a large output
     for what,n in (('its output would have',full.out), ('its weights have',own), ('its input has',c.args)):
         if n.largest>ends: why = f": {what} values up to {n.largest:.2g}."

@@ -535,6 +535,8 @@ def no_look(rank, mode):
     learn = modes[mode](get_learner(shard(Net()), as_dls(*rows(rank)), opt_func=adamw))
     for f in (learn.find_nonfinite,learn.precision_report):
         with pytest.raises(RuntimeError, match='waits for all processes'): f()
+    for f in (learn.save,learn.export):
+        with pytest.raises(ValueError, match=f'learn.{f.__name__} would write one part'): f('part')
     learn.fit(1)
     return dict(same=[p.full_tensor() for ps in learn.opt.param_lists for p in ps])
 

@@ -622,8 +622,9 @@ def _report_skips(self:PrecisionCallback):
     if self.rescue and (names := self._rescue(found)):
         rescued = *state.rescued,*[(name,steps) for name in names]
         self._set_state(ScaleState(self._initial, steps, 0, rescued)) # which looks for its scale anew
-        keep = [name for name,_ in rescued]
-        return warn(f"{story} Kept in float32 from step {steps}: {names}. To do so from the start: keep={keep}.")
+        keep,own = [name for name,_ in rescued],self.new_half(self.learn.model).keep
+        start = f"keep={keep}, beside keep={own!r}" if own else f"keep={keep}"
+        return warn(f"{story} Kept in float32 from step {steps}: {names}. To do so from the start: {start}.")
     if skips<self.max_skips: return warn(f"{story} After {self.max_skips} training will stop.")
     self._set_state(ScaleState(self._initial, steps, 0, state.rescued)) # the next fit looks for its scale anew
     raise FloatingPointError(story)

@@ -9,7 +9,7 @@ __all__ = ['find_nonfinite', 'precision_report', 'precision_plan']
 
 # %% ../nbs/12_doctor.ipynb #8d9c9a6d
 import time,torch
-from contextlib import contextmanager
+from contextlib import contextmanager,nullcontext
 
 from fastai.basics import *
 
@@ -63,10 +63,10 @@ def precision_report(
         def _loss():
             learn.xb,learn.yb = batch # it may be called in a later batch
             return compute_loss(learn)
-        measure_precision(report, half.model, _loss, half, learn.opt, bar)
-        if report.keep==keep: return
+        # without the loss scale, which some steppers refuse
+        with PrecisionCallback.step(cb): measure_precision(report, half.model, _loss, half, learn.opt, bar)
         losses.append(_loss)
-        if keep and report.keep: shorten_keep(report, half.model, losses, half, bar)
+        if keep and report.keep and report.keep!=keep: shorten_keep(report, half.model, losses, half, bar)
     with bar: _look_at(learn, _look, n=batches)
     return report
 
@@ -93,7 +93,8 @@ def precision_plan(
             if cb: cb.half.remove()
             if hasattr(learn, 'model_resetter'): learn.model.reset() # its state may be of another size and dtype
             return compute_loss(learn)
-        plans.append(plan_memory(unwrap(learn.model), _loss, learn.opt, find_bs(learn.yb), half))
+        with PrecisionCallback.step(cb) if cb else nullcontext():
+            plans.append(plan_memory(unwrap(learn.model), _loss, learn.opt, find_bs(learn.yb), half))
         return True
     _look_at(learn, _look, batch)
     return plans[0]

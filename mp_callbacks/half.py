@@ -13,6 +13,7 @@ import re,torch
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
+from glob import escape
 from inspect import signature
 from threading import RLock,get_ident
 import pandas as pd
@@ -60,6 +61,7 @@ class half_precision:
         names, # Names of modules
     )->'half_precision':
         "The same with modules `names` in float32, too. Raises `ValueError` if none is left in half precision."
+        names = [*map(escape, names)] # they are no patterns
         if isinstance(self.keep, dict): return self.replace(keep={**self.keep, **dict.fromkeys(names, 'float32')})
         return self.replace(keep=[self.keep,*names])
 

@@ -212,8 +212,11 @@ def shortest_keep(
     def _works(keep, otherwise=True):
         key = frozenset(keep)
         if key not in known:
-            try: known[key] = works(half.keeping(keep))
+            try: longer = half.keeping(keep)
             except ValueError: known[key] = None # no module is left in half precision
+            else:
+                try: known[key] = works(longer)
+                except Exception: known[key] = False # the model's own code can't mix these dtypes
         return otherwise if known[key] is None else known[key]
 
     def _inside(name): return [n for n in names if n and n.rpartition('.')[0]==name]
@@ -235,7 +238,7 @@ def shortest_keep(
 
 def fewest(
     names, # Some things
-    works, # Function of a list of some of them; true for all of them
+    works, # Function of a list of some of them: true for all of them, and not for none
 )->list: # In order
     """Of `names` as few as `works`: each is needed
 

@@ -382,6 +382,36 @@ def test_keep_that_a_later_one_replaces():
     assert _learner().to_fp16().precision_report(batches=1).keep==['1']
     assert _learner().to_fp16().precision_report(batches=2).keep==['0']
 
+class Mixes(nn.Module):
+    "Overflows in `b`, whose result it can't write into that of `a` if only one of them is in float32"
+    def __init__(self): super().__init__(); self.a,self.b,self.out = nn.Linear(8,8),Sick(nn.Linear(8,8), 0),nn.Linear(8,1)
+    def forward(self, x):
+        res = self.a(x)
+        res[x>0] = self.b(x, [0])[x>0]
+        return self.out(res)
+
+def test_keep_where_dtypes_do_not_mix():
+    "An attempt that the model's own code can't compute is one that doesn't work"
+    found = get_learner(Mixes()).to_fp16().find_nonfinite()
+    assert found.precision and found.keep==('a','b.layer')
+    with half_precision(model := Mixes(), torch.float16, keep='b'), pytest.raises(RuntimeError, match='dtypes match'): model(torch.ones(2,8))
+
+@pytest.mark.parametrize('look', ['precision_report','precision_plan'])
+def test_strict_steppers(look):
+    "A stepper that takes only its own arguments never sees the loss scale"
+    def my_step(p, lr, do_wd=True): p.data.add_(p.grad.data, alpha=-lr)
+    learn = get_learner(opt_func=lambda ps, lr: Optimizer(ps, [my_step], lr=lr)).to_fp16()
+    learn.fit(1)
+    before = dict(learn.opt.hypers[0])
+    getattr(learn, look)()
+    assert learn.opt.hypers[0]==before
+
+def test_keep_of_odd_names():
+    "Names of modules are no patterns"
+    model = nn.Sequential(nn.Linear(8,16), nn.ModuleDict({'p[0]': SmallVariance()}), nn.Linear(16,1))
+    model[1].forward = lambda x: model[1]['p[0]'](x)
+    assert get_learner(model).to_fp16().find_nonfinite().keep==('1.p[0]',)
+
 @pytest.mark.parametrize('n', [8, 64, 512])
 def test_few_runs(n):
     "One sick module among `n` is found by halves"

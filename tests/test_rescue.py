@@ -96,3 +96,8 @@ def test_exported(tmp_path):
     assert learn.mixed_precision.state.rescued
     learn.export()
     assert [o.dtype for o in load_learner(tmp_path/'export.pkl').model.parameters()]==[torch.float32]*4
+
+def test_own_keep():
+    "The text says what is kept already, too"
+    told, = fit(sick['softmax'].make().to_fp16(keep='2', rescue=True), 9)
+    assert "keep=['1'], beside keep='2'." in told

@@ -93,7 +93,7 @@ class PrecisionCallback(LeanCallback):
         scaling:StaticLossScale|DynamicLossScale, # Loss scale
         clip:float=None, # Maximum global gradient norm, unscaled
         max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
-        rescue:bool=False, # Keep modules in float32 from then on, if that is the cure?
+        rescue:bool=False, # After 32 skipped steps in a row, keep modules in float32 from then on, if that is the cure?
     ):
         check_clip(clip)
         _check_bools(rescue=rescue)
@@ -190,7 +190,7 @@ class MixedPrecision(PrecisionCallback):
         min_loss_scale:float=1., # Smallest value of a dynamic scale
         headroom:float=default_headroom, # Powers of two between the first gradients and 65504; None: start at the cap
         max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
-        rescue:bool=False, # Then keep modules in float32 from then on instead, if that is the cure?
+        rescue:bool=False, # After 32 skipped steps in a row, keep modules in float32 from then on, if that is the cure?
         **kwargs
     ):
         refuse_unknown(kwargs, 'MixedPrecision')
@@ -243,7 +243,7 @@ class NativeMixedPrecision(PrecisionCallback):
         min_loss_scale:float=1., # Smallest value of the scale
         max_loss_scale:float=2.**24, # Largest value of the scale
         max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
-        rescue:bool=False, # Then keep modules in float32 from then on instead, if that is the cure?
+        rescue:bool=False, # After 32 skipped steps in a row, keep modules in float32 from then on, if that is the cure?
         **kwargs
     ):
         refuse_unknown(kwargs, 'NativeMixedPrecision')

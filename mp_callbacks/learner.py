@@ -56,7 +56,7 @@ def to_fp16(self:Learner,
     min_loss_scale:float=1., # Smallest value of a dynamic scale
     headroom:float=default_headroom, # Powers of two between the first gradients and 65504; None: start at the cap
     max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
-    rescue:bool=False, # Then keep modules in float32 from then on instead, if that is the cure?
+    rescue:bool=False, # After 32 skipped steps in a row, keep modules in float32 from then on, if that is the cure?
     keep=(), # Modules to keep in float32, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
     **kwargs
 )->Learner: # The same learner
@@ -102,7 +102,7 @@ def to_native_fp16(self:Learner,
     min_loss_scale:float=1., # Smallest value of the scale
     max_loss_scale:float=2.**24, # Largest value of the scale
     max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
-    rescue:bool=False, # Then keep modules in float32 from then on instead, if that is the cure?
+    rescue:bool=False, # After 32 skipped steps in a row, keep modules in float32 from then on, if that is the cure?
     **kwargs
 )->Learner: # The same learner
     """Train with autocast to float16 and the loss scaling of `torch.amp.GradScaler`, with its defaults

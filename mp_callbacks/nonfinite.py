@@ -219,19 +219,19 @@ def shortest_keep(
                 except Exception: known[key] = False # the model's own code can't mix these dtypes
         return otherwise if known[key] is None else known[key]
 
-    def _inside(name): return [n for n in names if n and n.rpartition('.')[0]==name]
+    def _children(name): return [n for n in names if n and n.rpartition('.')[0]==name]
 
     def _search(some, others):
         "The fewest of the modules `some`, or of those inside them, to keep beside `others`"
         kept = fewest(some, lambda tried: _works(others+tried))
         for name in kept:
-            rest,inside = [o for o in kept if o!=name],_inside(name)
-            if not inside or not _works(others+rest+inside): continue
-            smaller = _search(inside, others+rest)
-            if len(smaller)==1 or 2*len(smaller)<len(inside): kept = rest+smaller
+            rest,children = [o for o in kept if o!=name],_children(name)
+            if not children or not _works(others+rest+children): continue
+            smaller = _search(children, others+rest)
+            if len(smaller)==1 or 2*len(smaller)<len(children): kept = rest+smaller
         return kept
 
-    keep = [guess] if guess and _works([guess], False) else _inside('')
+    keep = [guess] if guess and _works([guess], False) else _children('')
     if not keep or not _works(keep): return None
     keep = _search(keep, [])
     return keep if _works(keep, False) else None

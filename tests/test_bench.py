@@ -60,6 +60,7 @@ def test_compare(tmp_path):
     text = path.with_suffix('.md').read_text()
     assert text.count('\n| ')==9 and str(bench.parent) not in text+path.read_text()
 
+@pytest.mark.slow
 def test_results(tmp_path):
     "A group that was interrupted is measured again, and one that wasn't is not"
     code = """if 1:

@@ -188,9 +188,10 @@ def launch(cmd, path, **env):
 
 torchrun = '-m torch.distributed.run --standalone --nproc-per-node 2'.split()
 accelerate = '-m accelerate.commands.launch --multi_gpu --num_processes 2'.split()
-launchers = [pytest.param([], 1, id='alone'), pytest.param(torchrun, 2, id='torchrun', marks=pytest.mark.slow),
-             pytest.param(accelerate, 2, id='accelerate', marks=pytest.mark.slow)]
+launchers = [pytest.param([], 1, id='alone'), pytest.param(torchrun, 2, id='torchrun'),
+             pytest.param(accelerate, 2, id='accelerate')]
 
+@pytest.mark.slow
 @pytest.mark.parametrize('launcher,world', launchers)
 def test_example(launcher, world, tmp_path):
     "Trains, one process prints, and one process can load what was saved"

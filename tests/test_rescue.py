@@ -90,7 +90,7 @@ def test_resumed(to, opt, tmp_path):
     assert not any(k.startswith('mp_') for k in resumed.opt.hypers[0])
 
 def test_exported(tmp_path):
-    "A copy and a pickle train on with what was kept"
+    "What is exported is an ordinary float32 model"
     learn = get_learner(net(Softmax), path=tmp_path).to_fp16(rescue=True)
     fit(learn, 9)
     assert learn.mixed_precision.state.rescued

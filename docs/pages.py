@@ -33,7 +33,7 @@ sidebar = {
     'Learner calls': '13_learner 10_callback',
     'Recorder and report': '11_recorder 12_doctor',
     'Comparison and guarantees': 'explanations/comparison explanations/guarantees',
-    'Loops without fastai': 'tutorials/your_own_loop 03_half 02_grads 04_functional 06_nonfinite 07_report 08_plan',
+    'Loops without fastai': 'tutorials/your_own_loop 03_half 02_grads 04_functional 06_nonfinite 07_report 08_plan 09_fp8',
     'Internals': 'explanations/architecture 00_dtypes 01_loss_scale explanations/presets 02a_modules 05_flat explanations/scale',
     'Ports': '20_jmp 21_mpx 22_emily 23_fastai16',
     'Contributing': 'CONTRIBUTING.md CHANGELOG.md'}

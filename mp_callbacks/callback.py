@@ -32,6 +32,7 @@ from .modules import (is_sharded,named_modules,no_collectives,parameter_name,rem
 from .half import check_half,half_precision
 from .flat import check_flat,flat_steps
 from .nonfinite import Finding,count_nonfinite,diagnose,outermost
+from .fp8 import Fp8,check_fp8
 
 # %% ../nbs/10_callback.ipynb #e48706fe
 _had_progress = 'fastai.callback.progress' in sys.modules
@@ -289,13 +290,14 @@ class ModelToHalf(LeanCallback):
     def __init__(self,
         dtype:torch.dtype|str=torch.float16, # Half-precision dtype
         keep=(), # Modules to keep in float32, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
-    ): self.dtype,self.keep = check_half(dtype),keep
+        fp8:Fp8=None, # How linear layers multiply in FP8; None: they don't
+    ): self.dtype,self.keep,self.fp8 = check_half(dtype),keep,fp8
 
     def new_half(self,
         model:nn.Module, # The learner's model
     )->half_precision:
         "How `model` computes"
-        return half_precision(model, self.dtype, self.keep)
+        return half_precision(model, self.dtype, self.keep, fp8=self.fp8)
 
     def before_fit(self):
         if not any(isinstance(cb, MixedPrecision) for cb in self.learn.cbs):
@@ -360,7 +362,7 @@ def check(self:PrecisionCallback,
         raise ValueError(f"{type(self).__name__} of mp_callbacks and {kind.__name__} of {kind.__module__} are both on. "
                          "Call learn.to_fp16(), to_bf16(), to_native_fp16() or to_native_bf16(): each replaces the "
                          "precision before.")
-    check_device(fit_device(learn), self.half_dtype)
+    check_device(fit_device(learn), self.half)
 
 @patch
 def _works_with(self:PrecisionCallback, cb): return False
@@ -375,9 +377,11 @@ def fit_device(
 
 def check_device(
     device:torch.device, # Where the model is to compute
-    dtype:torch.dtype, # Half-precision dtype
+    half:half_precision, # How the model computes
 ):
-    "Raise a `ValueError` if `device` can't compute in `dtype`, and warn if it can, but slowly or unreliably"
+    "Raise a `ValueError` if `device` can't compute like `half`, and warn if it can, but slowly or unreliably"
+    dtype = half.dtype
+    if half.fp8 and not half.fp8.emulate: check_fp8(device)
     name = torch.cuda.get_device_name(device) if device.type=='cuda' and torch.cuda.is_available() else ''
     emulated = name and dtype==torch.bfloat16 and torch.cuda.is_bf16_supported()
     native = supports(device, dtype)
@@ -572,6 +576,7 @@ def diagnose_batch(
     "What is not finite first in the batch that the learner is in, whether precision is the cause, and what to do"
     call = ''
     if half: call = ('to_' if half.copies else 'to_native_')+('fp16' if half.dtype==torch.float16 else 'bf16')
+    if half and half.fp8: call = 'to_fp8'
     before = learn.pred,learn.loss_grad
     usual_weight = getattr(getattr(learn, 'precision_recorder', None), 'first_weight', None)
     try: return diagnose(unwrap(learn.model), lambda: compute_loss(learn), half, learn.xb, learn.yb, scale,

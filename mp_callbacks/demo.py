@@ -250,8 +250,10 @@ def step_seconds(model, x, dtype):
     return min(_time() for _ in range(3))
 
 def _times_slower(model, x, dtype):
-    "How many times as long as in float32 a step takes in `dtype`: the least of three tries, as other programs run, too"
-    return min(step_seconds(model, x, dtype)/step_seconds(model, x, torch.float32) for _ in range(3))
+    "How many times as long as in float32 a step takes in `dtype`, by the least of three tries: other programs run, too"
+    tries = [(step_seconds(model, x, dtype),step_seconds(model, x, torch.float32)) for _ in range(3)]
+    half,full = map(min, zip(*tries))
+    return half/full
 
 def choose(
     model:nn.Module, # Gets gradients, and updates its batch norm statistics

@@ -41,8 +41,9 @@ class half_precision:
         dtype:torch.dtype|str=torch.float16, # `torch.float16` or `torch.bfloat16`
         keep=(), # Modules to keep in float32: type, name pattern, function, collection of these, or dict of dtypes
         copies:bool=True, # Cast weights module by module? If not, `torch.autocast` alone decides what is cast.
+        fp8=None, # `Fp8`: how linear layers multiply in FP8, see [fp8](09_fp8.ipynb); None: they don't
     ):
-        self.model,self.dtype,self.keep,self.copies = model,check_half(dtype),keep,copies
+        self.model,self.dtype,self.keep,self.copies,self.fp8 = model,check_half(dtype),keep,copies,fp8
         self._forget()
         self.refresh()
 
@@ -59,11 +60,14 @@ class half_precision:
 
     def keeping(self,
         names, # Names of modules
+        dtype:torch.dtype=torch.float32, # The model's half-precision dtype takes them out of FP8
     )->'half_precision':
-        "The same with modules `names` in float32, too. Raises `ValueError` if none is left in half precision."
-        names = [*map(escape, names)] # they are no patterns
-        if isinstance(self.keep, dict): return self.replace(keep={**self.keep, **dict.fromkeys(names, 'float32')})
-        return self.replace(keep=[self.keep,*names])
+        "The same with modules `names` in `dtype`, too. Raises `ValueError` if none is left in half precision."
+        names,keep = [*map(escape, names)],self.keep # they are no patterns
+        if dtype==torch.float32 and not isinstance(keep, dict): return self.replace(keep=[keep,*names])
+        if not isinstance(keep, dict):
+            keep = dict.fromkeys(map(escape, _matches(named_modules(self.model), keep)), 'float32')
+        return self.replace(keep={**keep, **dict.fromkeys(names, _short(dtype))})
 
     def _forget(self):
         self.device_type = None # of the parameters, when the ways were chosen
@@ -466,6 +470,7 @@ def _kept(named, keep, dtype):
 def _choose_ways(half, named):
     "Name -> `Way` for each of the modules `named` of the model of `half`"
     ways = {name:_default_way(half, m) for name,m in named.items()}
+    if half.fp8: ways.update(half.fp8.ways(half, named, ways))
     for name,dtype in _kept(named, half.keep, half.dtype).items():
         ways[name] = Float32('keep') if dtype==torch.float32 else ways[name].in_half(named[name])
     return ways

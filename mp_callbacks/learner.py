@@ -18,6 +18,7 @@ from fastcore.basics import patch
 
 from .loss_scale import DynamicLossScale,StaticLossScale,default_headroom
 from .modules import is_sharded
+from .fp8 import Fp8
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback
 from .callback import check_device,clear_state,default_max_skips,fit_device,is_precision,refuse_unknown
 from .recorder import PrecisionRecorder
@@ -115,6 +116,23 @@ def to_native_fp16(self:Learner,
                                   max_skips=max_skips, rescue=rescue)
     return _set_precision(self, scaled)
 
+# %% ../nbs/13_learner.ipynb #f8130001
+@patch
+def to_fp8(self:Learner,
+    recipe:str='tensorwise', # 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp', see [fp8](09_fp8.ipynb#recipes)
+    clip:float=None, # Maximum global gradient norm
+    *,
+    keep=(), # Modules to keep in float32; as a dict also in bfloat16, as in `{'head': 'bfloat16'}`
+    max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
+    emulate:bool=False, # Multiply in float32 numbers that are rounded to FP8? For devices without FP8.
+)->Learner: # The same learner
+    """Experimental: train in bfloat16 as `to_bf16`, with linear layers that multiply in FP8
+
+    Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
+    `RuntimeError` in the middle of a batch; then nothing has changed."""
+    checked = MixedPrecision(1, dynamic=False, clip=clip, max_skips=max_skips)
+    return _set_precision(self, checked, ModelToHalf(torch.bfloat16, keep, Fp8(recipe, emulate)))
+
 # %% ../nbs/13_learner.ipynb #b7c7f369
 @patch
 def to_fp32(self:Learner)->Learner: # The same learner
@@ -149,7 +167,7 @@ def _set_precision(learn, new, model_to_half=None):
     "Let `learn` train with the `PrecisionCallback` `new`; `model_to_half` says how the model computes if `new` doesn't"
     half = (model_to_half or new).new_half(learn.model)
     device,old = fit_device(learn),_precision(learn)
-    check_device(device, half.dtype)
+    check_device(device, half)
     if half.dtype==torch.float16 and device.type=='cpu':
         warn("float16 on a CPU works, but slowly, and convolutions take many times as long as in float32. "
              "Use to_bf16() or to_native_bf16().")

@@ -27,10 +27,12 @@ from fastai.distributed import DistributedDL
 from learners import *
 from mp_callbacks.callback import read_state
 from mp_callbacks.dtypes import half_dtypes
+from mp_callbacks.fp8 import Fp8
 from mp_callbacks.grads import prepare_grads
 
 checkpointing = dict(none=None, reentrant=True, not_reentrant=False)
 precisions = [o for o in modes if o!='fp16_static']
+modes = {**modes, 'fp8': lambda learn, **kwargs: learn.to_fp8(emulate=True, **kwargs)}
 
 class Block(nn.Module):
     def __init__(self): super().__init__(); self.norm,self.a,self.b = nn.LayerNorm(16),nn.Linear(16,32),nn.Linear(32,16)
@@ -385,6 +387,23 @@ def rescued(rank, mode):
     policy = learn.mixed_precision.policy()
     return dict(same=(params(learn.model),read_state(learn.opt),[*policy.why]), flags=learn.mixed_precision.state.rescued, want=(('1',6),))
 
+def as_torchao(rank, recipe):
+    "FP8 with torchao's products in place of ours: the same bits"
+    import test_fp8
+    linear,*_ = test_fp8.torchao(recipe)
+    def _train():
+        net,(x,y) = DistributedDataParallel(Net(norm=nn.LayerNorm)),rows(rank)
+        half,opt = half_precision(net, torch.bfloat16, fp8=Fp8(recipe, emulate=True)),adamw(net.parameters(), lr=1e-2)
+        for i in range(20):
+            with half: F.mse_loss(net(x[i%4*16:][:16]), y[i%4*16:][:16]).backward()
+            opt.step()
+            opt.zero_grad()
+        return params(net)
+    ours = _train()
+    with patched('mp_callbacks.fp8.fp8_linear', side_effect=linear) as called: theirs = _train()
+    assert called.called and equal(ours, theirs)
+    return dict(same=ours)
+
 # --- Of PyTorch's tests
 
 class Own(nn.Module):
@@ -625,7 +644,9 @@ ddp = dict(
     **{f'{p} fine_tune': (fine_tuned, dict(mode=p)) for p in ('fp16','native_bf16')},
     **{f'{p} predictions': (predictions, dict(mode=p)) for p in ('bf16','native_fp16')},
     **{f'{p} saved': (saved, dict(mode=p)) for p in ('fp16','native_fp16')},
-    found_lr=(found_lr, dict(mode='fp16')))
+    found_lr=(found_lr, dict(mode='fp16')),
+    **{f'fp8 {c}': (through_learner, dict(mode='fp8', reentrant=c)) for c in ('none','not_reentrant')},
+    **fits('hand', 'fp8', ['accumulation']))
 alone = dict(
     accumulate=(accumulate, {}), spoiled_window=(accumulate, dict(spoiled=1)),
     statistics=(statistics, dict(mode='fp16')), unreduced=(unreduced, dict(mode='bf16')),
@@ -645,9 +666,12 @@ fsdp2 = dict(
        for p in ('native_fp16','native_bf16')},
     **{f'{p} checkpointed': (checkpointed, dict(mode=p)) for p in ('fp16','native_fp16')},
     validated_first=(validated_first, dict(mode='fp16')), no_look=(no_look, dict(mode='bf16')),
-    told_sharded=(told, dict(mode='bf16', sharded=True)))
+    told_sharded=(told, dict(mode='bf16', sharded=True)), **{'sharded fp8': (sharded, dict(mode='fp8'))})
 slow = dict(
-    asked_hand=(asked, dict(engine='hand')),
+    asked_hand=(asked, dict(engine='hand')), **fits('fastai', 'fp8', options),
+    **{f'fp8 {f.__name__}': (f, dict(mode='fp8')) for f in (saved,predictions,checkpointed)},
+    **{f'sharded fp8 {c}': (sharded, dict(mode='fp8', net=dict(reentrant=r))) for c,r in checkpointing.items()},
+    **{f'fp8 whole batch {o}': (whole_batch, dict(mode='fp8', engine=o)) for o in ('hand','fsdp2')},
     **{f'loop {d} autocast': (loop, dict(dtype=d, reentrant='none', copies=False)) for d in half_dtypes},
     **{f'loop compiled {c}': (loop, dict(dtype=torch.bfloat16, reentrant=c, compiled=True)) for c in checkpointing},
     **{k:v for p in precisions for o in ('hand','fastai') for k,v in fits(o, p, options).items()},
@@ -665,7 +689,7 @@ four = dict(
     **against_one('hand','fastai','fsdp2'), **{f'sharded {p}': (sharded, dict(mode=p)) for p in precisions},
     clip_shards=(clip_shards, {}), empty_shard=(empty_shard, {}))
 
-some_fsdp2 = {k:fsdp2[k] for k in ('sharded fp16','sharded native_bf16','fp16 checkpointed','empty_shard','told_sharded')}
+some_fsdp2 = {k:fsdp2[k] for k in ('sharded fp16','sharded native_bf16','sharded fp8','fp16 checkpointed','empty_shard','told_sharded')}
 quick = {**ddp,**alone,**some_fsdp2}
 slow = {k:v for k,v in {**fsdp2,**slow}.items() if k not in quick}
 
@@ -684,6 +708,12 @@ groups = [pytest.param(runnable(o), n, marks=m) for o,n,m in
 def test_ranks_are_equal(tmp_path, cases, world):
     "Ranks have the same bits, also after an overflow on one of them: all skip that step"
     check(run(tmp_path, cases, world))
+
+@pytest.mark.parametrize('recipe', ['tensorwise','rowwise'])
+def test_torchao(tmp_path, recipe):
+    "FP8 in two processes has the bits of torchao"
+    pytest.importorskip('torchao')
+    check(run(tmp_path, dict(as_torchao=(as_torchao, dict(recipe=recipe)))))
 
 @pytest.mark.cuda
 def test_synced_batch_norm(tmp_path):

@@ -160,7 +160,7 @@ def test_classes_have_little_state(name):
 
 # --- Changes to fastai
 
-methods = ('to_fp16 to_bf16 to_native_fp16 to_native_bf16 to_fp32 to_native_fp32 to_non_native_fp16 to_non_native_fp32 '
+methods = ('to_fp16 to_bf16 to_fp8 to_native_fp16 to_native_bf16 to_fp32 to_native_fp32 to_non_native_fp16 to_non_native_fp32 '
            'one_batch _backward _step save export to_contiguous find_nonfinite precision_plan precision_report').split()
 
 changes = '''if True:

@@ -1,0 +1,420 @@
+"""FP8: the same bits as torchao, in a learner that stays an ordinary one
+
+What torchao's module swap breaks is here right: hooks, subclasses, interrupts, exports, the float32 reference."""
+import dataclasses,pickle,subprocess,sys,warnings
+from unittest.mock import patch as patched
+
+import pytest,torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import mp_callbacks.fp8
+from learners import *
+from mp_callbacks.dtypes import half_dtypes
+from mp_callbacks.fp8 import Fp8,Fp8Product,check_fp8,fp8_linear,fp8_recipes,quantize
+from mp_callbacks.report import PrecisionReport
+
+recipes = [*fp8_recipes]
+each_recipe = pytest.mark.parametrize('recipe', recipes)
+kernels = patched('mp_callbacks.fp8.check_fp8', lambda device: None) # PyTorch's CPU kernels take everything, so they show the bits only
+
+def mlp(width=32):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8,width), nn.GELU(), nn.Linear(width,width), nn.GELU(), nn.Linear(width,1))
+
+def learner(model=None, **kwargs): return get_learner(mlp() if model is None else model, **kwargs)
+def in_fp8(learn, **kwargs): return learn.to_fp8(**{'emulate':True, **kwargs})
+
+# --- torchao as the oracle
+
+def torchao(recipe, emulate=True):
+    "`F.linear` of torchao, its config, and its function that swaps modules"
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        ao = pytest.importorskip('torchao.float8')
+        from torchao.float8.float8_linear import Float8Linear,matmul_with_hp_or_float8_args
+    config = dataclasses.replace(ao.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, pad_inner_dim=True)
+    mm_config = Float8Linear.from_float(nn.Linear(16,16), config).linear_mm_config
+    def _linear(x, weight, bias=None, *args):
+        res = matmul_with_hp_or_float8_args.apply(x, weight.t(), mm_config, config)
+        return res if bias is None else res+bias.to(res.dtype)
+    return _linear,config,ao.convert_to_float8_training
+
+def products(linear, x, weight, bias, grad):
+    "Result and gradients of `linear`"
+    given = [t.clone().requires_grad_() for t in (x,weight,bias)]
+    res = linear(*given)
+    res.backward(grad)
+    return [res,*[t.grad for t in given]]
+
+@each_recipe
+@pytest.mark.parametrize('emulate', [True,False])
+@pytest.mark.parametrize('dtype', [torch.bfloat16,torch.float32])
+@pytest.mark.parametrize('shape', [(48,64),(2,3,64),(7,64)])
+def test_products(recipe, emulate, dtype, shape):
+    linear,*_ = torchao(recipe, emulate)
+    torch.manual_seed(0)
+    x,weight,bias = torch.randn(shape).to(dtype),torch.randn(32,64).to(dtype),torch.randn(32).to(dtype)
+    x[...,3] *= 500
+    grad = torch.randn(*shape[:-1],32).to(dtype)*1e-3
+    with kernels: ours = products(lambda *given: fp8_linear(*given, recipe, emulate), x, weight, bias, grad)
+    for ours,theirs in zip(ours, products(linear, x, weight, bias, grad), strict=True): assert ours.equal(theirs)
+
+@pytest.mark.parametrize('recipe', ['tensorwise','rowwise'])
+def test_training(recipe):
+    "200 steps of a model whose layers torchao has swapped, with bfloat16 copies by hand, and the same by us"
+    *_,config,convert = torchao(recipe)
+    model,theirs = mlp().train(),mlp().bfloat16()
+    theirs = convert(theirs, config=config, module_filter_fn=lambda module, name: name=='2')
+    masters = [p.detach().float().requires_grad_() for p in mlp().parameters()]
+    half,xs,ys = half_precision(model, torch.bfloat16, fp8=Fp8(recipe, emulate=True)),*numbers()
+    opts = [torch.optim.AdamW(o, 1e-2) for o in (model.parameters(),masters)]
+    losses = []
+    for i in range(200):
+        x,y = xs[i%4*16:][:16],ys[i%4*16:][:16]
+        with half: F.mse_loss(model(x), y).backward()
+        with torch.no_grad():
+            for p,master in zip(theirs.parameters(), masters, strict=True): p.copy_(master)
+        F.mse_loss(theirs(x.bfloat16()).float(), y).backward()
+        for p,master in zip(theirs.parameters(), masters, strict=True): master.grad,p.grad = p.grad.float(),None
+        for opt in opts: opt.step(); opt.zero_grad()
+        assert all(map(torch.equal, model.parameters(), masters)), i
+        losses.append(F.mse_loss(model(xs), ys).item())
+    assert losses[-1]<losses[0]/4
+
+# --- Numbers
+
+@pytest.mark.parametrize('format', [torch.float8_e4m3fn,torch.float8_e5m2])
+def test_rounds_to_the_nearest(format):
+    "Each number of the format, scaled by a power of two, comes back; between two of them, the nearest"
+    all_ = torch.arange(256, dtype=torch.uint8).view(format).float()
+    numbers = all_[all_.isfinite()].unique()
+    back = quantize(numbers*2.**-9, format)
+    assert back.dequantize().equal(numbers*2.**-9)
+    x = torch.linspace(-1, 1, 999)*torch.finfo(format).max
+    nearest = numbers[(x[:,None]-numbers).abs().argmin(1)]
+    assert ((quantize(x, format).dequantize()-x).abs()<=(nearest-x).abs()*(1+1e-6)).all()
+
+def grads_of(recipe, x=None, weight=None, grad=None, size=(8,32,16)):
+    "Result and gradients in FP8, with some rows given"
+    torch.manual_seed(0)
+    m,k,n = size
+    x,weight,grad = (torch.randn(shape) if t is None else t for t,shape in ((x,(m,k)),(weight,(n,k)),(grad,(m,n))))
+    x,weight = x.clone().requires_grad_(),weight.clone().requires_grad_()
+    res = fp8_linear(x, weight, None, recipe, emulate=True)
+    res.backward(grad)
+    return res.detach(),x.grad,weight.grad
+
+@each_recipe
+@pytest.mark.parametrize('bad', [torch.inf,-torch.inf,torch.nan])
+@pytest.mark.parametrize('where', ['x','weight','grad'])
+def test_not_finite(recipe, bad, where):
+    "inf and nan anywhere reach the gradients, and so the check before the step"
+    shapes = dict(x=(8,32), weight=(16,32), grad=(8,16))
+    given = torch.randn(shapes[where])
+    given[2,3] = bad
+    res,dx,dw = grads_of(recipe, **{where:given})
+    if where=='grad': assert res.isfinite().all()
+    else: assert not res.isfinite().all()
+    assert not (dx if where=='weight' else dw).isfinite().all()
+
+@each_recipe
+@pytest.mark.parametrize('where', ['x','weight','grad'])
+def test_zeros(recipe, where):
+    "All zero, or single rows: finite, and zero where a product with zero is"
+    shapes = dict(x=(8,32), weight=(16,32), grad=(8,16))
+    for rows in (slice(None),slice(1,3)):
+        given = torch.randn(shapes[where])
+        given[rows] = 0
+        res,dx,dw = grads_of(recipe, **{where:given})
+        assert all(t.isfinite().all() for t in (res,dx,dw))
+        if where=='x': assert not res[rows].any()
+        if where=='weight': assert not res[:,rows].any()
+        if where=='grad': assert not dx[rows].any()
+
+@each_recipe
+@pytest.mark.parametrize('emulate', [True,False])
+@pytest.mark.parametrize('size', [(1,1,1),(3,17,5),(16,16,16),(33,40,24)])
+def test_odd_sizes(recipe, emulate, size):
+    "Padding changes no number, and the kernels' way nearly has the emulation's numbers"
+    torch.manual_seed(0)
+    m,k,n = size
+    x,weight,grad = torch.randn(m,k),torch.randn(n,k),torch.randn(m,n)
+    with kernels: got = products(lambda *given: fp8_linear(*given, recipe, emulate), x, weight, torch.zeros(n), grad)
+    want = products(F.linear, x, weight, torch.zeros(n), grad)
+    for a,b in zip(got[:3], want[:3], strict=True):
+        assert a.shape==b.shape and (a-b).norm()<=.12*b.norm()
+
+@each_recipe
+def test_empty(recipe):
+    "An expert without tokens: no result, and gradients of zero"
+    x,linear = torch.randn(0,32, requires_grad=True),nn.Linear(32,16)
+    res = fp8_linear(x, linear.weight, linear.bias, recipe, emulate=True)
+    res.sum().backward()
+    assert res.shape==(0,16) and x.grad.shape==x.shape and not linear.weight.grad.any()
+
+def test_frozen():
+    "What nobody needs is neither computed nor kept"
+    kept = []
+    for needs_x,needs_weight in ((True,True),(True,False),(False,True)):
+        x,weight = torch.randn(16,32, requires_grad=needs_x),torch.randn(64,32, requires_grad=needs_weight)
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()*t.itemsize) or t, lambda t: t):
+            res = fp8_linear(x, weight, None, emulate=True)
+        res.sum().backward()
+        assert (x.grad is not None)==needs_x and (weight.grad is not None)==needs_weight
+        kept.append(sum(sizes))
+    assert kept==[16*32+64*32+8,64*32+4,16*32+4]
+
+def test_second_derivative():
+    x = torch.randn(4,16, requires_grad=True)
+    grad, = torch.autograd.grad(fp8_linear(x, torch.randn(16,16), emulate=True).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match='once_differentiable'): grad.sum().backward()
+
+def test_inside_autocast():
+    "Emulation multiplies in float32, also inside the user's own autocast"
+    x,weight = torch.randn(8,32),torch.randn(16,32)
+    want = fp8_linear(x, weight, emulate=True)
+    with torch.autocast('cpu', torch.bfloat16): assert fp8_linear(x, weight, emulate=True).equal(want)
+
+# --- Which layers
+
+def ways(model, **kwargs):
+    table = half_precision(model, torch.bfloat16, fp8=Fp8(emulate=True), **kwargs).policy()
+    return {name:f'{way} {why}'.strip() for name,way,why in zip(table.module, table.way, table.why)}
+
+def test_eligible():
+    class Own(nn.Linear):
+        def forward(self, x): return super().forward(x)*2
+    model = nn.ModuleDict(dict(first=nn.Linear(16,16), plain=nn.Linear(16,32), own=Own(16,16), odd=nn.Linear(16,24),
+                               mha=nn.MultiheadAttention(16,2), param=parametrizations.weight_norm(nn.Linear(16,16)),
+                               hook=nn.utils.spectral_norm(nn.Linear(16,16)), conv=nn.Conv1d(16,16,1),
+                               patched=nn.Linear(16,16), kept=nn.Linear(16,16), last=nn.Linear(16,16)))
+    model.patched.forward = lambda x: x
+    got = ways(model, keep={'kept':'bfloat16'})
+    assert got['plain']=='fp8' and got['conv']=='copies'
+    want = dict(first='first linear layer', own='a forward of its own', odd='24 is no multiple of 16',
+                param='its weight is computed', last='last linear layer', patched='a forward of its own',
+                **{'mha.out_proj':'inside MultiheadAttention'})
+    for name,why in want.items(): assert got[name]==f'copies not in FP8: {why}', name
+    assert got['hook']=='autocast not in FP8: its weight is computed' and got['kept']=='copies keep'
+    assert ways(model, keep='kept')['kept']=='float32 keep'
+
+def test_tied_and_used_twice():
+    "One layer under two names, and two layers with one weight, whose gradient is the sum"
+    class Net(nn.Module):
+        def __init__(self):
+            torch.manual_seed(0)
+            super().__init__()
+            self.a,self.b,self.c,self.d = (nn.Linear(16,16) for _ in range(4))
+            self.again,self.c.weight = self.b,self.b.weight
+        def forward(self, x): return self.d(self.c(self.again(self.b(self.a(x)))))
+    model,x = Net(),torch.randn(8,16)
+    assert [*ways(model).values()].count('fp8')==2
+    with half_precision(model, torch.bfloat16, fp8=Fp8(emulate=True)): model(x).sum().backward()
+    got = model.b.weight.grad.clone()
+    model.zero_grad()
+    model(x).sum().backward()
+    assert (got-model.b.weight.grad).norm()<.1*got.norm()
+
+def test_refused():
+    for match,call in (('needs bfloat16 copies', lambda: half_precision(mlp(), fp8=Fp8(emulate=True))),
+                       ('needs bfloat16 copies', lambda: half_precision(mlp(), torch.bfloat16, copies=False, fp8=Fp8())),
+                       ('24 is no multiple of 16', lambda: ways(mlp(24))),
+                       ('there is none', lambda: ways(nn.Sequential(nn.Conv2d(1,1,1)))),
+                       ("recipe='row' must be one of", lambda: learner().to_fp8('row'))):
+        with pytest.raises(ValueError, match=match): call()
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='a GPU may have FP8')
+def test_without_the_hardware():
+    "An error that names what is needed, before anything has changed"
+    learn = learner()
+    cbs = [*learn.cbs]
+    with pytest.raises(ValueError, match=r'compute capability 8\.9.*to_bf16\(\), or emulate=True'): learn.to_fp8()
+    assert [*learn.cbs]==cbs
+    with half_precision(mlp(), torch.bfloat16, fp8=Fp8()) as half:
+        with pytest.raises(ValueError, match='device=cpu'): half.model(torch.randn(4,8))
+
+@pytest.mark.parametrize('capability,fine', [((8,0),False), ((8,6),False), ((8,9),True), ((9,0),True), ((12,0),True)])
+def test_hardware(capability, fine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: capability)
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'NVIDIA A100')
+    if fine: return check_fp8('cuda')
+    with pytest.raises(ValueError, match=r'device=cuda \(NVIDIA A100\)'): check_fp8('cuda')
+
+# --- An ordinary learner
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    "The tests of the other precisions run with this one, too"
+    monkeypatch.setitem(modes, 'fp8', in_fp8)
+
+def test_interrupts(everywhere):
+    import test_interrupt
+    test_interrupt.test_errors('fp8')
+
+@each_recipe
+def test_learns(recipe):
+    "As in bfloat16, and what changes bits is only FP8"
+    learn,bf16 = in_fp8(learner(), recipe=recipe),learner().to_bf16()
+    for o in (learn,bf16): o.fit(10)
+    assert 0<apart(learn, bf16, flat(weights(learner())))<.2
+    assert learn.recorder.values[-1][0]<learn.recorder.values[0][0]*.7 and skipped(learn)==0
+    assert {p.dtype for p in learn.model.parameters()}=={torch.float32}
+
+def test_spoilt_batch_is_skipped():
+    def _spoil(cb):
+        if cb.training and cb.train_iter==2: cb.learn.xb = (cb.xb[0]*torch.inf,)
+    learn = in_fp8(learner(cbs=Callback(before_batch=_spoil)))
+    learn.fit(2)
+    assert [*learn.precision_recorder.log.skipped]==[False,False,True]+[False]*5
+    assert all(p.isfinite().all() for p in learn.model.parameters())
+
+def test_resumes_exactly(tmp_path):
+    "In another learner too: there is no state of FP8 to save"
+    learn,other = (in_fp8(learner(path=tmp_path), clip=1.) for _ in range(2))
+    learn.fit(2)
+    learn.save('m')
+    learn.fit(2)
+    other.load('m')
+    other.fit(2, reset_opt=False)
+    assert all(map(torch.equal, weights(learn), weights(other)))
+
+def test_clip():
+    learn = in_fp8(learner(), clip=1e-3)
+    norms,look = [],Callback(before_step=lambda cb: norms.append(flat([p.grad for p in cb.model.parameters()]).norm().item()))
+    look.order = 80 # after the check
+    learn.fit(1, cbs=look)
+    assert learn.precision_recorder.log.norm.min()>1e-3 and max(norms)<=1e-3*(1+1e-5)
+
+def test_accumulates():
+    "The gradient of two batches is the sum of theirs"
+    model,(x,y) = mlp(),numbers(32)
+    half = half_precision(model, torch.bfloat16, fp8=Fp8(emulate=True))
+    def _grads(*parts):
+        model.zero_grad()
+        for part in parts:
+            with half: F.mse_loss(model(x[part]), y[part]).backward()
+        return flat([p.grad for p in model.parameters()])
+    first,second = slice(0,16),slice(16,32)
+    assert torch.allclose(_grads(first, second), _grads(first)+_grads(second), rtol=1e-6)
+    learn = in_fp8(learner(cbs=GradientAccumulation(32)))
+    learn.fit(2)
+    assert len(learn.precision_recorder.log)==4
+
+@pytest.mark.parametrize('reentrant', [True,False])
+def test_checkpointing(reentrant):
+    class Net(nn.Module):
+        def __init__(self, checkpointed): super().__init__(); self.inner,self.checkpointed = mlp(),checkpointed
+        def forward(self, x):
+            body,(first,*_) = self.inner[1:],self.inner
+            return checkpoint(body, first(x), use_reentrant=reentrant) if self.checkpointed else body(first(x))
+    learn,plain = (in_fp8(learner(Net(o))) for o in (True,False))
+    for o in (learn,plain): o.fit(2)
+    assert all(map(torch.equal, weights(learn), weights(plain)))
+
+def test_hooks_and_subclasses():
+    "A layer's hooks run, also those that change its result; a `forward` of its own runs; so does a replaced one"
+    class Doubled(nn.Linear):
+        def forward(self, x): calls.append('own'); return super().forward(x)*2
+    calls,model = [],mlp()
+    model[2].register_forward_hook(lambda module, args, out: calls.append(out.dtype) or out*0)
+    model[2].register_forward_pre_hook(lambda module, args: calls.append('pre'))
+    model[2].register_full_backward_hook(lambda module, grad_in, grad_out: calls.append('backward'))
+    model.insert(3, Doubled(32,32))
+    half = half_precision(model, torch.bfloat16, fp8=Fp8(emulate=True))
+    with half: res = model(torch.randn(4,8))
+    res.sum().backward()
+    assert calls==['pre',torch.bfloat16,'own','backward']
+    model[2].forward = lambda x: calls.append('replaced') or x
+    with half: model(torch.randn(4,8))
+    assert 'replaced' in calls
+
+@pytest.mark.parametrize('layer', ['parametrized','attention'])
+def test_layers_that_stay(layer):
+    "Trains as in bfloat16, and its own parameters learn"
+    class Attention(nn.Module):
+        def __init__(self): super().__init__(); self.mha = nn.MultiheadAttention(32, 2, batch_first=True)
+        def forward(self, x): x = x[:,None]; return self.mha(x, x, x, need_weights=False)[0][:,0]
+    torch.manual_seed(1)
+    extra = parametrizations.weight_norm(nn.Linear(32,32)) if layer=='parametrized' else Attention()
+    model = nn.Sequential(*mlp()[:3], extra, *mlp()[2:])
+    learn = in_fp8(learner(model))
+    before = weights(learn)
+    learn.fit(2)
+    assert learn.recorder.losses[-1].isfinite() and not any(map(torch.equal, before, weights(learn)))
+    assert (learn.model_to_half.policy().way=='fp8').sum()==2
+
+def test_back_to_float32():
+    "`to_fp32` and `to_bf16`, also in the middle of a fit"
+    learn = in_fp8(learner())
+    learn.fit(1)
+    x = torch.randn(4,8)
+    with learn.mixed_precision.autocast: fp8 = learn.model(x)
+    learn.add_cb(Callback(after_epoch=lambda cb: cb.learn.to_bf16() if cb.epoch==0 else None))
+    learn.fit(2)
+    assert 'fp8' not in [*learn.model_to_half.policy().way]
+    learn.to_fp32()
+    assert not [m for m in learn.model.modules() if 'forward' in vars(m)] and learn.model(x).dtype==torch.float32
+    assert fp8.dtype==torch.float32 and not hasattr(learn, 'mixed_precision')
+
+def test_exports(tmp_path):
+    "The file needs no torchao, and predicts in a process that has none"
+    learn = in_fp8(learner(path=tmp_path))
+    learn.fit(1)
+    learn.export('m.pkl')
+    code = f"""import sys; sys.modules['torchao'] = None; sys.path.insert(0, {str(Path(__file__).parent)!r})
+from learners import *
+print(load_learner({str(tmp_path/'m.pkl')!r}).model(torch.ones(1,8)).item())"""
+    res = subprocess.run([sys.executable,'-W','ignore','-c',code], capture_output=True, text=True)
+    assert res.returncode==0, res.stderr
+    assert float(res.stdout)==learn.model(torch.ones(1,8)).item()
+
+def test_carried_along():
+    "Whatever makes another `half_precision` keeps it"
+    half = half_precision(mlp(), torch.bfloat16, fp8=Fp8('rowwise', True))
+    for o in (half.replace(keep='0'),half.keeping(['0']),half.keeping(['0'], torch.bfloat16),pickle.loads(pickle.dumps(half))):
+        o.refresh()
+        assert o.fp8==half.fp8 and o.policy().way[1]=='fp8'
+    assert half.keeping(['2'], torch.bfloat16).keep=={'2':'bfloat16'}
+    assert half.replace(keep=[nn.GELU,'0']).keeping(['2'], torch.bfloat16).keep=={'0':'float32','1':'float32','3':'float32','2':'bfloat16'}
+    learn = in_fp8(learner(), recipe='rowwise')
+    assert learn.mixed_precision.half.fp8==learn.model_to_half.fp8==half.fp8
+    assert learn.find_nonfinite().where=='nothing'
+
+def test_the_cause_names_the_call():
+    model = mlp()
+    class Big(nn.Module):
+        def forward(self, x): return (x*1e19).square().sqrt()*1e-19
+    model.insert(3, Big())
+    learn = in_fp8(learner(model))
+    with patched.object(Big, 'forward', lambda self, x: x/(x-x) if x.dtype in half_dtypes else x):
+        found = learn.find_nonfinite()
+    assert found.precision and "learn.to_fp8(keep='3')" in str(found)
+
+@pytest.mark.parametrize('emulate', [True,False])
+def test_plan(emulate):
+    "FP8 keeps less for the backward pass"
+    with kernels, patched('mp_callbacks.callback.check_fp8'):
+        table = learner(mlp(256), dls=get_dls(64)).to_fp8(emulate=emulate).precision_plan().table
+    row = 'fp8, emulated' if emulate else 'fp8'
+    assert [*table.index]==['float32','copies','autocast',row]
+    assert table.activations[row]<table.activations.copies
+
+fast = [('tensorwise','wrapped')]
+rest = [(r,k) for r in recipes for k in ('wrapped','in_place','part') if (r,k) not in fast]
+@pytest.mark.parametrize('recipe,kind', fast+[pytest.param(*o, marks=pytest.mark.slow) for o in rest])
+def test_compiles(recipe, kind):
+    "Without a graph break, and with the numbers of the model that isn't compiled"
+    import test_compile as c
+    with patched.dict(c.modes, fp8=lambda learn: in_fp8(learn, recipe=recipe)):
+        learn,first,last = c.graphs(c.compiled[kind], 'fp8')
+        assert (first,last)==(2,2)
+        assert (learn.model_to_half.policy().way=='fp8').any()
+        plain = get_learner(c.norms())
+        c.modes['fp8'](plain).fit(1)
+        plain.fit_one_cycle(3)
+        assert apart(learn, plain, flat(weights(get_learner(c.norms()))))<.1

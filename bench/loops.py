@@ -10,6 +10,7 @@ from fastai.learner import Learner
 from fastai.optimizer import Adam,OptimWrapper
 
 import mp_callbacks.all # adds `to_fp16` and its kin to `Learner`
+from mp_callbacks.fp8 import check_fp8
 from mp_callbacks.loss_scale import DynamicLossScale
 from models import loss_func
 
@@ -17,11 +18,12 @@ fp16,bf16 = torch.float16,torch.bfloat16
 # Every float16 loop starts here. With fastai's 2**24 the first steps, those timed here, would be skipped and cost less.
 lr = 1e-9 # else the one batch is learned by heart: its gradients vanish, and their squares are denormal, slow on a CPU
 init_scale = 2.**16
+backend = 'inductor' # of compiled loops
 
 class Variant(NamedTuple):
-    loop:str       # hand: a plain PyTorch loop; bare: forward and backward only; fastai: its own callbacks; ours
+    loop:str       # hand: a plain PyTorch loop; bare: forward and backward only; fastai: its own callbacks; ours; compiled: ours
     opt:str        # fused: torch's AdamW; fastai: fastai's Adam; flat: the same with flat_master=True
-    precision:str  # fp32; tf32; autocast-fp16, autocast-bf16; fp16, bf16: half-precision copies of float32 weights
+    precision:str  # fp32; tf32; autocast-fp16, autocast-bf16; fp16, bf16: half-precision copies of float32 weights; fp8-RECIPE
     @property
     def dtype(self): return fp16 if 'fp16' in self.precision else bf16 if 'bf16' in self.precision else torch.float32
 
@@ -74,6 +76,11 @@ class Bare(Hand):
             self.forward(x, y).backward()
             for p in ps: p.grad = None
 
+def emulated(dev):
+    "Must `dev` emulate FP8?"
+    try: return check_fp8(dev) is not None
+    except ValueError: return True
+
 class Loaders(list):
     "As much of fastai's `DataLoaders` as a `Learner` needs here"
     def __init__(self, dev):
@@ -116,6 +123,8 @@ class Fastai:
         elif precision=='autocast-bf16': self.learn.to_native_bf16()
         elif precision=='fp16':          self.learn.to_fp16(DynamicLossScale(init_scale), flat_master=flat)
         elif precision=='bf16':          self.learn.to_bf16(flat_master=flat)
+        elif precision.startswith('fp8-'):
+            self.learn.to_fp8(precision.removeprefix('fp8-'), emulate=emulated(self.learn.dls.device))
 
     def __call__(self, batches):
         self.learn.dls[0] = batches
@@ -123,6 +132,7 @@ class Fastai:
 
 def build(v, model):
     "The loop that `v` names, around `model`: call it with batches"
+    if v.loop=='compiled': model = torch.compile(model, backend=backend)
     if v.loop=='bare': return Bare(v, model)
     if v.opt!='fused':   make_opt = lambda ps, lr=lr, **kw: Adam(ps, lr, wd=.01)
     elif v.loop=='hand': make_opt = lambda ps: torch.optim.AdamW(ps, lr=lr, fused=True)

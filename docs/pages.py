@@ -29,11 +29,11 @@ sidebar = {
     'Get started': 'tutorials/get_started tutorials/underflow 30_demo',
     'How-to': 'howto/which_precision howto/troubleshooting howto/migrate howto/from_other_libraries howto/recorder_and_report howto/keep '
               'howto/checkpoints howto/accumulation_and_clipping howto/callbacks howto/applications howto/several_gpus howto/results '
-              'howto/less_memory',
+              'howto/less_memory howto/fp8',
     'Learner calls': '13_learner 10_callback',
     'Recorder and report': '11_recorder 12_doctor',
     'Comparison and guarantees': 'explanations/comparison explanations/guarantees',
-    'Loops without fastai': 'tutorials/your_own_loop 03_half 02_grads 04_functional 06_nonfinite 07_report 08_plan 09_fp8',
+    'Loops without fastai': 'tutorials/your_own_loop 03_half 02_grads 04_functional 06_nonfinite 07_report 08_plan 09_fp8 09a_fp8_report',
     'Internals': 'explanations/architecture 00_dtypes 01_loss_scale explanations/presets 02a_modules 05_flat explanations/scale',
     'Ports': '20_jmp 21_mpx 22_emily 23_fastai16',
     'Contributing': 'CONTRIBUTING.md CHANGELOG.md'}

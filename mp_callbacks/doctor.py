@@ -19,6 +19,7 @@ from .modules import unchanged,unwrap
 from .nonfinite import Finding
 from .report import PrecisionReport,measure_precision,shorten_keep
 from .plan import MemoryPlan,plan_memory
+from .fp8_report import Fp8Report,measure_fp8
 from .callback import PrecisionCallback,alone,compute_loss,diagnose_batch,first_loss
 
 # %% ../nbs/12_doctor.ipynb #111f0db8
@@ -46,25 +47,29 @@ def find_nonfinite(
 def precision_report(
     learn, # `Learner` in half precision
     batches:int=4, # Number of batches of `dls.train` to look at
-    tolerance:float=.1, # Relative error of the gradients up to which no `keep` is needed
-)->PrecisionReport: # Shows as a table; has `plot()` and `keep`
+    tolerance:float=None, # Relative error of gradients that needs no `keep`; None: 10 %, or as `Fp8Report` for FP8
+)->PrecisionReport|Fp8Report: # Shows as a table; has `plot()` and `keep`
     """What half precision does to each module of the learner's model; see [report](07_report.ipynb)
 
+    In FP8 it says which layers to take out of it; see [FP8 report](09a_fp8_report.ipynb).
     The learner doesn't change. Raises `ValueError` for a learner in float32, or without batches."""
     cb = _precision(learn)
     if cb is None: raise ValueError("This learner trains in float32. Call learn.to_fp16(), to_bf16(), to_native_fp16() "
                                     "or to_native_bf16() first: the report compares that precision with float32.")
     if isinstance(batches, bool) or not isinstance(batches, int) or batches<1:
         raise ValueError(f"batches={batches!r} must be an int, at least 1. The default is 4.")
-    report = PrecisionReport(cb.half_dtype, cb.loss_scale, tolerance)
     half,losses,bar = _half(learn),[],_Bar(learn)
+    if half.fp8: report = Fp8Report(half.fp8, tolerance)
+    else: report = PrecisionReport(cb.half_dtype, cb.loss_scale, .1 if tolerance is None else tolerance)
     def _look():
         batch,keep = (learn.xb,learn.yb),report.keep
         def _loss():
             learn.xb,learn.yb = batch # it may be called in a later batch
             return compute_loss(learn)
         # without the loss scale, which some steppers refuse
-        with PrecisionCallback.step(cb): measure_precision(report, half.model, _loss, half, learn.opt, bar)
+        with PrecisionCallback.step(cb):
+            if half.fp8: return measure_fp8(report, half.model, _loss, half, bar)
+            measure_precision(report, half.model, _loss, half, learn.opt, bar)
         losses.append(_loss)
         if keep and report.keep and report.keep!=keep: shorten_keep(report, half.model, losses, half, bar)
     with bar: _look_at(learn, _look, n=batches)

@@ -204,15 +204,16 @@ def shortest_keep(
     half:half_precision, # How the model computes
     works, # Function of a `half_precision` that keeps more modules: is all well with it?
     guess:str='', # Name of the module to try first
+    dtype:torch.dtype=torch.float32, # What to keep modules in; the half-precision dtype takes them out of FP8
 )->list|None: # Names of modules, none inside another; None if no `keep` helps
-    """Modules to keep in float32, besides those of `half`, so that it `works`. Each of them is needed.
+    """Modules to keep in `dtype`, besides those of `half`, so that it `works`. Each of them is needed.
 
     For one module among n, at most 2 log2(n) calls of `works` on each level of the model, and few if it is `guess`."""
     names,known = named_modules(half.model),{}
     def _works(keep, otherwise=True):
         key = frozenset(keep)
         if key not in known:
-            try: longer = half.keeping(keep)
+            try: longer = half.keeping(keep, dtype)
             except ValueError: known[key] = None # no module is left in half precision
             else:
                 try: known[key] = works(longer)

@@ -2,7 +2,7 @@
 import csv,os,subprocess,sys
 from pathlib import Path
 
-import pytest
+import pytest,torch
 
 bench = Path(__file__).parent.parent/'bench'
 columns = ['run','part','case','size','loop','opt','precision','turn','metric','value','note']
@@ -51,6 +51,17 @@ def test_report():
     table = [o.split(' | ') for o in res.stdout.splitlines() if o.startswith('| ')][2:]
     assert [o[1] for o in table]==['bf16','fp16','bf16','bf16','fp16'] # convolutions in bfloat16 only
     assert all(float(x.rstrip(' |'))>0 for o in table for x in o[2:])
+
+@pytest.mark.slow
+def test_fp8(tmp_path):
+    "All parts, emulated; and what needs a GPU says so"
+    path,found = run('fp8', tmp_path)
+    assert {o['part'] for o in found}=={'kernels','products','steps','losses','report','syncs'}
+    assert [o for o in found if failed(o)]==[]
+    assert {o['loop'] for o in found if o['part']=='report' and o['metric']=='taken out' and float(o['value'])}>={'outlier 3000','outlier 300000'}
+    if torch.cuda.is_available(): return
+    res = subprocess.run([sys.executable, '-W', 'ignore', str(bench/'fp8.py')], capture_output=True, text=True)
+    assert res.returncode==1 and 'cpu has no FP8' in res.stderr
 
 @pytest.mark.slow
 def test_compare(tmp_path):

@@ -709,6 +709,7 @@ def test_ranks_are_equal(tmp_path, cases, world):
     "Ranks have the same bits, also after an overflow on one of them: all skip that step"
     check(run(tmp_path, cases, world))
 
+@pytest.mark.slow
 @pytest.mark.parametrize('recipe', ['tensorwise','rowwise'])
 def test_torchao(tmp_path, recipe):
     "FP8 in two processes has the bits of torchao"

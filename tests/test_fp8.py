@@ -1,7 +1,8 @@
 """FP8: the same bits as torchao, in a learner that stays an ordinary one
 
 What torchao's module swap breaks is here right: hooks, subclasses, interrupts, exports, the float32 reference."""
-import dataclasses,pickle,subprocess,sys,warnings
+import dataclasses,pickle,warnings
+from contextlib import nullcontext
 from unittest.mock import patch as patched
 
 import pytest,torch
@@ -362,16 +363,13 @@ def test_back_to_float32():
     assert fp8.dtype==torch.float32 and not hasattr(learn, 'mixed_precision')
 
 def test_exports(tmp_path):
-    "The file needs no torchao, and predicts in a process that has none"
+    "The file names no class of torchao, which this package never imports"
     learn = in_fp8(learner(path=tmp_path))
     learn.fit(1)
     learn.export('m.pkl')
-    code = f"""import sys; sys.modules['torchao'] = None; sys.path.insert(0, {str(Path(__file__).parent)!r})
-from learners import *
-print(load_learner({str(tmp_path/'m.pkl')!r}).model(torch.ones(1,8)).item())"""
-    res = subprocess.run([sys.executable,'-W','ignore','-c',code], capture_output=True, text=True)
-    assert res.returncode==0, res.stderr
-    assert float(res.stdout)==learn.model(torch.ones(1,8)).item()
+    assert b'torchao' not in (tmp_path/'m.pkl').read_bytes()
+    loaded,x = load_learner(tmp_path/'m.pkl'),torch.ones(1,8)
+    assert loaded.model(x).equal(learn.model(x))
 
 def test_carried_along():
     "Whatever makes another `half_precision` keeps it"
@@ -418,3 +416,85 @@ def test_compiles(recipe, kind):
         c.modes['fp8'](plain).fit(1)
         plain.fit_one_cycle(3)
         assert apart(learn, plain, flat(weights(get_learner(c.norms()))))<.1
+
+# --- The report
+
+class Net(nn.Module):
+    "Three layers in FP8, each after a norm, so that an outlier can be planted"
+    def __init__(self, width=32):
+        torch.manual_seed(2)
+        super().__init__()
+        self.first = nn.Linear(8,width)
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(3)])
+        self.layers = nn.ModuleList([nn.Linear(width,width) for _ in range(3)])
+        self.last = nn.Linear(width,1)
+    def forward(self, x):
+        x = self.first(x)
+        for norm,layer in zip(self.norms, self.layers): x = x+F.gelu(layer(norm(x)))
+        return self.last(x)
+
+def planted(i, factor=3000):
+    "The same function with an outlier in the input of layer `i`, or in its weight if `factor` is small"
+    net = Net()
+    with torch.no_grad():
+        for p in net.norms[i].parameters(): p[5] *= factor
+        net.layers[i].weight[:,5] /= factor
+    return net
+
+@each_recipe
+@pytest.mark.parametrize('factor', [3000,1/3000,3e5])
+def test_finds_the_outlier(recipe, factor):
+    for i in range(3):
+        def _report(**kwargs): return in_fp8(learner(planted(i, factor), dls=get_dls(64)), recipe=recipe, **kwargs).precision_report()
+        report = _report()
+        assert report.keep=={f'layers.{i}':'bfloat16'}
+        clean = _report(keep=report.keep)
+        assert clean.keep=={} and clean.error<1.5*report.digits_error and 'No layer has to' in str(clean)
+
+@each_recipe
+def test_no_false_alarm(recipe):
+    "Errors are those of the digits alone, also where most numbers are tiny and don't matter"
+    net = Net()
+    with torch.no_grad():
+        for layer in net.layers: layer.weight *= 4; layer.bias -= 2
+    for model in (Net(),net):
+        report = in_fp8(learner(model, dls=get_dls(64)), recipe=recipe).precision_report()
+        assert report.keep=={} and report.error<1.5*report.digits_error
+        assert report.bfloat16_error<report.digits_error/3
+        assert [*report.table.index]==['layers.0','layers.1','layers.2'] and not report.table.isna().any(axis=None)
+
+def test_compares_with_float32():
+    "Not with a model that is in FP8 already"
+    learn = in_fp8(learner(Net()))
+    x,y = next(iter(learn.dls.train))
+    grads = []
+    for half in (learn.mixed_precision.half,nullcontext()):
+        learn.model.zero_grad()
+        with half: F.mse_loss(learn.model(x), y).backward()
+        grads.append({n:p.grad for n,p in learn.model.named_parameters()})
+    learn.model.zero_grad()
+    off = {n:((grads[0][f'{n}.weight']-g).norm()/g.norm()).item() for n in ('layers.0','layers.2') for g in [grads[1][f'{n}.weight']]}
+    before = weights(learn)
+    table = learn.precision_report(batches=1).table
+    for n,error in off.items(): assert abs(table.loc[n,'gradient error']/error-1)<.2 # with the bias
+    assert all(map(torch.equal, before, weights(learn)))
+
+def test_report_looks_further():
+    "A smaller tolerance takes out more layers; where bfloat16 isn't enough, it says so"
+    learn = in_fp8(learner(Net()))
+    report = learn.precision_report(batches=1, tolerance=.02)
+    assert report.keep and in_fp8(learner(Net()), keep=report.keep).precision_report(batches=1, tolerance=.02).error<=.02
+    assert learn.precision_report(batches=1, tolerance=1e-5).keep is None
+    assert 'is not enough' in str(learn.precision_report(batches=1, tolerance=1e-5))
+
+def test_report_of_odd_batches():
+    "Frozen layers and zeros have rows; a batch that isn't finite in float32 is an error; the report shows and plots"
+    net = Net()
+    net.layers[1].requires_grad_(False)
+    nn.init.zeros_(net.layers[2].weight)
+    report = in_fp8(learner(net)).precision_report()
+    assert report.keep=={} and report.table.loc['layers.1','gradient error']==0
+    assert report.table.loc['layers.2','weight largest/median']==1
+    assert '<table' in report._repr_html_() and report.plot().get_xlabel()=='largest/median'
+    spoil = Callback(before_batch=lambda cb: setattr(cb.learn, 'xb', (cb.xb[0]*torch.nan,)))
+    with pytest.raises(ValueError, match='find_nonfinite'): in_fp8(learner(Net(), cbs=spoil)).precision_report()

@@ -10,6 +10,7 @@ __all__ = ['find_nonfinite', 'precision_report', 'precision_plan']
 # %% ../nbs/12_doctor.ipynb #8d9c9a6d
 import time,torch
 from contextlib import contextmanager,nullcontext
+from numbers import Real
 
 from fastai.basics import *
 
@@ -58,6 +59,8 @@ def precision_report(
                                     "or to_native_bf16() first: the report compares that precision with float32.")
     if isinstance(batches, bool) or not isinstance(batches, int) or batches<1:
         raise ValueError(f"batches={batches!r} must be an int, at least 1. The default is 4.")
+    if tolerance is not None and (not isinstance(tolerance, Real) or not tolerance>0):
+        raise ValueError(f"tolerance={tolerance!r} must be a positive number. Use tolerance=None for the default.")
     half,losses,bar = _half(learn),[],_Bar(learn)
     if half.fp8: report = Fp8Report(half.fp8, tolerance)
     else: report = PrecisionReport(cb.half_dtype, cb.loss_scale, .1 if tolerance is None else tolerance)

@@ -17,6 +17,7 @@ from torch import Tensor,nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from .dtypes import cast_tree,half_dtypes
 from .modules import StandIn
 from .half import Copies
 
@@ -32,7 +33,7 @@ class Fp8Recipe(NamedTuple):
     def quantize(self,
         x:Tensor, # Floating tensor that isn't empty
         dtype:torch.dtype=torch.float8_e4m3fn, # FP8 dtype
-        dim:int=None, # One scale for all numbers along this dimension, if there is one for each row
+        dim:int=None, # One scale for all numbers along this dimension, in a recipe with `rows`; None: one for all
     )->'Quantized':
         "`x` as this recipe rounds it"
         if self.digits_only: return Quantized(round_digits(x, dtype), x.new_ones((), dtype=torch.float32))
@@ -48,7 +49,7 @@ def get_recipe(
 )->Fp8Recipe:
     "The recipe called `name`. Raises `ValueError` for any other."
     if isinstance(name, Fp8Recipe): return name
-    if name in fp8_recipes: return fp8_recipes[name]
+    if isinstance(name, str) and name in fp8_recipes: return fp8_recipes[name]
     raise ValueError(f"recipe={name!r} must be one of {', '.join(map(repr, fp8_recipes))}. The first is the default.")
 
 # %% ../nbs/09_fp8.ipynb #f8000017
@@ -128,10 +129,9 @@ class _Product(torch.autograd.Function):
         x8,w8 = recipe.quantize(x, dim=1),recipe.quantize(weight, dim=1)
         res = _matmul(x8, w8.t(), x.dtype, True, emulate)
         needs_x,needs_weight,*_ = ctx.needs_input_grad
-        if recipe.rows and needs_weight: # the products of the gradients add up along other sides
-            x8 = recipe.quantize(x, dim=0) if recipe.weight_grad else (x,None)
-        if recipe.rows and needs_x:
-            w8 = recipe.quantize(weight, dim=0) if recipe.weight_grad else recipe._replace(rows=False).quantize(weight)
+        if not recipe.weight_grad: x8 = x,None
+        elif recipe.rows and needs_weight: x8 = recipe.quantize(x, dim=0) # as this product adds up along the other side
+        if recipe.rows and needs_x: w8 = recipe.quantize(weight, dim=0 if recipe.weight_grad else None)
         ctx.save_for_backward(*(x8 if needs_weight else (None,None)), *(w8 if needs_x else (None,None)))
         return res
 
@@ -158,9 +158,15 @@ def fp8_linear(
 )->Tensor: # (…, out), in the dtype of `x`
     """`F.linear` that rounds the factors of its three products to FP8: `x`, `weight` and the gradient of the result
 
-    Any sizes: they are padded to multiples of 16. Raises `ValueError` for another recipe, and without `emulate` on a
-    device that has no FP8. Gradients are bit for bit those of torchao's `Float8Linear`."""
+    Any sizes: they are padded to multiples of 16. Raises `TypeError` for other dtypes, and `ValueError` for another
+    recipe, for sizes that don't fit, and without `emulate` on a device that has no FP8. Gradients are bit for bit those
+    of torchao's `Float8Linear`. As there, kernels with a scale for each row return bfloat16, also for a float32 `x`."""
     recipe = get_recipe(recipe)
+    if x.dtype not in (torch.float32,*half_dtypes):
+        raise TypeError(f"x has the dtype {x.dtype}, which can't be rounded to FP8 here. Use x.float().")
+    if x.shape[-1]!=weight.shape[1]:
+        raise ValueError(f"x has {x.shape[-1]} numbers in its last dimension, and weight takes {weight.shape[1]}.")
+    emulate = emulate or recipe.digits_only
     if not emulate: check_fp8(x.device)
     if not x.numel() or not weight.numel(): res = F.linear(x, weight.to(x.dtype)) # such as an expert without tokens
     else: res = _Product.apply(x.reshape(-1, x.shape[-1]), weight, recipe, emulate).view(*x.shape[:-1], -1)
@@ -179,12 +185,6 @@ def check_fp8(
                      "it.")
 
 # %% ../nbs/09_fp8.ipynb #f8000025
-def _own_forward(module):
-    "The `forward` in the `__dict__` of `module` that isn't ours"
-    forward = vars(module).get('forward')
-    while isinstance(forward, StandIn): forward = forward.found
-    return forward
-
 class Fp8Product(Copies):
     "With a half-precision copy of the weight, rounded to FP8, as are the input and the gradient"
     name = 'fp8'
@@ -202,9 +202,12 @@ class Fp8Product(Copies):
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns, computed in FP8"
         def _linear(input): # the name of `nn.Linear.forward`
-            return fp8_linear(input.to(half.dtype), module.weight, module.bias, self.fp8.recipe, self.fp8.emulate)
+            input = cast_tree(input, half.dtype, (torch.float32,*half_dtypes)) # no other dtype, as autocast
+            return fp8_linear(input, module.weight, module.bias, self.fp8.recipe, self.fp8.emulate)
         if not torch.is_autocast_enabled(half.device_type): return forward(*args, **kwargs)
-        return super().around(half, module, forward if _own_forward(module) else _linear, args, kwargs)
+        plain = hasattr(forward, 'func') # a stand-in's partial of the class's own, which can't be traced further
+        if plain and not torch.compiler.is_compiling(): plain = forward.func is nn.Linear.forward
+        return super().around(half, module, _linear if plain else forward, args, kwargs)
 
     def in_half(self, module):
         "With copies only"
@@ -212,18 +215,20 @@ class Fp8Product(Copies):
 
 @dataclass(frozen=True)
 class Fp8:
-    "How the linear layers of a model multiply in FP8. Raises `ValueError` for another recipe."
+    "How the linear layers of a model multiply in FP8. Raises `ValueError` or `TypeError` for bad values."
     recipe:str|Fp8Recipe='tensorwise' # Name in `fp8_recipes`, or a recipe
     emulate:bool=False # Multiply in float32 numbers that are rounded to FP8? For devices without FP8.
 
-    def __post_init__(self): get_recipe(self.recipe)
+    def __post_init__(self):
+        get_recipe(self.recipe)
+        if not isinstance(self.emulate, bool): raise TypeError(f"emulate={self.emulate!r} must be True or False.")
 
     def ways(self,
         half, # The `half_precision` of the model
         named:dict, # Name -> module
         ways:dict, # Name -> `Way` without FP8
     )->dict: # Name -> `Way` of the linear layers
-        "The layers that multiply in FP8, and why others don't. Raises `ValueError` if none does."
+        "The layers that can multiply in FP8, and why others can't. Raises `ValueError` if none can."
         if half.dtype!=torch.bfloat16 or not half.copies:
             raise ValueError(f"fp8={self} needs bfloat16 copies, and the model computes in {half.dtype} with "
                              f"copies={half.copies}. Use half_precision(model, torch.bfloat16, fp8=…).")
@@ -239,7 +244,9 @@ class Fp8:
 def _why_not(name, named, linear):
     "Why the linear layer `name` doesn't multiply in FP8; empty if it does"
     module = named[name]
-    if type(module).forward is not nn.Linear.forward or _own_forward(module): return 'a forward of its own'
+    forward = vars(module).get('forward')
+    while isinstance(forward, StandIn): forward = forward.found
+    if forward or type(module).forward is not nn.Linear.forward: return 'a forward of its own'
     if 'weight' not in module._parameters: return 'its weight is computed'
     if any(isinstance(named[name[:i]], nn.MultiheadAttention) for i,c in enumerate(name) if c=='.'):
         return 'inside MultiheadAttention'

@@ -14,22 +14,26 @@ from dataclasses import replace
 from torch import nn
 
 from .half import half_precision
-from .nonfinite import describe_run,outermost,shortest_keep,trace_batch
+from .nonfinite import describe_run,fewest,trace_batch
 from .report import compare_gradients,copies,relative
 from .fp8 import Fp8,Fp8Product,get_recipe
 
 # %% ../nbs/09a_fp8_report.ipynb #f8a00016
-_margin = 32 # times the smallest number with all digits: where the median of a factor is too small
+_median_margin = 32 # times the smallest number with all digits: where the median of a factor is too small
 _excess = 1.5 # times the error of `digits only`: above it, numbers are lost
 
 class Fp8Report:
     "What FP8 does to the layers of a model. Shows as a table; `str` returns sentences"
     def __init__(self,
         fp8:Fp8, # How layers multiply
-        tolerance:float=None, # Relative error of the gradients that is small enough; None: 1.5 times `digits only`
+        tolerance:float=None, # Relative error of gradients to look further for; None: 1.5 times `digits only`
     ):
         self.recipe,self.tolerance = get_recipe(fp8.recipe),tolerance
         self.formats = dict(zip(_factors, (torch.float8_e4m3fn,torch.float8_e4m3fn,self.recipe.grad_dtype)))
+        # along which dimensions each factor is scaled; where gradients of a batch share a scale, late in training most
+        # are tiny beside the largest, and don't matter
+        self.dims = dict(input=(1,0), weight=(1,0), gradient=(1,))
+        if not self.recipe.weight_grad: self.dims.update(input=(1,), weight=(1,None))
         self.layers = {} # name -> column of the table -> number
         self.keep = {} # layers to take out of FP8, as `keep` takes it; None: this isn't enough
         self.error = self.digits_error = self.bfloat16_error = 0. # of all gradients, in the worst batch
@@ -39,19 +43,24 @@ class Fp8Report:
         "One row for each layer in FP8. Shares are from 0 to 1, in the worst batch; errors are relative to float32."
         return pd.DataFrame.from_dict(self.layers, orient='index', columns=_columns)
 
-    def near_end(self)->list: # Names of layers
-        "Layers with a factor whose median is near the end of the format's range"
-        def _far(row): return any(row[f'{o} largest/median']>_furthest(dtype) for o,dtype in self.formats.items())
-        return [name for name,row in self.layers.items() if _far(row)]
+    def outliers(self)->list: # Triples of layer, factor and `largest/median`
+        "The factors whose median is near the end of the range of their format"
+        seen = [(name,factor,row[f'{factor} largest/median'])
+                for name,row in self.layers.items() for factor in _factors]
+        return [o for o in seen if o[2]>_furthest(self.formats[o[1]])]
 
     def _repr_html_(self): return self.table.map(lambda o: f'{o:.2g}').to_html()
 
     def __repr__(self):
-        others = f"the digits of FP8 alone make {self.digits_error:.2%}, and bfloat16 makes {self.bfloat16_error:.2%}"
+        if not math.isfinite(self.bfloat16_error):
+            return "In bfloat16, gradients are not finite, so FP8 is not the cause: ask learn.find_nonfinite()."
         off = f"differ from float32 by {self.error:.2%}" if math.isfinite(self.error) else "are not finite"
-        res = f"In FP8, gradients {off}: {others}. "
-        if self.keep is None: return f"{res}Taking layers out of FP8 is not enough: see precision_report() in bfloat16."
+        res = (f"In FP8, gradients {off}. Rounding to the digits of FP8 alone makes {self.digits_error:.2%}, and "
+               f"bfloat16 {self.bfloat16_error:.2%}. ")
+        if self.keep is None: return f"{res}No choice of layers in FP8 is exact enough: use to_bf16()."
         if not self.keep: return f"{res}No layer has to be taken out of FP8."
+        for name,factor,ratio in self.outliers()[:3]:
+            res += f"In {name}, the largest number of the {factor} is {ratio:.0f} times the median. "
         return f"{res}Take out of FP8, beside what is kept already: keep={self.keep!r}."
 
     def plot(self,
@@ -70,13 +79,13 @@ class Fp8Report:
         return ax
 
 _factors = 'input','weight','gradient'
-_columns = ['gradient error','digits only',
-            *[f'{factor} {kind}' for factor in _factors for kind in ('flushed','subnormal','largest/median')]]
+_kinds = 'flushed','subnormal','largest/median'
+_columns = ['gradient error','digits only',*[f'{factor} {kind}' for factor in _factors for kind in _kinds]]
 
 def _furthest(dtype):
     "The largest number by the median, from which on the median is near the end of the range of `dtype`"
     info = torch.finfo(dtype)
-    return info.max/info.smallest_normal/_margin
+    return info.max/info.smallest_normal/_median_margin
 
 # %% ../nbs/09a_fp8_report.ipynb #f8a00017
 def measure_fp8(
@@ -90,47 +99,51 @@ def measure_fp8(
 
     Runs the batch in float32, in FP8, with the digits of FP8 only, and in bfloat16, and keeps what modules take and
     return in memory. Parameters, buffers, gradients and random number generators are as before. Raises `ValueError` if
-    the batch is not finite in float32."""
+    the batch is not finite in float32, and for a model without FP8."""
+    if half.fp8 is None: raise ValueError("The model isn't in FP8. Use half_precision(…, fp8=Fp8()).")
     def _run(half):
         if tell: tell(describe_run(half))
         return trace_batch(model, compute_loss, half, copies)
-    def _works(half): return compare_gradients(_run(half), full)[1]<=limit
-    digits_only = replace(half.fp8, recipe=report.recipe._replace(digits_only=True), emulate=True)
     full,seen = _run(None),_run(half)
+    digits_only = replace(half.fp8, recipe=report.recipe._replace(digits_only=True))
     errors,error = compare_gradients(seen, full)
     digits,digits_error = compare_gradients(_run(half.replace(fp8=digits_only)), full)
     _,bfloat16_error = compare_gradients(_run(half.replace(fp8=None)), full)
+    none = 0.,0. # frozen
     for call in seen.calls:
         if not isinstance(half.ways[call.name], Fp8Product): continue
-        none = (0.,0.) # frozen
         found = {'gradient error':relative(errors.get(call.name, none)),
                  'digits only':relative(digits.get(call.name, none))}
         grads = [t for ts in call.grad_out for t in ts]
         for factor,ts in zip(_factors, (call.args,[call.module.weight.detach()],grads)):
             for t in ts: found.update(_describe(factor, t, report))
         row = report.layers.setdefault(call.name, dict.fromkeys(_columns, 0.))
-        row.update({k:max(row[k], v) for k,v in found.items()})
+        row.update({k:max(row[k], math.inf if v!=v else v) for k,v in found.items()})
     report.error,report.digits_error = max(report.error, error),max(report.digits_error, digits_error)
     report.bfloat16_error = max(report.bfloat16_error, bfloat16_error)
-    if report.keep is None: return
+    if report.keep is None or not math.isfinite(bfloat16_error): return
     limit = _excess*digits_error if report.tolerance is None else report.tolerance
-    names = outermost(dict.fromkeys([*report.keep,*report.near_end()]))
-    longer = half.keeping(names, half.dtype)
-    if error>limit and not _works(longer):
-        more = shortest_keep(longer, _works, dtype=half.dtype)
-        names = None if more is None else outermost(names+more)
-    report.keep = None if names is None else dict.fromkeys(names, 'bfloat16')
+    layers = [name for name,way in half.ways.items() if isinstance(way, Fp8Product)]
+    names = [name for name in layers if name in {*report.keep,*[o[0] for o in report.outliers()]}]
+    def _works(names):
+        if len(names)==len(layers): return bfloat16_error<=limit
+        return (compare_gradients(_run(half.keeping(names, half.dtype)), full)[1] if names else error)<=limit
+    if error>limit and not _works(names):
+        others = [name for name in layers if name not in names]
+        names = names+fewest(others, lambda tried: _works(names+tried)) if _works(layers) else layers
+    report.keep = None if len(names)==len(layers) else dict.fromkeys(names, 'bfloat16')
 
 def _describe(factor, t, report):
     "Columns of the table about one `factor` of a layer's products, the tensor `t`"
     dtype,t = report.formats[factor],t.float().reshape(-1, t.shape[-1])
-    quantized = report.recipe.quantize(t, dtype, 1)
-    size = t.abs()
-    other = size>0
-    n = max(other.sum().item(), 1)
-    flushed = ((quantized.data.float()==0) & other).sum().item()/n
-    subnormal = ((size*quantized.scale<torch.finfo(dtype).smallest_normal) & other).sum().item()/n
-    if not report.recipe.rows: size = size.reshape(1, -1)
-    largest,median = size.amax(1),size.where(size>0, math.nan).nanmedian(1).values
-    ratio = (largest/median).nanmedian().nan_to_num(1.).item() # 1 if all are zero
-    return {f'{factor} flushed':flushed, f'{factor} subnormal':subnormal, f'{factor} largest/median':ratio}
+    size,smallest = t.abs(),torch.finfo(dtype).smallest_normal
+    nonzero = size>0
+    n,seen = max(nonzero.sum().item(), 1),[]
+    for dim in report.dims[factor]:
+        quantized = report.recipe.quantize(t, dtype, dim)
+        flushed = ((quantized.data.float()==0) & nonzero).sum().item()/n
+        subnormal = ((size*quantized.scale<smallest) & nonzero).sum().item()/n
+        numbers = size.reshape(1, -1) if not quantized.scale.ndim else size if dim==1 else size.t()
+        largest,median = numbers.amax(1),numbers.where(numbers>0, math.nan).nanmedian(1).values
+        seen.append((flushed, subnormal, (largest/median).nanmedian().nan_to_num(1.).item())) # 1 if all are zero
+    return {f'{factor} {kind}':value for kind,value in zip(_kinds, map(max, zip(*seen)))}

@@ -43,6 +43,8 @@ class half_precision:
         copies:bool=True, # Cast weights module by module? If not, `torch.autocast` alone decides what is cast.
         fp8=None, # `Fp8`: how linear layers multiply in FP8, see [fp8](09_fp8.ipynb); None: they don't
     ):
+        if fp8 is not None and not hasattr(fp8, 'ways'):
+            raise TypeError(f"fp8={fp8!r} must be an Fp8, as in half_precision(model, torch.bfloat16, fp8=Fp8()).")
         self.model,self.dtype,self.keep,self.copies,self.fp8 = model,check_half(dtype),keep,copies,fp8
         self._forget()
         self.refresh()
@@ -528,7 +530,10 @@ def _check_model(model):
                      "float32 model: call model.float() first, or use to_fp32().")
 
 def _check_ways(half, named):
-    "Raise a `ValueError` if no module that has float32 parameters computes in half precision"
+    "Raise a `ValueError` if no module that has float32 parameters computes in half precision, or in FP8 if asked for"
+    if half.fp8 and not any(way.compute_dtype(half).itemsize==1 for way in half.ways.values()):
+        raise ValueError(f"keep={half.keep!r} leaves no layer of this {type(half.model).__name__} in FP8. Keep less, "
+                         "or use to_bf16().")
     halved = [m for name,m in named.items() if type(half.ways[name]) is not Float32]
     if any(p.dtype==torch.float32 for m in halved for p in m.parameters(recurse=False)): return
     raise ValueError(f"All float32 parameters of this {type(half.model).__name__} stay in float32, so nothing is left "

@@ -204,16 +204,15 @@ def shortest_keep(
     half:half_precision, # How the model computes
     works, # Function of a `half_precision` that keeps more modules: is all well with it?
     guess:str='', # Name of the module to try first
-    dtype:torch.dtype=torch.float32, # What to keep modules in; the half-precision dtype takes them out of FP8
 )->list|None: # Names of modules, none inside another; None if no `keep` helps
-    """Modules to keep in `dtype`, besides those of `half`, so that it `works`. Each of them is needed.
+    """Modules to keep in float32, besides those of `half`, so that it `works`. Each of them is needed.
 
     For one module among n, at most 2 log2(n) calls of `works` on each level of the model, and few if it is `guess`."""
     names,known = named_modules(half.model),{}
     def _works(keep, otherwise=True):
         key = frozenset(keep)
         if key not in known:
-            try: longer = half.keeping(keep, dtype)
+            try: longer = half.keeping(keep)
             except ValueError: known[key] = None # no module is left in half precision
             else:
                 try: known[key] = works(longer)
@@ -264,7 +263,7 @@ def describe_run(
 )->str:
     "What a run of a batch tries, for a progress bar"
     if half is None: return 'float32'
-    return f"{str(half.dtype).removeprefix('torch.')}, keep={half.keep!r}"
+    return f"{'FP8' if half.fp8 else str(half.dtype).removeprefix('torch.')}, keep={half.keep!r}"
 
 # %% ../nbs/06_nonfinite.ipynb #73a5635f
 def _describe(c): return f"{c.name or 'the model'} ({type(c.module).__name__})" if c else 'the loss'

@@ -713,7 +713,8 @@ def test_ranks_are_equal(tmp_path, cases, world):
 @pytest.mark.parametrize('recipe', ['tensorwise','rowwise'])
 def test_torchao(tmp_path, recipe):
     "FP8 in two processes has the bits of torchao"
-    pytest.importorskip('torchao')
+    import test_fp8
+    test_fp8.torchao(recipe) # or skip
     check(run(tmp_path, dict(as_torchao=(as_torchao, dict(recipe=recipe)))))
 
 @pytest.mark.cuda

@@ -16,7 +16,7 @@ demo: .venv/ready  ## try every precision on this machine; make demo ARGS="--hel
 
 test: check  ## everything that can be tested here; FLAGS="cuda slow" adds those cells and tests
 	$(BIN)/nbdev-test --flags "$(FLAGS)" --skip-folder-re "."
-	$(BIN)/python -m pytest -q -n auto --dist loadfile --flags "$(FLAGS)"
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --flags "$(FLAGS)"
 
 check: .venv/ready  ## make modules and README again from the notebooks, and fail if that changed something
 	$(BIN)/python .ci/generate.py

@@ -18,6 +18,7 @@ def one_thread(monkeypatch):
 error = 'python -m mp_callbacks: error:'
 cmd = [sys.executable, '-m', 'mp_callbacks', '--device', 'cpu', '--size', '.03']
 
+@pytest.mark.slow
 def test_run(tmp_path):
     "Versions and duration first; then table, advice and files, each with every precision"
     args = ['--epochs', '1', '--precision', *demo.precisions, '--out', tmp_path/'new/out']
@@ -49,6 +50,7 @@ def test_bad_value_from_outside():
     assert (res.returncode,res.stdout)==(2,'')
     assert res.stderr==f"{error} argument --epochs: '0' must be a whole number above 0 and not above 1000\n"
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform=='win32', reason='has no such signal')
 def test_interrupt(tmp_path):
     args = [*cmd, '--epochs', '1000', '--precision', 'bf16', '--out', tmp_path]

@@ -202,6 +202,7 @@ def test_only_learner_changes_fastai():
     assert seen==dict.fromkeys(seen, [])
     assert replaced(changed)=={*methods}
 
+@pytest.mark.slow
 def test_import_changes_no_default():
     "After `fastai.learner` alone, `mp_callbacks.all` adds no default callback, as importing all of fastai would: only the methods change"
     assert replaced(run(changes, 'all')['all'])=={*methods}

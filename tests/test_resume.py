@@ -203,7 +203,7 @@ def test_stopped_in_the_check(mode, tmp_path, monkeypatch):
     go_on(learn, 'fit', n_steps-1)
     assert not changes(everything(learn), states[-1])
 
-in_short = [('fp16','adamw','fit'), ('fp16_flat','ranger','fit'), ('bf16','adam','fit'), ('native_fp16','adam','fit'),
+in_short = [('fp16_flat','ranger','fit'), ('bf16','adam','fit'), ('native_fp16','adam','fit'),
             ('fp16_value','adam','fit'), ('fp16','adam','start_epoch')]
 ways = [(m,o,'fit') for m,o in combos]+[(m,'adam','start_epoch') for m in precisions]
 @pytest.mark.parametrize('mode,opt,way', [slow_unless(o in in_short, *o) for o in ways])

@@ -23,7 +23,10 @@ from .half import Copies
 
 # %% ../nbs/09_fp8.ipynb #f8000016
 class Fp8Recipe(NamedTuple):
-    "How the factors of a linear layer's products are rounded to FP8. Inputs and weights are always in e4m3."
+    """How the factors of a linear layer's products are rounded to FP8
+
+    Inputs and weights are in e4m3: 4 bits for the exponent, 3 for digits, from 2**-9 to 448. Gradients are in e4m3, or
+    in e5m2: 5 and 2 bits, from 2**-16 to 57344 (Micikevicius et al., arXiv:2209.05433)."""
     rows:bool # One scale for each row or column? If not, one for each tensor.
     grad_dtype:torch.dtype # Format of the gradients
     power_of_2:bool # Round scales down to powers of two?

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mp_callbacks.all import *
+from mp_callbacks.fp8 import check_fp8,fp8_linear,fp8_recipes
 from mp_callbacks.grads import prepare_grads
 from mp_callbacks.half import batch_norms,kernel_norms
 
@@ -340,3 +341,47 @@ def test_cuda_graphs(mode, monkeypatch):
     assert count['recorded']==first['recorded']>=2 and count['replayed']-first['replayed']>=2*8*2
     a,b = [o.recorder.values[-1][-1] for o in (learn,want)]
     assert abs(a-b)<.1*b, (a,b)
+
+# --- FP8
+
+def has_fp8():
+    if not torch.cuda.is_available(): return False
+    try: return check_fp8('cuda') is None
+    except ValueError: return False
+
+needs_fp8 = pytest.mark.skipif(not has_fp8(), reason='needs a GPU that multiplies in FP8')
+each_recipe = pytest.mark.parametrize('recipe', fp8_recipes)
+
+@needs_fp8
+@each_recipe
+@pytest.mark.parametrize('shape', [(64,128,256), (37,64,48), (17,33,19)])
+def test_fp8_kernels(recipe, shape):
+    "Nearly the numbers of the emulation: they round to bfloat16, and add up with fewer bits in the forward pass"
+    rows,n_in,n_out = shape
+    def _products(emulate):
+        gen = torch.Generator('cuda').manual_seed(0)
+        def _new(*size): return torch.randn(*size, device='cuda', dtype=torch.bfloat16, generator=gen)
+        x,weight,grad = _new(rows,n_in).requires_grad_(),_new(n_out,n_in).requires_grad_(),_new(rows,n_out)
+        res = fp8_linear(x, weight, None, recipe, emulate)
+        res.backward(grad)
+        return [t.float() for t in (res,x.grad,weight.grad)]
+    for a,b in zip(_products(False), _products(True)): assert (a-b).norm()<=.01*b.norm()
+
+@needs_fp8
+@each_recipe
+def test_fp8_learns(recipe):
+    learn = get_learner().to_fp8(recipe)
+    assert (learn.model_to_half.policy().way=='fp8').sum()==4
+    learn.fit(8)
+    healthy(learn)
+    assert learn.validate()[0]<float32_loss()*1.5+.02
+    assert learn.precision_report().error<.3
+
+@needs_fp8
+def test_fp8_waits_for_nothing():
+    base,ours = syncs_per_batch('to_bf16', fused),syncs_per_batch('to_fp8', fused)
+    assert ours==base
+
+@pytest.mark.skipif(has_fp8(), reason='this GPU has FP8')
+def test_fp8_is_refused():
+    with pytest.raises(ValueError, match="doesn't multiply in FP8"): get_learner().to_fp8()

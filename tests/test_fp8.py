@@ -46,6 +46,7 @@ def torchao(recipe, emulate=True):
             from torchao.float8.float8_linear import Float8Linear,matmul_with_hp_or_float8_args
         except (ImportError,AttributeError) as e: pytest.skip(f'torchao is not installed, or too new for this PyTorch: {e}')
     config = dataclasses.replace(ao.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, pad_inner_dim=True)
+    if config.round_scales_to_power_of_2!=fp8_recipes[recipe].power_of_2: pytest.skip('this version of torchao has another rule')
     mm_config = Float8Linear.from_float(nn.Linear(16,16), config).linear_mm_config
     def _linear(x, weight, bias=None, *args):
         res = matmul_with_hp_or_float8_args.apply(x, weight.t(), mm_config, config)

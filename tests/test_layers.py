@@ -207,6 +207,7 @@ def test_import_changes_no_default():
     "After `fastai.learner` alone, `mp_callbacks.all` adds no default callback, as importing all of fastai would: only the methods change"
     assert replaced(run(changes, 'all')['all'])=={*methods}
 
+@pytest.mark.slow
 def test_import_adds_no_progress_bar():
     "fastai's progress bar adds itself to every learner when it is imported: by the user, and not by us"
     code = """if 1:

@@ -66,7 +66,8 @@ def test_each_fact_once():
 def test_lower_bounds_are_those_tested():
     "tests/lower-bounds.txt, with which CI installs and runs all tests, is the lower bounds of settings.ini"
     tested = [o for o in (root/'tests/lower-bounds.txt').read_text(encoding='utf-8').splitlines() if not o.startswith('#')]
-    assert tested==[o.replace('>=', '==') for o in lines('requirements') if '>=' in o]
+    bounds = [o for o in (*lines('requirements'),*lines('dev_requirements')) if '>=' in o and '<' not in o]
+    assert tested==[o.replace('>=', '==') for o in bounds]
     workflow = (root/'.github/workflows/ci.yml').read_text(encoding='utf-8')
     assert 'UV_CONSTRAINT: tests/lower-bounds.txt' in workflow # which installs with uv
 

@@ -6,8 +6,6 @@ FLAGS  ?=
 UV     := $(shell command -v uv 2>/dev/null)
 BIN    := .venv/bin
 OLDEST := $(shell sed -n 's/^pythons *= *\([0-9.]*\).*/\1/p' settings.ini)
-# One more than there are cores, as many tests wait for processes that they start
-WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 stop    = { echo "$(1)" >&2; exit 1; }
 
 help:  ## this list
@@ -18,7 +16,7 @@ demo: .venv/ready  ## try every precision on this machine; make demo ARGS="--hel
 
 test: check  ## everything that can be tested here; FLAGS="cuda slow" adds those cells and tests
 	$(BIN)/nbdev-test --flags "$(FLAGS)" --skip-folder-re "."
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --flags "$(FLAGS)"
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --flags "$(FLAGS)"
 
 check: .venv/ready  ## make modules and README again from the notebooks, and fail if that changed something
 	$(BIN)/python .ci/generate.py

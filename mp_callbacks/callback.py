@@ -7,8 +7,8 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 # %% auto #0
 __all__ = ['default_max_skips', 'state_prefix', 'LeanCallback', 'is_precision', 'ScaleState', 'PrecisionCallback',
            'MixedPrecision', 'NativeMixedPrecision', 'ModelToHalf', 'first_hypers', 'read_state', 'clear_state',
-           'write_state', 'fit_device', 'check_device', 'alone', 'compute_loss', 'first_loss', 'diagnose_batch',
-           'refuse_unknown']
+           'write_state', 'fit_device', 'check_device', 'keep_freed_memory', 'alone', 'compute_loss', 'first_loss',
+           'diagnose_batch', 'refuse_unknown']
 
 # %% ../nbs/10_callback.ipynb #9d7979a9
 import math,re,sys,torch,pandas as pd
@@ -348,6 +348,7 @@ def before_fit(self:PrecisionCallback):
     self.half.refresh()
     if self.learn.opt is None: return
     if self.in_batch: return # a validation inside a batch
+    if fit_device(self.learn).type=='cpu': keep_freed_memory()
     self.drop_overflow()
     self._window = None # an unfinished step goes on, but the model may have loaded other buffers
 
@@ -438,6 +439,11 @@ def after_train(self:PrecisionCallback): self.drop_overflow() # else a validatio
 
 @patch
 def after_validate(self:PrecisionCallback): reshard(self.learn.model)
+
+# %% ../nbs/10_callback.ipynb #4b0c7a12
+def keep_freed_memory():
+    "Let glibc keep up to 64 MB of freed memory, instead of giving it back to the system in each batch"
+    torch.UntypedStorage(2**25-2**15, device='cpu') # freed at once; the largest size that counts is 2**25, with a header
 
 # %% ../nbs/10_callback.ipynb #fa460c11
 @patch

@@ -40,12 +40,31 @@ def steps_in(turn, ms): return max(2, min(50, round(turn*1e3/ms)))
 
 def set_tf32(on): torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
 
+class Running:
+    "The loop of variant `v`, warmed up, whose turns are as many steps as take `turn` seconds"
+    def __init__(self, v, task, data, dev, turn, build=build):
+        self.dev,self.data,self.loop,clock = dev,data,build(v, task.model(dev)),Clock(dev)
+        self.loop(Batches(data, 6, 2, clock))
+        self.n = steps_in(turn, clock.ms/2)
+
+    def turn(self, probe):
+        "Rows of (metric, value, note)"
+        taken,seen = steps_taken(self.loop),probe(self.dev)
+        self.loop(Batches(self.data, 2, self.n, seen))
+        yield from seen.rows(self.n)
+        if skipped := self.n+2-steps_taken(self.loop)+taken: yield 'skipped',skipped,''
+
+def explained(e):
+    "The metric and the note of a row for the exception `e`"
+    what = 'oom' if isinstance(e, torch.OutOfMemoryError) else 'error'
+    return what,' '.join(f'{type(e).__name__}: {e}'.split())[:300]
+
 def take_turns(task, variants, dev, batch=None, probe=Clock, turns=5, seconds=60, turn=.25, build=build):
     """Measure `variants` in turns with a `probe`: rows of (variant, turn, metric, value, note)
 
     A turn before the first is to warm up and to see how many steps take `turn` seconds; the first also measures memory.
     A variant that can't run says why, and the others continue."""
-    data,loops,n,own = task.data(dev, batch),{},{},{}
+    data,loops,own = task.data(dev, batch),{},{}
     cuda,end = torch.device(dev).type=='cuda',perf_counter()+seconds
     allocated = torch.cuda.memory_allocated if cuda else lambda: 0
     if cuda: # so that nobody pays for the workspaces of the matrix products
@@ -61,22 +80,17 @@ def take_turns(task, variants, dev, batch=None, probe=Clock, turns=5, seconds=60
             before = allocated()
             try:
                 if not i:
-                    loop,clock = build(v, task.model(dev)),Clock(dev)
-                    loop(Batches(data, 6, 2, clock))
+                    loop = Running(v, task, data, dev, turn, build)
                     if cuda: gc.collect()
-                    n[v],own[v],loops[v] = steps_in(turn, clock.ms/2),allocated()-before,loop
+                    own[v],loops[v] = allocated()-before,loop
                     continue
                 if cuda: torch.cuda.reset_peak_memory_stats()
-                taken,seen = steps_taken(loops[v]),probe(dev)
-                loops[v](Batches(data, 2, n[v], seen))
-                for row in seen.rows(n[v]): yield v,i,*row
-                if skipped := n[v]+2-steps_taken(loops[v])+taken: yield v,i,'skipped',skipped,''
-                if i==1: yield v,i,'parameters',sum(p.numel() for p in loops[v].model.parameters()),''
+                for row in loops[v].turn(probe): yield v,i,*row
+                if i==1: yield v,i,'parameters',sum(p.numel() for p in loops[v].loop.model.parameters()),''
                 if cuda and i==1: yield v,i,'peak_mb',(torch.cuda.max_memory_allocated()-before+own[v])/2**20,''
             except Exception as e:
-                loop = loops.pop(v, None)
-                note = ' '.join(f'{type(e).__name__}: {e}'.split())[:300]
-                yield v,i,'oom' if isinstance(e, torch.OutOfMemoryError) else 'error',0,note
+                loop,(what,note) = loops.pop(v, None),explained(e)
+                yield v,i,what,0,note
                 del loop,e
         if not i: # else the collector would look through the other loops in each one's turn
             gc.collect()
@@ -158,10 +172,10 @@ class Results:
         df = self._read()
         return (df.metric.eq('done') & df[self.keys].astype(str).eq([*map(str, group)]).all(axis=1)).any()
 
-    def write(self, name, text):
-        "The commands, machines and versions, and below them `text`, as Markdown"
+    def write(self, name, text, of='turns in one run'):
+        "The commands, machines and versions, and below them `text` with medians `of` something, as Markdown"
         about = [o.replace('# ', '- ', 1) for o in self.path.read_text().splitlines() if o.startswith('# ')]
-        what = f'Every measurement is in {self.path.name}. The tables show medians of turns in one run.'
+        what = f'Every measurement is in {self.path.name}. The tables show medians of {of}.'
         self.path.with_suffix('.md').write_text('\n'.join([f'# {name}\n', *about, f'\n{what}\n', *text]))
         print(self.path.with_suffix('.md'))
 
@@ -174,6 +188,16 @@ class Results:
         df = self._read()
         done = df.loc[df.metric=='done', ['run',*self.keys]].drop_duplicates(self.keys, keep='last')
         return df[df.metric!='done'].merge(done)
+
+def by_process(df, of):
+    "As `medians`, of rows that are one process each: instead of quartiles, what `of` and the page faults were in each"
+    res = medians(df, of)
+    def _each(metric):
+        values = df[df.metric==metric].groupby(['loop','opt','precision']).value
+        return values.agg(lambda o: ', '.join(map(_show, sorted(o)))).reindex(res.index)
+    res['quartiles'] = _each(of)
+    if 'faults' in res: res['faults'] = _each('faults')
+    return res.rename(columns=dict(quartiles='in each process', faults='page faults'))
 
 def medians(df, of='step_ms'):
     "One row per variant, in the order of the file: median of each metric, quartiles of `of`, and what went wrong"

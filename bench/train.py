@@ -1,10 +1,10 @@
 """Time per training step of small models, on a CPU or a GPU: plain loops, fastai, Lightning, Accelerate and ours
 
-Variants in turns in one process, medians. What is in the csv file already is not measured again."""
-from common import *
-from loops import Variant
+Each variant has several processes of its own, and takes turns with the others. What is in the csv file already is not
+measured again."""
+from processes import *
 from models import GPT,Task,ViT,conv,mlp
-from peers import build_any,peer_variants
+from peers import peer_variants
 
 tasks = [Task('mlp',       lambda: mlp(1024, 6, 10),                (1024,),   10, 512),
          Task('conv',      lambda: conv(64, 4, 10),                 (3,64,64), 10, 64),
@@ -32,7 +32,7 @@ def table(df):
     times faster than fastai in fp32 with the same optimizer
 
     What fastai itself takes is its time in fp32 less that of the plain loop in fp32."""
-    res = medians(df)
+    res = by_process(df[df.metric!='cpu_ms'], 'step_ms')
     ms = res.step_ms.to_dict()
     def _get(*i): return ms.get(i, float('nan'))
     def _ratios(loop, opt, precision):
@@ -46,21 +46,25 @@ def table(df):
     return res
 
 def main():
-    p = arguments(__doc__)
+    p = options(arguments(__doc__), 3)
     p.add_argument('--only', nargs='*', help='names of models [mlp conv conv-nhwc vit gpt]')
+    p.add_argument('--loops', nargs='*', help='which loops [hand fastai ours, and the others that are installed]')
     p.add_argument('--fp16', action='store_true',
                    help='float16 on a CPU too, where convolutions are some hundred times slower')
-    p.add_argument('--turns', type=int, default=15, help='how many turns every loop has [15]')
+    p.add_argument('--turns', type=int, default=5, help='how many turns every process has [5]')
     p.add_argument('--turn', type=float, default=.3, help='how many seconds one lasts [0.3]')
     args,dev,results = start(p, 'train_{dev}')
-    how = dict(turns=1, turn=.001) if args.tiny else dict(turns=args.turns, turn=args.turn, seconds=3600)
+    sizes,here = tiny if args.tiny else tasks,Path(__file__).resolve().parent.parent
+    if args.serve: return serve(args, {t.name:t for t in sizes})
+    how = dict(turns=1, turn=.001) if args.tiny else dict(turns=args.turns, turn=args.turn)
     vs = variants(['fp16','bf16'] if dev=='cuda' or args.fp16 else ['bf16'], dev)
-    for t in tiny if args.tiny else tasks:
+    sides = [(v,v,here) for v in vs if args.loops is None or v.loop in args.loops]
+    for t in sizes:
         if args.only is not None and t.name not in args.only: continue
-        results.measure('train', t.name, t.batch, take_turns(t, vs, dev, build=build_any, **how))
+        results.measure('train', t.name, t.batch, in_processes(t.name, sides, args, **how))
     text = []
     for (case,size),o in results.read().groupby(['case','size'], sort=False):
         text += [f'## {case}, batch size {size}\n', markdown(table(o))]
-    results.write('Training small models', text)
+    results.write('Training small models', text, 'several processes')
 
 if __name__=='__main__': main()

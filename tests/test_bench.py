@@ -27,7 +27,7 @@ def run(script, out, *args):
     return path,found
 
 @pytest.mark.slow
-@pytest.mark.parametrize('script,metrics', [('step', {'step_ms'}), ('train', {'step_ms'}), ('gpu', {'step_ms','syncs'}),
+@pytest.mark.parametrize('script,metrics', [('step', {'step_ms'}), ('gpu', {'step_ms','syncs'}),
                                             ('distributed', {'step_ms','first','last'})])
 def test_script(script, metrics, tmp_path):
     path,found = run(script, tmp_path)
@@ -41,7 +41,7 @@ def test_script(script, metrics, tmp_path):
     assert {'hand','fastai','ours'} <= loops
     text = path.with_suffix('.md').read_text()
     assert all(f'| {o} |' in text for o in loops if o not in ('','bare'))
-    assert script in ('train','distributed') or list(tmp_path.glob('*.png'))
+    assert script=='distributed' or list(tmp_path.glob('*.png'))
 
 @pytest.mark.slow
 def test_report():
@@ -64,12 +64,35 @@ def test_fp8(tmp_path):
     assert res.returncode==1 and 'cpu has no FP8' in res.stderr
 
 @pytest.mark.slow
-def test_compare(tmp_path):
-    "Another checkout is measured in a second process, and named by its commit"
-    path,found = run('compare', tmp_path, '--against', str(bench.parent))
-    assert {o['case'] for o in found}=={'mlp','vit','linears','weights'}
+def test_train(tmp_path):
+    "Each loop has processes of its own, of which each is a row"
+    path,found = run('train', tmp_path, '--only', 'mlp', '--loops', 'fastai', '--processes', '2')
+    assert [o for o in found if failed(o)]==[]
+    measured = [o for o in found if o['metric']=='faults']
+    assert len(measured)==2*len({(o['loop'],o['opt'],o['precision']) for o in measured})==8
+    assert {'step_ms','cpu_ms'} <= {o['metric'] for o in found}
     text = path.with_suffix('.md').read_text()
-    assert text.count('\n| ')==9 and str(bench.parent) not in text+path.read_text()
+    assert '| in each process |' in text and '| page faults |' in text
+
+@pytest.mark.slow
+def test_compare(tmp_path):
+    "Another checkout is named by its commit"
+    path,found = run('compare', tmp_path, '--against', str(bench.parent), '--only', 'linears', '--processes', '1')
+    assert len({o['loop'] for o in found if o['metric']=='cpu_ms'})==2 and [o for o in found if failed(o)]==[]
+    text = path.with_suffix('.md').read_text()
+    assert text.count('\n| 120 × Linear')==2 and str(bench.parent) not in text+path.read_text()
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['train','step','compare'])
+def test_tables_are_of_the_csv(name, tmp_path):
+    "What is committed as a table or a plot is what the script makes of the csv file beside it"
+    csv,md = [bench/'results'/f'{name}_cpu.{o}' for o in ('csv','md')]
+    (tmp_path/csv.name).write_text(csv.read_text())
+    nothing = dict(step=['--tensors', '--elements']).get(name, ['--only'])
+    cmd = [sys.executable, '-W', 'ignore', str(bench/f'{name}.py'), '--out', str(tmp_path), *nothing]
+    res = subprocess.run(cmd, capture_output=True, text=True)
+    assert res.returncode==0, res.stderr[-2000:]
+    assert (tmp_path/md.name).read_text()==md.read_text() and (tmp_path/csv.name).read_text()==csv.read_text()
 
 @pytest.mark.slow
 def test_results(tmp_path):

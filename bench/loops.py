@@ -10,7 +10,6 @@ from fastai.learner import Learner
 from fastai.optimizer import Adam,OptimWrapper
 
 import mp_callbacks.all # adds `to_fp16` and its kin to `Learner`
-from mp_callbacks.fp8 import check_fp8
 from mp_callbacks.loss_scale import DynamicLossScale
 from models import loss_func
 
@@ -78,6 +77,7 @@ class Bare(Hand):
 
 def emulated(dev):
     "Must `dev` emulate FP8?"
+    from mp_callbacks.fp8 import check_fp8 # here, as older versions that we compare with don't have it
     try: return check_fp8(dev) is not None
     except ValueError: return True
 

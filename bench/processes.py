@@ -1,8 +1,11 @@
 """Loops in processes of their own, several for each
 
 How long a step takes on a CPU may depend on what its process allocated before: glibc gives memory at the end of its heap
-back to the system, and each page of it that is asked for again is a page fault. So a median of one process says little."""
-import json,resource
+back to the system, and each page of it that is asked for again is a page fault. So a median of one process says little.
+
+In a round, a new Python process imports everything, and each loop gets a fork of it. Python's random hashes make the heap
+of each round another one."""
+import json,multiprocessing,resource
 from subprocess import PIPE,Popen
 from time import process_time
 
@@ -32,39 +35,53 @@ def options(p, processes):
     p.add_argument('--serve', help=argparse.SUPPRESS)
     return p
 
-def serve(args, tasks):
-    "Be the process of the loop in `args.serve`: for each line from stdin take a turn, and print its rows"
-    case,v,turn = json.loads(args.serve)
-    if args.threads or args.tiny: torch.set_num_threads(args.threads or 1)
-    task,v,dev,failed = tasks[case],Variant(*v),'cuda' if torch.cuda.is_available() else 'cpu',None
-    try: loop = Running(v, task, task.data(dev), dev, turn, build_any)
-    except Exception as e: failed = explained(e)
-    print(json.dumps(str(Path(mp_callbacks.__file__).parent.parent)), flush=True)
-    for _ in sys.stdin:
-        rows = [(failed[0],0,failed[1])] if failed else [*loop.turn(ProcessClock)]
-        print(json.dumps(rows), flush=True)
+def run_loop(connection, task, v, turn):
+    "In a process of its own: warm up the loop of `v`, and then take a turn for each message"
+    dev = 'cuda' if torch.cuda.is_available() else 'cpu'
+    try:
+        loop = Running(v, task, task.data(dev), dev, turn, build_any)
+        def _turn(): return [*loop.turn(ProcessClock)]
+    except Exception as e:
+        what,note = explained(e)
+        def _turn(): return [(what,0,note)]
+    connection.send('ready')
+    while True:
+        connection.recv()
+        connection.send(_turn())
 
-class Worker:
-    "A process of the script that runs, with the package of the checkout at `path`"
-    def __init__(self, case, v, turn, args, path):
-        cmd = [sys.executable, '-W', 'ignore', sys.argv[0], '--serve', json.dumps([case, v, turn])]
+def serve(args, tasks):
+    "Be the process of a round: fork one for each loop in `args.serve`, and pass on the turns of those that stdin names"
+    case,turn,*loops = json.loads(args.serve)
+    if args.threads or args.tiny: torch.set_num_threads(args.threads or 1)
+    fork,connections = multiprocessing.get_context('fork'),[]
+    gc.freeze() # else each fork's collector would copy what they share
+    for v in loops:
+        here,there = fork.Pipe()
+        fork.Process(target=run_loop, args=(there, tasks[case], Variant(*v), turn), daemon=True).start()
+        connections.append(here)
+    for o in connections: o.recv()
+    print(json.dumps(str(Path(mp_callbacks.__file__).parent.parent)), flush=True)
+    for i in map(int, sys.stdin):
+        connections[i].send('turn')
+        print(json.dumps(connections[i].recv()), flush=True)
+
+class Round:
+    "A process of the script that runs, with the package of the checkout at `path`, and a fork of it for each of `loops`"
+    def __init__(self, case, turn, loops, args, path):
+        cmd = [sys.executable, '-W', 'ignore', sys.argv[0], '--serve', json.dumps([case, turn, *loops])]
         if args.tiny: cmd.append('--tiny')
         if args.threads: cmd += ['--threads', str(args.threads)]
         python_path = os.pathsep.join([str(path), *os.environ.get('PYTHONPATH', '').split(os.pathsep)])
         self.process = Popen(cmd, stdin=PIPE, stdout=PIPE, text=True, env={**os.environ, 'PYTHONPATH':python_path})
-        self.path = path
-
-    def wait(self):
-        "Wait until the loop has warmed up"
         found = Path(self._read()).resolve()
-        if found!=self.path: raise SystemExit(f'{self.path} has no package mp_callbacks: {found} has been imported.')
+        if found!=path: raise SystemExit(f'{path} has no package mp_callbacks: {found} has been imported.')
 
     def _read(self):
         if line := self.process.stdout.readline(): return json.loads(line)
         raise SystemExit('The process that measures has ended, with the error above.')
 
-    def turn(self):
-        print(file=self.process.stdin, flush=True)
+    def turn(self, i):
+        print(i, file=self.process.stdin, flush=True)
         return self._read()
 
     def end(self):
@@ -75,15 +92,16 @@ def in_processes(case, sides, args, turns, turn):
     """Measure the `sides`, which are (name in the results, variant, path of a checkout): rows of (name, number of the
     process, metric, value, note)
 
-    One process of each takes turns with the others, then the next one of each, and so on. A row is the median of the
-    turns of one process."""
+    In each round every side has a process, and takes turns with the others. A row is the median of the turns of one
+    process."""
     for i in range(1, args.processes+1):
-        workers = {name:Worker(case, v, turn, args, path) for name,v,path in sides}
-        for o in workers.values(): o.wait()
+        loops = {path:[v for _,v,o in sides if o==path] for *_,path in sides}
+        rounds = {path:Round(case, turn, vs, args, path) for path,vs in loops.items()}
         rows = []
         for j in range(turns):
-            for name,worker in [*workers.items()][::-1 if j%2 else 1]: rows += [(name,*o) for o in worker.turn()]
-        for o in workers.values(): o.end()
+            for name,v,path in sides[::-1 if j%2 else 1]:
+                rows += [(name,*o) for o in rounds[path].turn(loops[path].index(v))]
+        for o in rounds.values(): o.end()
         df = pd.DataFrame(rows, columns=['name','metric','value','note'])
         for (name,metric,note),o in df.groupby(['name','metric','note'], sort=False):
             yield Variant(*name),i,metric,o.value.median(),note

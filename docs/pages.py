@@ -26,18 +26,16 @@ install = '! [ -e /content ] && pip install -Uqq mp_callbacks'
 # The sidebar: notebooks in nbs/, and files of the repository's root
 sidebar = {
     'Home': 'index',
-    'Get started': 'tutorials/get_started tutorials/underflow 30_demo',
-    'How-to': 'howto/which_precision howto/troubleshooting howto/migrate howto/from_other_libraries howto/recorder_and_report howto/keep '
-              'howto/checkpoints howto/accumulation_and_clipping howto/callbacks howto/applications howto/several_gpus howto/results '
-              'howto/less_memory howto/fp8',
-    'Learner calls': '13_learner 10_callback',
-    'Recorder and report': '11_recorder 12_doctor',
-    'Comparison and guarantees': 'explanations/comparison explanations/guarantees',
-    'Loops without fastai': 'tutorials/your_own_loop 03_half 02_grads 04_functional 06_nonfinite 07_report 08_plan 09_fp8 09a_fp8_report',
-    'Internals': 'explanations/architecture 00_dtypes 01_loss_scale explanations/presets 02a_modules 05_flat explanations/scale',
-    'Ports': '20_jmp 21_mpx 22_emily 23_fastai16',
-    'Contributing': 'CONTRIBUTING.md CHANGELOG.md'}
-root_files = [o for part in sidebar.values() for o in part.split() if o.endswith('.md')]
+    'Get started': 'tutorials/get_started howto/which_precision tutorials/your_own_loop 30_demo',
+    'How-to': 'howto/troubleshooting howto/keep howto/recorder_and_report howto/less_memory howto/accumulation_and_clipping '
+              'howto/checkpoints howto/several_gpus howto/applications howto/callbacks howto/fp8 howto/migrate howto/from_other_libraries',
+    'Concepts': 'explanations/training_step tutorials/underflow howto/results explanations/guarantees explanations/comparison '
+                'explanations/presets explanations/scale',
+    'Reference': '13_learner 10_callback 11_recorder 12_doctor 03_half 02_grads 01_loss_scale 04_functional 06_nonfinite 07_report 08_plan '
+                 '09_fp8 09a_fp8_report 00_dtypes 02a_modules 05_flat names.md 20_jmp 21_mpx 22_emily 23_fastai16',
+    'Contributing': 'CONTRIBUTING.md explanations/architecture CHANGELOG.md'}
+generated = ['names.md'] # by this script
+root_files = [o for part in sidebar.values() for o in part.split() if o.endswith('.md') and o not in generated]
 
 # --- What the pages are made of, in three dialects of Markdown
 
@@ -74,7 +72,9 @@ class Site(GitHub):
     def symbol(self, name, anchors, source):
         ids = ''.join(f'<a id="{o}"></a>' for o in anchors[1:])
         return '\n\n'.join(o for o in (ids, f'### {name} {{ #{anchors[0]} }}', f'[source]({source}){{ .source }}' if source else '') if o)
-    def text(self, s): return f'``` {{ .text .output .no-copy }}\n{s.rstrip()}\n```'
+    def text(self, s):
+        prose = '' if re.search(r'\S {2,}\S', s) else '.prose '
+        return f'``` {{ .text .output .no-copy {prose}}}\n{s.rstrip()}\n```'
     def html(self, s): return f'<div class="output">{s}</div>'
     def math(self, s): return mathml(s)
     def image(self, path, alt): return f'<figure markdown="span">\n![{alt}]({path})\n</figure>'
@@ -255,6 +255,20 @@ def convert_file(fn, d):
         return ']('+(m['url'].removeprefix('nbs/') if '.ipynb' in m['url'] else blob+m['url'])
     return title,desc or '',to_dialect(_link.sub(link, md), d)
 
+def first_sentence(doc): return re.split(r'(?<=[.?!])\s|\n\n', ' '.join(doc.split(' ')), maxsplit=1)[0].replace('\n', ' ')
+
+def name_index(d):
+    "Title, description and Markdown of the page with all public names, in the order of the modules"
+    res = []
+    for mod in (o for o in import_module(f'{cfg.lib_path.name}._modidx').d['syms'] if o.split('.')[-1] not in vocabularies):
+        module,name = import_module(mod),mod.split('.')[-1]
+        values = {o: getattr(module, o) for o in getattr(module, '__all__', ())}
+        docs = {k: first_sentence(inspect.getdoc(v)).replace('|', r'\|') for k,v in values.items()
+                if getattr(v, '__module__', None)==mod and inspect.getdoc(v)}
+        rows = [f'| `{k}` | {v} |' for k,v in docs.items()]
+        if rows: res.append('\n'.join([f'## {name}', '', '| name | what it is |', '|---|---|', *(to_dialect(o, d) for o in rows)]))
+    return 'All names','What the package defines, module by module','\n\n'.join(res)+'\n'
+
 # --- The two commands
 
 def page_path(name): return Path(name) if name.endswith('.md') else nbpath2html(Path(name+'.ipynb')).with_suffix('.md')
@@ -290,7 +304,7 @@ def pages(dest):
     "Write to the folder `dest` a page for each notebook, each page as plain Markdown, and mkdocs.yml"
     root,here = cfg.path('nbs_path'),Path(__file__).resolve().parent
     nbs = {o.relative_to(root).with_suffix('').as_posix(): o for o in sorted(nbglob(root, as_path=True))}
-    nav = navigation([*nbs, *(o for o in root_files if (cfg.config_path/o).exists())])
+    nav = navigation([*nbs, *generated, *(o for o in root_files if (cfg.config_path/o).exists())])
     shutil.rmtree(dest, ignore_errors=True)
     for name,fn in nbs.items():
         page = page_path(name)
@@ -299,6 +313,7 @@ def pages(dest):
         title,desc,md = convert(fn, Plain(page), plain.with_name(page.stem))
         write(plain, f'# {title}\n\n> {desc}\n\n{md}')
     for name in root_files: write(dest/'pages'/name, site_page(*convert_file(cfg.config_path/name, Site(Path(name)))))
+    write(dest/'pages/names.md', site_page(*name_index(Site(Path('names.md')))))
     shutil.copytree(here/'assets', dest/'pages', dirs_exist_ok=True)
     site = dict(INHERIT=os.path.relpath(here/'mkdocs.yml', dest), site_name=cfg.title, site_description=cfg.description, site_url=base,
                 repo_url=cfg.git_url, repo_name=f'GitHub, version {cfg.version}', docs_dir='pages', site_dir='site', nav=nav,

@@ -674,6 +674,7 @@ d = { 'settings': { 'branch': 'main',
                                      'mp_callbacks.report._owned': ('report.html#_owned', 'mp_callbacks/report.py'),
                                      'mp_callbacks.report.compare_gradients': ('report.html#compare_gradients', 'mp_callbacks/report.py'),
                                      'mp_callbacks.report.copies': ('report.html#copies', 'mp_callbacks/report.py'),
+                                     'mp_callbacks.report.error_in_words': ('report.html#error_in_words', 'mp_callbacks/report.py'),
                                      'mp_callbacks.report.measure_precision': ('report.html#measure_precision', 'mp_callbacks/report.py'),
                                      'mp_callbacks.report.relative': ('report.html#relative', 'mp_callbacks/report.py'),
                                      'mp_callbacks.report.shorten_keep': ('report.html#shorten_keep', 'mp_callbacks/report.py')}}}

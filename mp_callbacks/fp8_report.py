@@ -15,7 +15,7 @@ from torch import nn
 
 from .half import half_precision
 from .nonfinite import describe_run,fewest,trace_batch
-from .report import compare_gradients,copies,relative
+from .report import compare_gradients,copies,error_in_words,relative
 from .fp8 import Fp8,Fp8Product,get_recipe
 
 # %% ../nbs/09a_fp8_report.ipynb #f8a00016
@@ -54,9 +54,8 @@ class Fp8Report:
     def __repr__(self):
         if not math.isfinite(self.bfloat16_error):
             return "In bfloat16, gradients are not finite, so FP8 is not the cause: ask learn.find_nonfinite()."
-        off = f"differ from float32 by {self.error:.2%}" if math.isfinite(self.error) else "are not finite"
-        res = (f"In FP8, gradients {off}. Rounding to the digits of FP8 alone makes {self.digits_error:.2%}, and "
-               f"bfloat16 {self.bfloat16_error:.2%}. ")
+        res = (f"In FP8, gradients {error_in_words(self.error)}. Rounding to the digits of FP8 alone makes "
+               f"{self.digits_error:.2%}, and bfloat16 {self.bfloat16_error:.2%}. ")
         if self.keep is None: return f"{res}No choice of layers in FP8 is exact enough: use to_bf16()."
         if not self.keep: return f"{res}No layer has to be taken out of FP8."
         for name,factor,ratio in self.outliers()[:3]:

@@ -1,5 +1,5 @@
 "The benchmarks run, with toy sizes, and write what they say. Nothing here looks at a time."
-import csv,os,subprocess,sys
+import csv,runpy,subprocess,sys
 from pathlib import Path
 
 import pytest,torch
@@ -82,37 +82,39 @@ def test_compare(tmp_path):
     text = path.with_suffix('.md').read_text()
     assert text.count('\n| 120 × Linear')==2 and str(bench.parent) not in text+path.read_text()
 
+@pytest.fixture
+def in_bench(monkeypatch):
+    "Scripts and modules of bench can be imported, and don't change the number of threads"
+    threads = torch.get_num_threads()
+    monkeypatch.syspath_prepend(str(bench))
+    yield
+    torch.set_num_threads(threads)
+
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['train','step','compare'])
-def test_tables_are_of_the_csv(name, tmp_path):
-    "What is committed as a table or a plot is what the script makes of the csv file beside it"
-    csv,md = [bench/'results'/f'{name}_cpu.{o}' for o in ('csv','md')]
+def test_tables_are_of_the_csv(name, tmp_path, monkeypatch, in_bench):
+    "What is committed as a table is what the script makes of the csv file beside it"
+    csv,md = [bench/f'results/{name}_cpu.{o}' for o in ('csv','md')]
     (tmp_path/csv.name).write_text(csv.read_text())
     nothing = dict(step=['--tensors', '--elements']).get(name, ['--only'])
-    cmd = [sys.executable, '-W', 'ignore', str(bench/f'{name}.py'), '--out', str(tmp_path), *nothing]
-    res = subprocess.run(cmd, capture_output=True, text=True)
-    assert res.returncode==0, res.stderr[-2000:]
+    monkeypatch.setattr(sys, 'argv', [str(bench/f'{name}.py'), '--out', str(tmp_path), *nothing])
+    runpy.run_path(sys.argv[0], run_name='__main__')
     assert (tmp_path/md.name).read_text()==md.read_text() and (tmp_path/csv.name).read_text()==csv.read_text()
 
 @pytest.mark.slow
-def test_results(tmp_path):
+def test_results(tmp_path, monkeypatch, in_bench):
     "A group that was interrupted is measured again, and one that wasn't is not"
-    code = """if 1:
-        from common import Results
-        from loops import Variant
-        measured = []
-        def measure(stop=False):
-            measured.append(1)
-            yield Variant('hand','fused','fp32'),1,'step_ms',len(measured),''
-            if stop: raise KeyboardInterrupt
-        try: Results('a.csv').measure('train', 'mlp', 4, measure(stop=True))
-        except KeyboardInterrupt: pass
-        assert not len(Results('a.csv').read())
-        again = Results('a.csv')
-        again.run = 'later'
-        for _ in range(2): again.measure('train', 'mlp', 4, measure())
-        assert (len(measured),again.read().value.tolist())==(2,[2])"""
-    env = {**os.environ, 'PYTHONPATH':os.pathsep.join([str(bench), *sys.path])}
-    cmd = [sys.executable, '-W', 'ignore', '-c', code]
-    res = subprocess.run(cmd, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert res.returncode==0, res.stderr[-2000:]
+    from common import Results
+    from loops import Variant
+    monkeypatch.chdir(tmp_path)
+    measured = []
+    def measure(stop=False):
+        measured.append(1)
+        yield Variant('hand','fused','fp32'),1,'step_ms',len(measured),''
+        if stop: raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): Results('a.csv').measure('train', 'mlp', 4, measure(stop=True))
+    assert not len(Results('a.csv').read())
+    again = Results('a.csv')
+    again.run = 'later'
+    for _ in range(2): again.measure('train', 'mlp', 4, measure())
+    assert (len(measured),again.read().value.tolist())==(2,[2])

@@ -1,5 +1,5 @@
 "The builder of site and README: what it makes of Markdown and of symbols, and that everything public is documented"
-import ast,importlib.util,inspect,os,re,subprocess,sys
+import ast,builtins,importlib.util,inspect,os,re,subprocess,sys
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -54,6 +54,11 @@ def test_code_is_left_alone():
     code = '```python\nx[0](a.ipynb); y = "$a$ and $b$"\n```\n\n`[a](b.ipynb)` and `$c$`'
     assert pages.to_dialect(code, site)==code
 
+def test_prose_and_columns():
+    "Sentences wrap on a narrow screen, columns don't"
+    assert '.prose' in site.text('No step was skipped. The loss\nscale was 1.') and '.prose' not in site.text('a    b\n1    2')
+    assert '.prose' not in github.text('A sentence.')
+
 def test_formulas():
     assert pages.to_dialect('$x^2$ costs $5 or $6', github)=='$x^2$ costs $5 or $6'
     res = pages.to_dialect('$x^2$ costs $5 or $6', site)
@@ -91,8 +96,8 @@ def test_outputs():
 def test_navigation():
     found = [o for part in pages.sidebar.values() for o in part.split()]
     nav = pages.navigation(sorted(found))
-    assert [*nav[0].items(), list(nav[-1].items())[0]]==[('Home', 'index.md'), ('Contributing', ['CONTRIBUTING.md', 'CHANGELOG.md'])]
-    assert nav[6]['Loops without fastai'][:2]==['tutorials/your_own_loop.md', 'half.md']
+    assert [*nav[0].items(), list(nav[-1].items())[0]]==[('Home', 'index.md'), ('Contributing', ['CONTRIBUTING.md', 'explanations/architecture.md', 'CHANGELOG.md'])]
+    assert nav[3]['Concepts'][0]=='explanations/training_step.md' and len(nav[2]['How-to'])<=12
     with pytest.raises(SystemExit, match='somewhere/x: not in the sidebar. Add it'): pages.navigation([*found, 'somewhere/x'])
     with pytest.raises(SystemExit, match='03_half: in `sidebar`.* no such file'): pages.navigation([o for o in found if o!='03_half'])
 
@@ -139,9 +144,8 @@ def test_colab(name):
 block = re.compile(r'^```(\w+)\n(.*?)^```', re.M|re.S)
 several,diffs = 'tests/test_docs.py::test_several_gpus','tests/test_from_other_libraries.py::test_both_sides'
 run_by = {'index': {
-        'learn = vision_learner(dls': 'tests/test_applications.py::vision_resnet',
         'git clone':                  '.ci/run::make test',
-        'pip install mp_callbacks':   '.ci/run::wheel installs'},
+        'pip install git+':           '.ci/run::wheel installs'},
     'howto/which_precision': {
         'python -m mp_callbacks':     '.ci/run::demo runs'},
     'howto/accumulation_and_clipping': {
@@ -151,7 +155,7 @@ run_by = {'index': {
         'from torch.utils.checkpoint': 'tests/test_docs.py::test_block'},
     'howto/several_gpus': {
         'pip install':                'tests/test_packaging.py::test_requirements',
-        **{o: several for o in ('from torch.distributed.fsdp', 'learn = Learner(', 'class Checkpoint', 'class WaitForAll', 'from accelerate.utils')}}}
+        **{o: several for o in ('from torch.distributed.fsdp', 'from fastai.vision', 'class Checkpoint', 'import torch.distributed', 'from accelerate.utils')}}}
 
 def runners(file):
     "What can run a block: the steps of .ci/run, the functions of a test file"
@@ -183,13 +187,12 @@ def test_several_gpus(tmp_path):
     "The Python blocks of that page, in order, in one process that has a learner as in the example"
     pytest.importorskip('accelerate')
     blocks = [code for md in cells('howto/several_gpus', 'markdown') for lang,code in block.findall(md) if lang=='python']
-    start = """from fastai.vision.all import *
-from distributed import *
-from distributed import get_dls,get_model
+    start = """from distributed import get_dls,get_model
+import fastai.callback.progress as progress
 dls,model = get_dls(64),get_model()
-defaults.callbacks.remove(ProgressCallback)
+progress.defaults.callbacks.remove(progress.ProgressCallback)
 """
-    sharded = """import torch.distributed as dist
+    sharded = """
 dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
 model = nn.Sequential(OrderedDict(layers=nn.Sequential(get_model())))
 """
@@ -218,3 +221,33 @@ def test_documented(mod, name):
     texts = pages.comments(func)
     named = [p.name for p in pages.parameters(func) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     assert [o for o in named if not texts.get(o) and f'`{o}`' not in doc]==[]
+
+# --- What a page shows can be pasted
+
+def shown(name):
+    "The code of the page `name` that readers see, in order"
+    opts = [pages.options(o) for o in read_nb(nbs[name]).cells if o.cell_type=='code']
+    return '\n'.join(code for o,code in opts if not {'hide','export','exporti','exports','default_exp'} & {*o} and o.get('echo')!='false')
+
+def defined(tree):
+    "Names that `tree` assigns, defines, imports or takes as arguments, in any scope"
+    res = set(dir(builtins))
+    for o in ast.walk(tree):
+        if isinstance(o, ast.Name) and not isinstance(o.ctx, ast.Load): res.add(o.id)
+        elif isinstance(o, (ast.FunctionDef,ast.ClassDef)): res.add(o.name)
+        elif isinstance(o, ast.arg): res.add(o.arg)
+        elif isinstance(o, ast.ExceptHandler) and o.name: res.add(o.name)
+        elif isinstance(o, (ast.Import,ast.ImportFrom)):
+            for a in o.names:
+                mod = import_module(o.module) if a.name=='*' else None
+                res |= {a.asname or a.name.partition('.')[0]} if mod is None else {*getattr(mod, '__all__', [k for k in vars(mod) if k[0]!='_'])}
+    return res
+
+yours = {'howto/from_other_libraries': ['model','train_dl','valid_dl']} # as the page says
+
+@pytest.mark.parametrize('name', [o for o in nbs if re.match('index|tutorials/|howto/|explanations/', o)])
+def test_names_are_shown(name):
+    "Pasted into an interpreter, without the hidden cells, no name is missing"
+    tree = ast.parse('\n'.join(o for o in shown(name).splitlines() if not re.match(r'\s*[!%]', o)))
+    used = {o.id for o in ast.walk(tree) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Load)}
+    assert sorted(used-defined(tree))==yours.get(name, [])

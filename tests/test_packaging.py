@@ -37,9 +37,9 @@ def metadata(built):
         return HeaderParser().parsestr(z.read(next(o for o in z.namelist() if o.endswith('/METADATA'))).decode())
 
 def test_wheel_files(built):
-    "The package and nothing else"
+    "The package, the mark that it has types, and nothing else"
     with zipfile.ZipFile(built[0]) as z: files = [o for o in z.namelist() if '.dist-info/' not in o]
-    assert sorted(files)==sorted(f'mp_callbacks/{o.name}' for o in (root/'mp_callbacks').glob('*.py'))
+    assert sorted(files)==sorted(f'mp_callbacks/{o.name}' for o in [*(root/'mp_callbacks').glob('*.py'), root/'mp_callbacks/py.typed'])
 
 def test_sdist_files(built):
     "What is needed to build the wheel again"

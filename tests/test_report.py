@@ -6,7 +6,7 @@ from copy import deepcopy
 import matplotlib.pyplot as plt,numpy as np,pandas as pd,pytest
 from learners import *
 from mp_callbacks.half import half_precision
-from mp_callbacks.report import PrecisionReport,measure_precision
+from mp_callbacks.report import PrecisionReport,error_in_words,measure_precision
 from sick_models import SmallVariance,healthy,net,sick
 from torch.utils.checkpoint import checkpoint
 
@@ -444,6 +444,10 @@ def test_overflow():
     assert report.error==math.inf and report.table['gradient error'].isna().all() and report.keep==['1']
 
 # --- Texts and picture
+
+def test_error_in_words():
+    assert error_in_words(.031)=='differ from float32 by 3.10%' and error_in_words(math.inf)=='are not finite'
+    assert error_in_words(1.0462)=='differ from float32 by 1.05 times their size'
 
 def test_text():
     model,opt = trained('mlp', 'adam')

@@ -1,0 +1,107 @@
+"Each figure in a text is what a csv file of bench/results has, and what a cell shows of such a file is saved as it shows it"
+import re
+from pathlib import Path
+
+import pandas as pd,pytest
+from fastcore.nbio import read_nb
+
+root = Path(__file__).resolve().parent.parent
+results = root/'bench/results'
+pages = {o.stem: o for o in (root/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in o.parts}
+
+def medians(name, metric='step_ms', part=None):
+    "Median by case, size, loop, optimizer and precision"
+    df = pd.read_csv(results/f'{name}.csv', comment='#', keep_default_na=False)
+    df = df[(df.metric==metric) & (True if part is None else df.part==part)]
+    return df.groupby(['case','size','loop','opt','precision']).value.median()
+
+def text(name):
+    "What readers see of a page but code and outputs: its Markdown and its alternative texts"
+    if name.endswith('.md'): return (root/name).read_text(encoding='utf-8')
+    cells = read_nb(pages[name]).cells
+    alts = [o for c in cells if c.cell_type=='code' for o in c.source.splitlines() if o.startswith('#| fig-alt:')]
+    return '\n'.join([o.source for o in cells if o.cell_type=='markdown']+alts)
+
+def over_float32(name, cases, call=('fused','bf16'), part=None, metric='step_ms'):
+    "What `call` of ours takes in each of `cases`, over fastai's float32"
+    ms = medians(name, metric, part)
+    def _of(case, loop, opt, precision): return ms.xs((case,loop,opt,precision), level=['case','loop','opt','precision']).iloc[0]
+    return [_of(o, 'ours', *call)/_of(o, 'fastai', 'fused', 'fp32') for o in cases]
+
+cpu,on_gpu = ['mlp','conv','vit','gpt'],['vit-base','gpt-124M','resnet50-nhwc','mlp-8x2048']
+halves = ('fused','bf16'),('fused','fp16'),('fused','autocast-bf16')
+def gpu(metric, cases): return [x for o in halves for x in over_float32('gpu', cases, o, 'train', metric)]
+def spread(xs): return [100*min(xs),100*max(xs)]
+
+def step_cost(case, size, *loops):
+    "Milliseconds of a step of `loops` beside forward and backward"
+    ms = medians('step_cpu')[case,size]
+    def _alone(precision): return ms['bare','',precision if precision in ('fp16','bf16') else 'fp32']
+    return [ms[o]-_alone(o[-1]) for o in loops]
+
+flat = lambda: step_cost('240 tensors', 10**5, ('ours','flat','fp16'), ('ours','fused','fp16'))
+many = [('fastai','fused','fp32'), ('fastai','fused','autocast-bf16'), ('lightning','fused','autocast-bf16'),
+        ('ours','fused','autocast-bf16'), ('ours','fused','bf16')]
+batches = lambda case, *sizes: [1/o for size in sizes for o in [medians('gpu', part='mpx')[case,size]['ours','fused','bf16']
+                                                                /medians('gpu', part='mpx')[case,size]['fastai','fused','fp32']]]
+
+claims = [ # page, the figures in a sentence of it, and where they are from
+    ('results', r'an MLP takes ([\d.]+) of the time of float32, a convolutional net ([\d.]+), and two small transformers take (.\.\d+) and (.\.\d+)',
+        lambda: over_float32('train_cpu', cpu)),
+    ('results', r'Time is (.\.\d+) for an MLP, (.\.\d+) for a ConvNet, (.\.\d+) for a ViT and (.\.\d+) for a GPT',
+        lambda: over_float32('train_cpu', cpu)),
+    ('index', r'Time is (.\.\d+) for an MLP, (.\.\d+) for a ConvNet, (.\.\d+) for a ViT and (.\.\d+) for a GPT',
+        lambda: over_float32('train_cpu', cpu)),
+    ('results', r'took (\d+) to (\d+) % of the time of float32', lambda: spread(gpu('step_ms', on_gpu[:3]))),
+    ('results', r'and (\d+) to (\d+) % less memory. TensorFloat', lambda: spread([1-o for o in gpu('peak_mb', on_gpu[:3])])),
+    ('results', r'takes only (\d+) ms in float32', lambda: [medians('gpu', part='train').xs(('mlp-8x2048','fastai','fused','fp32'), level=[0,2,3,4]).iloc[0]]),
+    ('results', r'ViT-base rises from ([\d.]+) at 16 images to ([\d.]+) at 256', lambda: batches('vit-base', 16, 256)),
+    ('results', r'a ViT with 256 features from ([\d.]+) at 64 images to ([\d.]+) at 1024', lambda: batches('vit-256-800', 64, 1024)),
+    ('results', r'With 1000 tensors float32 takes (\d+) ms, autocast of fastai (\d+), of Lightning (\d+), ours (\d+) and to_bf16 (\d+)',
+        lambda: step_cost('1000 tensors', 10**5, *many)),
+    ('index', r'with 240 small tensors its step takes ([\d.]+) ms, with `AdamW\(fused=True\)` \[([\d.]+) ms\]', flat),
+    ('README.md', r'with 240 small tensors its step takes ([\d.]+) ms, with `AdamW\(fused=True\)` \[([\d.]+) ms\]', flat)]
+
+def figures(pattern, s):
+    found = re.search(pattern, s)
+    assert found, f'There is no sentence {pattern!r} any more'
+    return found.groups()
+
+@pytest.mark.parametrize('page,pattern,values', claims, ids=[f'{o[0]}-{i}' for i,o in enumerate(claims)])
+def test_figures(page, pattern, values):
+    shown,values = figures(pattern, text(page)),values()
+    assert shown==tuple(f'{v:.{len(o.partition(".")[2])}f}' for o,v in zip(shown, values, strict=True))
+
+@pytest.mark.parametrize('module', ['callback','learner'])
+def test_docments(module):
+    "The option says what is faster, by the same figures"
+    source = (root/f'mp_callbacks/{module}.py').read_text()
+    found = re.findall(r'flat_master:bool=False, # .*?([\d.]+) ms.*?([\d.]+) ms', source)
+    assert len(found)==source.count('flat_master:bool=') and {*found}=={tuple(f'{o:.1f}' for o in flat())}
+
+ms_in_text = re.compile(r'(?<![\w.])\d[\d.,]* ?(?:ms|milliseconds)\b')
+@pytest.mark.parametrize('page', [*pages, 'README.md', 'bench/README.md'])
+def test_no_other_times(page):
+    "No sentence has milliseconds that aren't tested above"
+    s = text(page)
+    for _,pattern,_ in [o for o in claims if o[0]==page]: s = re.sub(pattern, '', s)
+    assert ms_in_text.findall(s)==[]
+
+made = { # page -> cells that show a file of the repository, after those that read it
+    'results':         (['results03','results18'], ['results08']),
+    'which_precision': (['1d86b290'], ['82b356e1','82b356e2']),
+    '05_flat':         ([], ['7866ee40','7866ee41']),
+    'several_gpus':    ([], ['gpus0011'])}
+
+@pytest.mark.parametrize('page', made)
+def test_tables(page, monkeypatch):
+    "The outputs that are saved in the page are of these files as they are"
+    monkeypatch.chdir(pages[page].parent)
+    cells,(before,shown),ns = {o.id:o for o in read_nb(pages[page]).cells},made[page],{}
+    for name in before: exec(cells[name].source, ns)
+    for name in shown:
+        *lines,last = cells[name].source.splitlines()
+        exec('\n'.join(lines), ns)
+        value,out = eval(last, ns),cells[name].outputs[0].data
+        if hasattr(value, 'data') and isinstance(value.data, str): assert ''.join(out['text/markdown'])==value.data
+        else: assert ''.join(out['text/plain'])==repr(value)

@@ -41,18 +41,25 @@ def steps_in(turn, ms): return max(2, min(50, round(turn*1e3/ms)))
 def set_tf32(on): torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
 
 class Running:
-    "The loop of variant `v`, warmed up, whose turns are as many steps as take `turn` seconds"
-    def __init__(self, v, task, data, dev, turn, build=build):
-        self.dev,self.data,self.loop,clock = dev,data,build(v, task.model(dev)),Clock(dev)
-        self.loop(Batches(data, 6, 2, clock))
-        self.n = steps_in(turn, clock.ms/2)
+    "The loop of variant `v`, warmed up, whose turns are as many steps as take `seconds`"
+    def __init__(self, v, task, data, dev, seconds, build=build):
+        self.dev,self.data,self.seconds,self.steps = dev,data,seconds,v.loop!='bare'
+        self.loop = build(v, task.model(dev))
+        self.choose_steps(6)
+
+    def choose_steps(self, warm=1):
+        "Choose how many steps a turn has, by two of them, after `warm` others"
+        clock = Clock(self.dev)
+        self.loop(Batches(self.data, warm, 2, clock))
+        self.n = steps_in(self.seconds, clock.ms/2)
 
     def turn(self, probe):
         "Rows of (metric, value, note)"
         taken,seen = steps_taken(self.loop),probe(self.dev)
         self.loop(Batches(self.data, 2, self.n, seen))
         yield from seen.rows(self.n)
-        if skipped := self.n+2-steps_taken(self.loop)+taken: yield 'skipped',skipped,''
+        skipped = self.n+2-steps_taken(self.loop)+taken
+        if skipped and self.steps: yield 'skipped',skipped,''
 
 def explained(e):
     "The metric and the note of a row for the exception `e`"

@@ -63,9 +63,9 @@ def main():
     p.add_argument('--only', nargs='*', default=list(full), help=f'what to measure [{" ".join(full)}]')
     p.add_argument('--turns', type=int, default=9, help='how many turns every process has [9]')
     p.add_argument('--turn', type=float, default=.3, help='how many seconds one lasts [0.3]')
+    if '--serve' in sys.argv: return serve(args := p.parse_args(), tiny if args.tiny else full)
     args,_,results = start(p, 'compare_cpu')
     sizes = tiny if args.tiny else full
-    if args.serve: return serve(args, sizes)
     here = Path(__file__).resolve().parent.parent
     if args.against:
         rev = commit(args.against)
@@ -77,7 +77,7 @@ def main():
             first = loops[name][0]
             sides.append((first._replace(loop=rev),first,args.against.resolve()))
         if name in args.only and len(sides)>1:
-            results.measure('compare', name, task.batch, in_processes(name, sides, args, **how))
+            results.measure('compare', name, task.batch, in_processes(name, sides, args, 'cpu', **how))
     rows,text = [],[]
     for name,df in results.read().groupby('case', sort=False):
         ms = df[df.metric=='cpu_ms'].groupby(['loop','opt','precision'], sort=False).value.median()

@@ -35,29 +35,34 @@ def options(p, processes):
     p.add_argument('--serve', help=argparse.SUPPRESS)
     return p
 
-def run_loop(connection, task, v, turn):
-    "In a process of its own: warm up the loop of `v`, and then take a turn for each message"
-    dev = 'cuda' if torch.cuda.is_available() else 'cpu'
+def run_loop(connection, task, v, dev, turn):
+    "In a process of its own: warm up the loop of `v`, choose the steps of a turn, and take one for each message"
     try:
         loop = Running(v, task, task.data(dev), dev, turn, build_any)
-        def _turn(): return [*loop.turn(ProcessClock)]
+        connection.send('warm')
+        connection.recv()
+        loop.choose_steps() # by now no other loop runs
+        while True:
+            connection.send([*loop.turn(ProcessClock)])
+            connection.recv()
     except Exception as e:
         what,note = explained(e)
-        def _turn(): return [(what,0,note)]
-    connection.send('ready')
-    while True:
-        connection.recv()
-        connection.send(_turn())
+        while True:
+            connection.send([(what,0,note)])
+            connection.recv()
 
 def serve(args, tasks):
-    "Be the process of a round: fork one for each loop in `args.serve`, and pass on the turns of those that stdin names"
-    case,turn,*loops = json.loads(args.serve)
+    """Be the process of a round: fork one for each loop in `args.serve`, and pass on the turns of those that stdin names
+
+    Nothing may use CUDA before: a fork of a process that does can't."""
+    case,dev,turn,*loops = json.loads(args.serve)
     if args.threads or args.tiny: torch.set_num_threads(args.threads or 1)
     fork,connections = multiprocessing.get_context('fork'),[]
     gc.freeze() # else each fork's collector would copy what they share
     for v in loops:
         here,there = fork.Pipe()
-        fork.Process(target=run_loop, args=(there, tasks[case], Variant(*v), turn), daemon=True).start()
+        fork.Process(target=run_loop, args=(there, tasks[case], Variant(*v), dev, turn), daemon=True).start()
+        there.close() # else it stays open when the fork has ended
         connections.append(here)
     for o in connections: o.recv()
     print(json.dumps(str(Path(mp_callbacks.__file__).parent.parent)), flush=True)
@@ -67,11 +72,11 @@ def serve(args, tasks):
 
 class Round:
     "A process of the script that runs, with the package of the checkout at `path`, and a fork of it for each of `loops`"
-    def __init__(self, case, turn, loops, args, path):
-        cmd = [sys.executable, '-W', 'ignore', sys.argv[0], '--serve', json.dumps([case, turn, *loops])]
+    def __init__(self, case, dev, turn, loops, args, path):
+        cmd = [sys.executable, '-W', 'ignore', sys.argv[0], '--serve', json.dumps([case, dev, turn, *loops])]
         if args.tiny: cmd.append('--tiny')
         if args.threads: cmd += ['--threads', str(args.threads)]
-        python_path = os.pathsep.join([str(path), *os.environ.get('PYTHONPATH', '').split(os.pathsep)])
+        python_path = os.pathsep.join([str(path), os.environ.get('PYTHONPATH', '')])
         self.process = Popen(cmd, stdin=PIPE, stdout=PIPE, text=True, env={**os.environ, 'PYTHONPATH':python_path})
         found = Path(self._read()).resolve()
         if found!=path: raise SystemExit(f'{path} has no package mp_callbacks: {found} has been imported.')
@@ -88,15 +93,15 @@ class Round:
         self.process.stdin.close()
         self.process.wait()
 
-def in_processes(case, sides, args, turns, turn):
-    """Measure the `sides`, which are (name in the results, variant, path of a checkout): rows of (name, number of the
-    process, metric, value, note)
+def in_processes(case, sides, args, dev, turns, turn):
+    """Measure the `sides`, which are (name in the results, variant, path of a checkout), on `dev`: rows of (name, number
+    of the process, metric, value, note)
 
     In each round every side has a process, and takes turns with the others. A row is the median of the turns of one
     process."""
     for i in range(1, args.processes+1):
         loops = {path:[v for _,v,o in sides if o==path] for *_,path in sides}
-        rounds = {path:Round(case, turn, vs, args, path) for path,vs in loops.items()}
+        rounds = {path:Round(case, dev, turn, vs, args, path) for path,vs in loops.items()}
         rows = []
         for j in range(turns):
             for name,v,path in sides[::-1 if j%2 else 1]:

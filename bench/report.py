@@ -8,14 +8,14 @@ from statistics import median
 import pandas as pd,torch
 
 from common import command,machine,markdown
-from compare import CpuClock
+from processes import ProcessClock
 from loops import Variant,build
 from train import tasks,tiny
 
 def cpu_ms(f):
-    clock = CpuClock()
+    clock = ProcessClock('cpu')
     with clock: f()
-    return clock.ms
+    return clock.cpu
 
 def measure(task, precision, batches, turns):
     "Medians of a step in half precision, of one in float32, of the report, and of its ratios to both and to float32"

@@ -53,15 +53,15 @@ def main():
                    help='float16 on a CPU too, where convolutions are some hundred times slower')
     p.add_argument('--turns', type=int, default=5, help='how many turns every process has [5]')
     p.add_argument('--turn', type=float, default=.3, help='how many seconds one lasts [0.3]')
+    if '--serve' in sys.argv: return serve(args := p.parse_args(), {t.name:t for t in (tiny if args.tiny else tasks)})
     args,dev,results = start(p, 'train_{dev}')
     sizes,here = tiny if args.tiny else tasks,Path(__file__).resolve().parent.parent
-    if args.serve: return serve(args, {t.name:t for t in sizes})
     how = dict(turns=1, turn=.001) if args.tiny else dict(turns=args.turns, turn=args.turn)
     vs = variants(['fp16','bf16'] if dev=='cuda' or args.fp16 else ['bf16'], dev)
     sides = [(v,v,here) for v in vs if args.loops is None or v.loop in args.loops]
     for t in sizes:
         if args.only is not None and t.name not in args.only: continue
-        results.measure('train', t.name, t.batch, in_processes(t.name, sides, args, **how))
+        results.measure('train', t.name, t.batch, in_processes(t.name, sides, args, dev, **how))
     text = []
     for (case,size),o in results.read().groupby(['case','size'], sort=False):
         text += [f'## {case}, batch size {size}\n', markdown(table(o))]

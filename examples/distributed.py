@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/distributed.py --precision fp16
     accelerate launch --multi_gpu --num_processes 2 examples/distributed.py --precision fp16
 
-All three work without a GPU, too. (`accelerate launch --cpu` would start one process only.) After a failure continue
-from the last epoch with `--resume`."""
+All three work without a GPU, too. (`accelerate launch --cpu` would start one process only.) After a failure
+continue from the last epoch with `--resume`."""
 import torch.distributed as dist
 from datetime import timedelta
 from accelerate.utils import DDPCommunicationHookType,DistributedDataParallelKwargs

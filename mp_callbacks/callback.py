@@ -442,7 +442,7 @@ def after_validate(self:PrecisionCallback): reshard(self.learn.model)
 
 # %% ../nbs/10_callback.ipynb #4b0c7a12
 def keep_freed_memory():
-    "Let glibc keep up to 64 MB of freed memory, instead of giving it back to the system in each batch"
+    "Let glibc keep up to 64 MB at the end of its heap, instead of giving it back to the system in each batch"
     torch.UntypedStorage(2**25-2**15, device='cpu') # freed at once; with a header, at most 2**25 bytes count
 
 # %% ../nbs/10_callback.ipynb #fa460c11

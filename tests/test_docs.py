@@ -155,7 +155,7 @@ run_by = {'index': {
         'from torch.utils.checkpoint': 'tests/test_docs.py::test_block'},
     'howto/several_gpus': {
         'pip install':                'tests/test_packaging.py::test_requirements',
-        **{o: several for o in ('from torch.distributed.fsdp', 'from fastai.vision', 'class Checkpoint', 'import torch.distributed', 'from accelerate.utils')}}}
+        **{o: several for o in ('from torch.distributed.fsdp', 'from fastai.vision', 'class Checkpoint', 'import torch.distributed', 'from datetime', 'from accelerate.utils')}}}
 
 def runners(file):
     "What can run a block: the steps of .ci/run, the functions of a test file"

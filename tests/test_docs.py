@@ -187,14 +187,14 @@ def test_several_gpus(tmp_path):
     "The Python blocks of that page, in order, in one process that has a learner as in the example"
     pytest.importorskip('accelerate')
     blocks = [code for md in cells('howto/several_gpus', 'markdown') for lang,code in block.findall(md) if lang=='python']
-    start = """from distributed import get_dls,get_model
+    start = """from distributed import get_dls,get_model as new_model # fastai has a `get_model`, too
 import fastai.callback.progress as progress
-dls,model = get_dls(64),get_model()
+dls,model = get_dls(64),new_model()
 progress.defaults.callbacks.remove(progress.ProgressCallback)
 """
     sharded = """
 dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
-model = nn.Sequential(OrderedDict(layers=nn.Sequential(get_model())))
+model = nn.Sequential(OrderedDict(layers=nn.Sequential(new_model())))
 """
     code = start+''.join(o for o in blocks if 'fully_shard' not in o)
     code += sharded+''.join(o for o in blocks if 'fully_shard' in o)+'learn.fit(1)\ndist.destroy_process_group()'

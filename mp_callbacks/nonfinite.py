@@ -50,7 +50,8 @@ def diagnose(
     """What was not finite first in a batch, whether precision is the cause, and what to do
 
     Runs the batch in half precision and in float32, and more often to find the modules to keep in float32.
-    Parameters, buffers, gradients and random numbers are as before. Raises `RuntimeError` inside `with half:`."""
+    Parameters, buffers, gradients and random numbers are as before. Raises `RuntimeError` inside `with half:`, and
+    `ValueError` if `compute_loss` doesn't call `model`."""
     if isinstance(vars(model).get('forward'), StandIn):
         raise RuntimeError("diagnose runs the batch in float32, too. Call it outside of `with half:`.")
     ends = torch.finfo(half.dtype).max if half else math.inf
@@ -157,6 +158,8 @@ def trace_batch(
                 vars(m).update(cast_tree({k:o for k,o in vars(m).items() if k[0]!='_'}, torch.float32, half_dtypes))
             if with_masks: hooks.enter_context(_Softmaxes(running, masked))
             loss = compute_loss()
+        if all(o.name for o in calls): # the model itself has no name; `half` was off
+            raise ValueError(f"compute_loss must call {type(model).__name__} itself, not only modules in it. Pass the model that it calls.")
         if loss.isfinite(): (loss*scale).backward()
         grads = {id(p):measure(p.grad) for p in model.parameters() if p.grad is not None}
     return Trace(loss.item(), calls, grads, halved)

@@ -84,8 +84,10 @@ def plot(self:PrecisionRecorder,
     for ax,(name,label) in zip(axs, panels.items()):
         ax.plot(log[name], '.-', lw=1, ms=3, drawstyle='steps-post' if name=='scale' else 'default')
         ax.vlines(skips, 0, 1, 'tab:red', lw=1, transform=ax.get_xaxis_transform(), label=f'skipped: {len(skips)}')
-        wide = name=='norm' and norms.max()>10*norms.min()
-        if name=='scale' or wide: ax.set_yscale('log', base=2 if name=='scale' else 10)
+        if name=='scale': ax.set_yscale('log', base=2)
+        if name=='norm' and norms.max()>100*norms.min(): # at least two powers of ten, so that ticks are plain numbers
+            ax.set_yscale('log')
+            ax.yaxis.set_major_formatter('{x:g}')
         ax.set_ylabel(label)
     ax.set_xlabel('step')
     if len(skips): axs[0].legend()

@@ -53,6 +53,15 @@ def test_report():
     assert all(float(x.rstrip(' |'))>0 for o in table for x in o[2:])
 
 @pytest.mark.slow
+def test_families(tmp_path):
+    "Two families of each library, and both comparisons"
+    path,found = run('families', tmp_path)
+    assert {o['part'] for o in found}=={'timm','torchvision','transformers','stream'}
+    whole = [o for o in found if o['metric']=='whole']
+    assert len(whole)>=8 and all(o['value']=='1' for o in whole)
+    assert '| copies |' in path.with_suffix('.md').read_text()
+
+@pytest.mark.slow
 def test_fp8(tmp_path):
     "All parts, emulated; and what needs a GPU says so"
     path,found = run('fp8', tmp_path)

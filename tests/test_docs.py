@@ -153,6 +153,8 @@ run_by = {'index': {
     'howto/from_other_libraries': {o: diffs for o in ('-from', '+from', '-import', ' from')},
     'howto/less_memory': {
         'from torch.utils.checkpoint': 'tests/test_docs.py::test_block'},
+    'howto/other_trainers': {
+        'import pytorch_lightning':   'tests/test_docs.py::test_lightning'},
     'howto/several_gpus': {
         'pip install':                'tests/test_packaging.py::test_requirements',
         **{o: several for o in ('from torch.distributed.fsdp', 'from fastai.vision', 'class Checkpoint', 'import torch.distributed', 'from datetime', 'from accelerate.utils')}}}
@@ -224,10 +226,11 @@ def test_documented(mod, name):
 
 # --- What a page shows can be pasted
 
-def shown(name):
-    "The code of the page `name` that readers see, in order"
+def shown(name, without=()):
+    "The code of the page `name` that readers see, in order; cells with a directive in `without` are left out"
     opts = [pages.options(o) for o in read_nb(nbs[name]).cells if o.cell_type=='code']
-    return '\n'.join(code for o,code in opts if not {'hide','export','exporti','exports','default_exp'} & {*o} and o.get('echo')!='false')
+    left_out = {'hide','export','exporti','exports','default_exp',*without}
+    return '\n'.join(code for o,code in opts if not left_out & {*o} and o.get('echo')!='false')
 
 def defined(tree):
     "Names that `tree` assigns, defines, imports or takes as arguments, in any scope"
@@ -251,3 +254,28 @@ def test_names_are_shown(name):
     tree = ast.parse('\n'.join(o for o in shown(name).splitlines() if not re.match(r'\s*[!%]', o)))
     used = {o.id for o in ast.walk(tree) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Load)}
     assert sorted(used-defined(tree))==yours.get(name, [])
+
+def paste(code, folder):
+    "What a plain interpreter prints that runs `code` in `folder`"
+    env = {**os.environ, 'MPLBACKEND':'agg', 'OMP_NUM_THREADS':'1', 'PYTHONPATH':str(root)}
+    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert res.returncode==0, res.stderr[-2000:]
+    return res.stdout
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', [o for o in nbs if re.match('index|tutorials/|howto/|explanations/', o) and shown(o) and o not in yours])
+def test_pasted(name, tmp_path):
+    "A plain interpreter runs what readers see of a page, without the hidden cells. Slow cells run in `nbdev-test` only."
+    paste('\n'.join(o for o in shown(name, ['slow']).splitlines() if not re.match(r'\s*[!%]', o)), tmp_path)
+
+@pytest.mark.slow
+def test_lightning(tmp_path):
+    "The block for Lightning, after the page's cells: the sick model is found, and the cured one trains"
+    pytest.importorskip('pytorch_lightning')
+    (_,code), = [o for md in cells('howto/other_trainers', 'markdown') for o in block.findall(md)]
+    end = """
+train(*new(YesNo32))
+try: train(*new())
+except FloatingPointError as e: print(e.args[0].where, e.args[0].module)
+"""
+    assert paste(shown('howto/other_trainers')+'\n'+code+end, tmp_path).splitlines()[-1]=='backward head'

@@ -235,8 +235,8 @@ def test_batches(dtype, copies): check('batch_norm', 'wrapper', 3, dtype, copies
 def test_scales(scale):
     "A scale below 1 makes gradients vanish"
     table = check('mlp', 'adam', 2, torch.float16, True, scale)
-    assert (table['activations lost']>.02).any()==(table['weights lost']>.02).any()==(scale<1)
-    assert all((table[f'{o} lost, safe scale']==0).all() for o in ('activations','weights'))
+    assert (table['activation gradients lost']>.02).any()==(table['weight gradients lost']>.02).any()==(scale<1)
+    assert all((table[f'{o} gradients lost, safe scale']==0).all() for o in ('activation','weight'))
 
 def test_safe_scale_is_the_learners():
     "It is what `to_fp16` finds in the first step, where a weight has the largest gradient"

@@ -82,7 +82,7 @@ def test_gradients_that_vanish():
     assert learn.find_nonfinite().where=='nothing'
     report = learn.precision_report()
     first = report.table.iloc[0]
-    assert first['activations lost']==1 and first['activations lost, safe scale']<.2 and report.error>.1
+    assert first['activation gradients lost']==1 and first['activation gradients lost, safe scale']<.2 and report.error>.1
     assert report.keep==[] and report.safe_scale>=2**6
     better = vanishing().to_fp16(loss_scale=report.safe_scale, dynamic=False).precision_report()
     assert better.error<.05

@@ -1,0 +1,249 @@
+"""Model families of timm, torchvision and transformers: do they compute in half precision, and how exact are the gradients?
+
+Each family's smallest model, with random weights and without dropout, computes one batch of random inputs on a CPU: in
+float32, with `torch.autocast` and with copies. What a family is: a module of timm or torchvision, a kind of configuration
+of transformers, which is made tiny. The loss is a fixed linear function of all floating outputs. The part `stream`
+compares autocast and copies in GPT-2 and BERT of transformers: error of the gradient, and memory of activations."""
+import inspect,logging,multiprocessing,warnings
+from contextlib import nullcontext
+from functools import partial
+
+import timm,torchvision,transformers
+import torch.nn.functional as F
+from torch import nn
+from torchvision.models import get_model,get_model_builder,list_models
+
+from common import *
+from loops import Variant
+from mp_callbacks.half import half_precision
+from mp_callbacks.plan import plan_memory
+
+libraries = ['timm','torchvision','transformers']
+in_half = {'autocast-bf16':dict(copies=False), 'bf16':dict()}
+seconds,most = 120,60e6 # that a family may take, and parameters that its model may have
+
+# --- Models and inputs
+
+def numel(make):
+    "How many parameters the model has that `make` would make"
+    with torch.device('meta'): return sum(p.numel() for p in make().parameters())
+
+def smallest(makes):
+    "The name with the fewest parameters among `makes`, which are functions by name"
+    sizes = {}
+    for name,make in makes.items():
+        try: sizes[name] = numel(make)
+        except Exception: pass # can't be made without weights, or without another package
+    return min(sizes or makes, key=lambda o: sizes.get(o, 0))
+
+def images(size, n=2, channels=3): return torch.randn(n, channels, size, size)
+
+def timm_families():
+    return {o:timm.list_models(module=o) for o in timm.list_modules()}
+
+def timm_model(names):
+    name = smallest({o:partial(timm.create_model, o, num_classes=10) for o in names})
+    model = timm.create_model(name, num_classes=10)
+    return name,model,[((torch.randn(2, *model.default_cfg['input_size']),), {})]
+
+def torchvision_families():
+    res = {}
+    for name in list_models():
+        module = get_model_builder(name).__module__.removeprefix('torchvision.models.')
+        if 'quantization' not in module: res.setdefault(module, []).append(name)
+    return res
+
+def torchvision_model(names):
+    name = smallest({o:partial(get_model, o, weights=None, **backbone(o)) for o in names})
+    model = get_model(name, weights=None, **backbone(name))
+    boxes = dict(boxes=torch.tensor([[8.,8,40,40]]), labels=torch.tensor([1]), masks=torch.ones(1,96,96).byte(),
+                 keypoints=torch.ones(1,17,3))
+    shapes = [images(224), images(299), torch.randn(2,3,8,112,112), torch.randn(2,3,16,224,224)]
+    return name,model,[*[((o,), {}) for o in shapes], (([*images(96)],[boxes]*2), {}), ((images(128),images(128)), {})]
+
+def backbone(name):
+    "The options without which a model of torchvision loads weights"
+    return dict(weights_backbone=None) if 'weights_backbone' in inspect.signature(get_model_builder(name)).parameters else {}
+
+# What makes a configuration of transformers tiny, where it has an option of that name
+tiny = dict.fromkeys('hidden_size d_model n_embd dim embed_dim embedding_size decoder_hidden_size projection_dim out_hidden_size '
+                     'hidden_dim encoder_hidden_dim mlp_dim conv_dim'.split(), 32)
+tiny |= dict.fromkeys('num_hidden_layers n_layer n_layers num_layers depth encoder_layers decoder_layers num_decoder_layers '
+                      'decoder_num_hidden_layers num_encoder_layers'.split(), 2)
+tiny |= dict.fromkeys('num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads '
+                      'num_key_value_heads decoder_num_attention_heads'.split(), 4)
+tiny |= dict.fromkeys('intermediate_size encoder_ffn_dim decoder_ffn_dim moe_intermediate_size ffn_dim d_ff '
+                      'decoder_intermediate_size'.split(), 64)
+tiny |= dict(vocab_size=128, max_position_embeddings=128, n_positions=128, head_dim=8, d_kv=8, image_size=32, patch_size=8,
+             num_experts=4, n_routed_experts=4, num_local_experts=4, num_experts_per_tok=2, num_queries=8, num_mel_bins=16,
+             max_source_positions=32, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+             n_group=1, topk_group=1, first_k_dense_replace=1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+             decoder_start_token_id=1, dropout=0., attention_dropout=0., hidden_dropout_prob=0., layerdrop=0.,
+             attention_probs_dropout_prob=0., drop_path_rate=0., mask_time_prob=0., mask_feature_prob=0.)
+
+def tiny_config(cls, **more):
+    "A configuration of class `cls`, and of all that it consists of, with the options in `tiny`"
+    default = cls()
+    parts = {k:tiny_config(type(o)).to_dict() for k,o in vars(default).items() if isinstance(o, transformers.PretrainedConfig)}
+    options = {k:v for k,v in tiny.items() if isinstance(getattr(default, k, None), (int,float))}
+    return cls(**options, **parts, **more)
+
+def transformers_families():
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+    return dict(MODEL_MAPPING_NAMES)
+
+def transformers_model(names):
+    cls = getattr(transformers, names if isinstance(names, str) else names[0])
+    config = tiny_config(cls.config_class)
+    if (n := numel(partial(cls, config)))>most: raise ValueError(f'{n/1e6:.0f} million parameters')
+    model = cls(config)
+    def _find(name, default):
+        parts = [config,*(o for o in vars(config).values() if hasattr(o, 'to_dict'))]
+        return next((v for o in parts if isinstance(v := getattr(o, name, None), int)), default)
+    words = torch.randint(3, 100, (2,16))
+    size,mels = _find('image_size', 64),_find('num_mel_bins', _find('feature_size', 80))
+    given = [images(size), images(64), images(224), images(256), images(32), torch.randn(2,8,3,size,size), torch.randn(2,16,3,224,224),
+             torch.randn(2,mels,64), torch.randn(2,64,mels), torch.randn(2,mels,3000), torch.randn(2,4000), torch.randn(2,1,4000),
+             torch.randn(2,32,1)]
+    texts = [{}, dict(input_ids=words), dict(decoder_input_ids=words), dict(input_ids=words, attention_mask=torch.ones_like(words))]
+    main = model.main_input_name
+    if main=='input_ids': return cls.__name__,model,[((), {**dict(input_ids=words), **o}) for o in texts]
+    return cls.__name__,model,[((), {main:x, **o}) for o in texts[:3] for x in given]
+
+# --- What is measured
+
+def gradient(model, args, kwargs, half=None):
+    "Gradients of all parameters as one vector, of a fixed linear function of the floating outputs; each run has the same random numbers"
+    model.zero_grad()
+    torch.manual_seed(1)
+    with half or nullcontext(): out = model(*args, **kwargs)
+    outs,gen = [o for o in tensors(out) if o.requires_grad],torch.Generator().manual_seed(2)
+    sum((o.float()*torch.randn(o.shape, generator=gen)).sum() for o in outs).backward()
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+
+def tensors(out):
+    "The floating tensors in a model's result"
+    if isinstance(out, torch.Tensor): return [out] if out.is_floating_point() else []
+    if hasattr(out, 'to_tuple'): out = out.to_tuple()
+    if isinstance(out, dict): out = [*out.values()]
+    return [t for o in out for t in tensors(o)] if isinstance(out, (list,tuple)) else []
+
+def shape_of(model):
+    "What must be the same after a model has computed in half precision: classes, attributes and dtypes"
+    modules = [(name,type(m),*vars(m)) for name,m in model.named_modules()]
+    return modules,[(name,id(p),p.dtype) for name,p in model.named_parameters(remove_duplicate=False)]
+
+def relative_error(x, y): return ((x-y).norm()/y.norm()).item()
+
+def family(library, names):
+    "Rows of (precision, metric, value, note)"
+    torch.manual_seed(0)
+    name,model,inputs = globals()[f'{library}_model'](names)
+    for m in model.modules():
+        for k in ('p','drop_prob','drop_rate','dropout','layerdrop'):
+            if isinstance(vars(m).get(k), float): setattr(m, k, 0.)
+    yield 'fp32','parameters',sum(p.numel() for p in model.parameters()),name
+    for args,kwargs in inputs:
+        try: exact = gradient(model, args, kwargs)
+        except Exception as e: failed = e
+        else: break
+    else: raise failed
+    if not exact.isfinite().all(): raise ValueError('gradients are not finite in float32')
+    yield 'fp32','again',relative_error(gradient(model, args, kwargs), exact),''
+    before = shape_of(model)
+    for precision,options in in_half.items():
+        half = half_precision(model, bf16, **options)
+        try:
+            error = relative_error(gradient(model, args, kwargs, half), exact)
+            if error!=error: raise ValueError('the gradient is not finite')
+            yield precision,'error of the gradient',error,''
+        except Exception as e: yield precision,'error',0,explained(e)[1]
+        yield precision,'whole',shape_of(model)==before,''
+
+def run_family(connection, library, names):
+    torch.set_num_threads(1)
+    rows = []
+    try: rows += family(library, names)
+    except Exception as e: rows.append(('fp32', 'error', 0, explained(e)[1]))
+    connection.send(rows)
+
+def in_a_process(library, names):
+    "The rows of `family`, computed in a fork, as some models end the process or don't end"
+    fork = multiprocessing.get_context('fork')
+    here,there = fork.Pipe()
+    process = fork.Process(target=run_family, args=(there, library, names), daemon=True)
+    process.start()
+    there.close()
+    try: rows = here.recv() if here.poll(seconds) else [('fp32', 'error', 0, f'longer than {seconds} seconds')]
+    except EOFError: rows = [('fp32', 'error', 0, 'the process ended')]
+    process.kill()
+    for precision,*row in rows: yield Variant('ours', '', precision),1,*row
+
+# --- Autocast, copies, and copies with a float32 residual stream
+
+ways = {'autocast-bf16':dict(copies=False), 'bf16':dict(), 'bf16, embeddings kept':dict(keep=nn.Embedding)}
+
+class Words(nn.Module):
+    "A language model of transformers, and its loss"
+    def __init__(self, name, dim=64, depth=6):
+        super().__init__()
+        size = dict(vocab_size=200, hidden_size=dim, num_hidden_layers=depth, num_attention_heads=4, intermediate_size=4*dim)
+        config = transformers.AutoConfig.for_model(name, **size)
+        for o in ('resid_pdrop','embd_pdrop','attn_pdrop','hidden_dropout_prob','attention_probs_dropout_prob'): setattr(config, o, 0.)
+        config.is_decoder = True
+        self.model = transformers.AutoModelForCausalLM.from_config(config)
+
+    def forward(self, words): return self.model(input_ids=words, labels=words, use_cache=False).loss
+
+def stream(name):
+    "Rows of (precision, metric, value, note)"
+    torch.manual_seed(0)
+    model,words = Words(name),torch.randint(200, (8,64))
+    exact = gradient(model, (words,), {})
+    def _loss(n): return model(torch.randint(200, (n,64)))
+    for way,options in ways.items():
+        half = half_precision(model, bf16, **options)
+        yield way,'error of the gradient',relative_error(gradient(model, (words,), {}, half), exact),''
+        plan = plan_memory(model, _loss, torch.optim.AdamW(model.parameters()), 64, half).table
+        yield way,'activations, MB',plan.activations['copies' if half.copies else 'autocast'],''
+    yield 'fp32','activations, MB',plan.activations.float32,''
+
+# --- The tables
+
+def summary(df):
+    "How many families of each library compute, and how exact their gradients are"
+    rows = {}
+    for library,o in df[df.part!='stream'].groupby('part', sort=False):
+        errors = o[o.metric=='error of the gradient'].pivot_table(index='case', columns='precision', values='value')
+        rows[library] = dict(families=o.case.nunique(), float32=o[o.metric=='again'].case.nunique())
+        for name,precision in dict(autocast='autocast-bf16', copies='bf16').items():
+            rows[library] |= {name:errors[precision].count(), f'error, {name}':errors[precision].median()}
+        rows[library]['whole'] = o[o.metric=='whole'].groupby('case').value.min().eq(1).sum()
+    return pd.DataFrame(rows).T.rename_axis('library')
+
+def failures(df):
+    "Families that compute in float32 and not in half precision, or don't come back whole"
+    bad = df.metric.isin(['error','oom']) & (df.precision!='fp32') | (df.metric=='whole') & (df.value!=1)
+    return df[bad][['part','case','precision','note']].set_index('part')
+
+def main():
+    p = arguments(__doc__)
+    p.add_argument('--only', nargs='*', choices=libraries, default=libraries, help='libraries [all]')
+    args,_,results = start(p, 'families_cpu')
+    torch.set_num_threads(1)
+    warnings.filterwarnings('ignore')
+    logging.disable(logging.WARNING)
+    transformers_model('GPT2Model') # what it imports then, each fork would import again
+    for library in args.only:
+        found = [*globals()[f'{library}_families']().items()]
+        for name,models in found[:2] if args.tiny else found:
+            results.measure(library, name, '', in_a_process(library, models))
+    for name in ('gpt2','bert'):
+        rows = ((Variant('ours', '', o),1,*row) for o,*row in stream(name))
+        results.measure('stream', name, '', rows)
+    df = results.read()
+    of_stream = df[df.part=='stream'].pivot_table(index=['case','precision'], columns='metric', values='value', sort=False)
+    results.write('Model families in half precision, on a CPU', [markdown(summary(df)), '\n## Failures\n', markdown(failures(df)),
+                  '\n## Autocast and copies\n', markdown(of_stream)], of='all families')
+
+if __name__=='__main__': main()

@@ -85,6 +85,8 @@ def _train_step(live, model, compute_loss, n, opt, copies, half):
     hook = model.register_forward_hook(lambda *args: held.append(args), with_kwargs=True)
     with hook, half or nullcontext():
         loss = compute_loss(n)
+        if not held: # then `half` was off
+            raise ValueError(f"compute_loss must call {type(model).__name__} itself, not only modules in it. Pass the model that it calls.")
         activations,end = live.now-start,len(live.log)
         loss.backward()
     for p,c in copies.items(): c.grad = p.grad

@@ -8,8 +8,7 @@ import inspect,logging,multiprocessing,warnings
 from contextlib import nullcontext
 from functools import partial
 
-import timm,torchvision,transformers
-import torch.nn.functional as F
+import timm,transformers
 from torch import nn
 from torchvision.models import get_model,get_model_builder,list_models
 
@@ -36,7 +35,7 @@ def smallest(makes):
         except Exception: pass # can't be made without weights, or without another package
     return min(sizes or makes, key=lambda o: sizes.get(o, 0))
 
-def images(size, n=2, channels=3): return torch.randn(n, channels, size, size)
+def images(size): return torch.randn(2, 3, size, size)
 
 def timm_families():
     return {o:timm.list_models(module=o) for o in timm.list_modules()}
@@ -81,12 +80,12 @@ tiny |= dict(vocab_size=128, max_position_embeddings=128, n_positions=128, head_
              decoder_start_token_id=1, dropout=0., attention_dropout=0., hidden_dropout_prob=0., layerdrop=0.,
              attention_probs_dropout_prob=0., drop_path_rate=0., mask_time_prob=0., mask_feature_prob=0.)
 
-def tiny_config(cls, **more):
+def tiny_config(cls):
     "A configuration of class `cls`, and of all that it consists of, with the options in `tiny`"
     default = cls()
     parts = {k:tiny_config(type(o)).to_dict() for k,o in vars(default).items() if isinstance(o, transformers.PretrainedConfig)}
     options = {k:v for k,v in tiny.items() if isinstance(getattr(default, k, None), (int,float))}
-    return cls(**options, **parts, **more)
+    return cls(**options, **parts)
 
 def transformers_families():
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES

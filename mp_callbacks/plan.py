@@ -16,6 +16,7 @@ from torch import nn
 
 from .dtypes import map_tensors
 from .half import half_precision
+from .nonfinite import check_called
 from .modules import TorchDispatchMode,unchanged
 
 # %% ../nbs/08_plan.ipynb #4362c36e
@@ -85,8 +86,7 @@ def _train_step(live, model, compute_loss, n, opt, copies, half):
     hook = model.register_forward_hook(lambda *args: held.append(args), with_kwargs=True)
     with hook, half or nullcontext():
         loss = compute_loss(n)
-        if not held: # then `half` was off
-            raise ValueError(f"compute_loss must call {type(model).__name__} itself, not only modules in it. Pass the model that it calls.")
+        check_called(model, bool(held))
         activations,end = live.now-start,len(live.log)
         loss.backward()
     for p,c in copies.items(): c.grad = p.grad

@@ -47,7 +47,8 @@ class PrecisionReport:
             share = m.largest/torch.finfo(self.dtype).max
             rows.append((n, m.kind, share, relative(m.out_error), relative(m.grad_error), *lost, updates))
         names = ('module','kind','largest/max','output error','gradient error','activation gradients lost',
-                 'activation gradients lost, safe scale','weight gradients lost','weight gradients lost, safe scale','updates lost')
+                 'activation gradients lost, safe scale','weight gradients lost',
+                 'weight gradients lost, safe scale','updates lost')
         return pd.DataFrame(rows, columns=names).set_index('module')
 
     def _repr_html_(self): return self.table.map(lambda o: o if isinstance(o, str) else f'{o:.2g}').to_html()

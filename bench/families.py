@@ -1,9 +1,9 @@
-"""Model families of timm, torchvision and transformers: do they compute in half precision, and how exact are the gradients?
+"""Model families of timm, torchvision and transformers: which compute in half precision, and how exact are gradients?
 
 Each family's smallest model, with random weights and without dropout, computes one batch of random inputs on a CPU: in
-float32, with `torch.autocast` and with copies. What a family is: a module of timm or torchvision, a kind of configuration
-of transformers, which is made tiny. The loss is a fixed linear function of all floating outputs. The part `stream`
-compares autocast and copies in GPT-2 and BERT of transformers: error of the gradient, and memory of activations."""
+float32, with `torch.autocast` and with copies. What a family is: a module of timm or torchvision, a kind of
+configuration of transformers, which is made tiny. The loss is a fixed linear function of all floating outputs. The part
+`stream` compares autocast and copies in GPT-2 and BERT of transformers: gradient's error, and memory of activations."""
 import inspect,logging,multiprocessing,warnings
 from contextlib import nullcontext
 from functools import partial
@@ -62,28 +62,31 @@ def torchvision_model(names):
 
 def backbone(name):
     "The options without which a model of torchvision loads weights"
-    return dict(weights_backbone=None) if 'weights_backbone' in inspect.signature(get_model_builder(name)).parameters else {}
+    known = inspect.signature(get_model_builder(name)).parameters
+    return dict(weights_backbone=None) if 'weights_backbone' in known else {}
 
 # What makes a configuration of transformers tiny, where it has an option of that name
-tiny = dict.fromkeys('hidden_size d_model n_embd dim embed_dim embedding_size decoder_hidden_size projection_dim out_hidden_size '
-                     'hidden_dim encoder_hidden_dim mlp_dim conv_dim'.split(), 32)
-tiny |= dict.fromkeys('num_hidden_layers n_layer n_layers num_layers depth encoder_layers decoder_layers num_decoder_layers '
-                      'decoder_num_hidden_layers num_encoder_layers'.split(), 2)
+tiny = dict.fromkeys('hidden_size d_model n_embd dim embed_dim embedding_size decoder_hidden_size projection_dim '
+                     'out_hidden_size hidden_dim encoder_hidden_dim mlp_dim conv_dim'.split(), 32)
+tiny |= dict.fromkeys('num_hidden_layers n_layer n_layers num_layers depth encoder_layers decoder_layers '
+                      'num_decoder_layers decoder_num_hidden_layers num_encoder_layers'.split(), 2)
 tiny |= dict.fromkeys('num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads '
                       'num_key_value_heads decoder_num_attention_heads'.split(), 4)
 tiny |= dict.fromkeys('intermediate_size encoder_ffn_dim decoder_ffn_dim moe_intermediate_size ffn_dim d_ff '
                       'decoder_intermediate_size'.split(), 64)
-tiny |= dict(vocab_size=128, max_position_embeddings=128, n_positions=128, head_dim=8, d_kv=8, image_size=32, patch_size=8,
-             num_experts=4, n_routed_experts=4, num_local_experts=4, num_experts_per_tok=2, num_queries=8, num_mel_bins=16,
-             max_source_positions=32, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
-             n_group=1, topk_group=1, first_k_dense_replace=1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-             decoder_start_token_id=1, dropout=0., attention_dropout=0., hidden_dropout_prob=0., layerdrop=0.,
-             attention_probs_dropout_prob=0., drop_path_rate=0., mask_time_prob=0., mask_feature_prob=0.)
+tiny |= dict(vocab_size=128, max_position_embeddings=128, n_positions=128, head_dim=8, d_kv=8, image_size=32,
+             patch_size=8, num_experts=4, n_routed_experts=4, num_local_experts=4, num_experts_per_tok=2, num_queries=8,
+             num_mel_bins=16, max_source_positions=32, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
+             qk_rope_head_dim=8, v_head_dim=8, n_group=1, topk_group=1, first_k_dense_replace=1, pad_token_id=0,
+             bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, dropout=0., attention_dropout=0.,
+             hidden_dropout_prob=0., layerdrop=0., attention_probs_dropout_prob=0., drop_path_rate=0.,
+             mask_time_prob=0., mask_feature_prob=0.)
 
 def tiny_config(cls):
     "A configuration of class `cls`, and of all that it consists of, with the options in `tiny`"
     default = cls()
-    parts = {k:tiny_config(type(o)).to_dict() for k,o in vars(default).items() if isinstance(o, transformers.PretrainedConfig)}
+    parts = {k:o for k,o in vars(default).items() if isinstance(o, transformers.PretrainedConfig)}
+    parts = {k:tiny_config(type(o)).to_dict() for k,o in parts.items()}
     options = {k:v for k,v in tiny.items() if isinstance(getattr(default, k, None), (int,float))}
     return cls(**options, **parts)
 
@@ -101,10 +104,11 @@ def transformers_model(names):
         return next((v for o in parts if isinstance(v := getattr(o, name, None), int)), default)
     words = torch.randint(3, 100, (2,16))
     size,mels = _find('image_size', 64),_find('num_mel_bins', _find('feature_size', 80))
-    given = [images(size), images(64), images(224), images(256), images(32), torch.randn(2,8,3,size,size), torch.randn(2,16,3,224,224),
-             torch.randn(2,mels,64), torch.randn(2,64,mels), torch.randn(2,mels,3000), torch.randn(2,4000), torch.randn(2,1,4000),
-             torch.randn(2,32,1)]
-    texts = [{}, dict(input_ids=words), dict(decoder_input_ids=words), dict(input_ids=words, attention_mask=torch.ones_like(words))]
+    given = [images(size), images(64), images(224), images(256), images(32), torch.randn(2,8,3,size,size),
+             torch.randn(2,16,3,224,224), torch.randn(2,mels,64), torch.randn(2,64,mels), torch.randn(2,mels,3000),
+             torch.randn(2,4000), torch.randn(2,1,4000), torch.randn(2,32,1)]
+    texts = [{}, dict(input_ids=words), dict(decoder_input_ids=words),
+             dict(input_ids=words, attention_mask=torch.ones_like(words))]
     main = model.main_input_name
     if main=='input_ids': return cls.__name__,model,[((), {**dict(input_ids=words), **o}) for o in texts]
     return cls.__name__,model,[((), {main:x, **o}) for o in texts[:3] for x in given]
@@ -112,7 +116,7 @@ def transformers_model(names):
 # --- What is measured
 
 def gradient(model, args, kwargs, half=None):
-    "Gradients of all parameters as one vector, of a fixed linear function of the floating outputs; each run has the same random numbers"
+    "Gradients of all parameters as one vector, of a fixed linear function of the floating outputs, seeded"
     model.zero_grad()
     torch.manual_seed(1)
     with half or nullcontext(): out = model(*args, **kwargs)
@@ -138,7 +142,7 @@ def family(library, names):
     "Rows of (precision, metric, value, note)"
     torch.manual_seed(0)
     name,model,inputs = globals()[f'{library}_model'](names)
-    for m in model.modules():
+    for m in model.modules(): # in these libraries `p` is a probability of dropout, too
         for k in ('p','drop_prob','drop_rate','dropout','layerdrop'):
             if isinstance(vars(m).get(k), float): setattr(m, k, 0.)
     yield 'fp32','parameters',sum(p.numel() for p in model.parameters()),name
@@ -186,9 +190,11 @@ class Words(nn.Module):
     "A language model of transformers, and its loss"
     def __init__(self, name, dim=64, depth=6):
         super().__init__()
-        size = dict(vocab_size=200, hidden_size=dim, num_hidden_layers=depth, num_attention_heads=4, intermediate_size=4*dim)
+        size = dict(vocab_size=200, hidden_size=dim, num_hidden_layers=depth, num_attention_heads=4,
+                    intermediate_size=4*dim)
         config = transformers.AutoConfig.for_model(name, **size)
-        for o in ('resid_pdrop','embd_pdrop','attn_pdrop','hidden_dropout_prob','attention_probs_dropout_prob'): setattr(config, o, 0.)
+        drops = 'resid_pdrop embd_pdrop attn_pdrop hidden_dropout_prob attention_probs_dropout_prob'
+        for o in drops.split(): setattr(config, o, 0.)
         config.is_decoder = True
         self.model = transformers.AutoModelForCausalLM.from_config(config)
 
@@ -241,8 +247,10 @@ def main():
         rows = ((Variant('ours', '', o),1,*row) for o,*row in stream(name))
         results.measure('stream', name, '', rows)
     df = results.read()
-    of_stream = df[df.part=='stream'].pivot_table(index=['case','precision'], columns='metric', values='value', sort=False)
-    results.write('Model families in half precision, on a CPU', [markdown(summary(df)), '\n## Failures\n', markdown(failures(df)),
-                  '\n## Autocast and copies\n', markdown(of_stream)], of='all families')
+    of_stream = df[df.part=='stream']
+    of_stream = of_stream.pivot_table(index=['case','precision'], columns='metric', values='value', sort=False)
+    results.write('Model families in half precision, on a CPU',
+                  [markdown(summary(df)), '\n## Failures\n', markdown(failures(df)), '\n## Autocast and copies\n',
+                   markdown(of_stream)], of='all families')
 
 if __name__=='__main__': main()

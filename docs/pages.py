@@ -26,13 +26,13 @@ install = '! [ -e /content ] && pip install -Uqq mp_callbacks'
 # The sidebar: notebooks in nbs/, and files of the repository's root
 sidebar = {
     'Home': 'index',
-    'Get started': 'tutorials/get_started howto/which_precision howto/applications tutorials/your_own_loop 30_demo',
+    'Get started': 'tutorials/get_started howto/which_precision howto/applications tutorials/measure tutorials/your_own_loop',
     'How-to': 'howto/troubleshooting howto/keep howto/recorder_and_report howto/less_memory howto/accumulation_and_clipping '
               'howto/checkpoints howto/several_gpus howto/other_trainers howto/callbacks howto/fp8 howto/migrate howto/from_other_libraries',
     'Concepts': 'explanations/training_step tutorials/underflow howto/results explanations/tested_models explanations/guarantees explanations/comparison '
                 'explanations/presets explanations/scale',
     'Reference': '13_learner 10_callback 11_recorder 12_doctor 03_half 02_grads 01_loss_scale 04_functional 06_nonfinite 07_report 08_plan '
-                 '09_fp8 09a_fp8_report 00_dtypes 02a_modules 05_flat names.md 20_jmp 21_mpx 22_emily 23_fastai16',
+                 '09_fp8 09a_fp8_report 00_dtypes 02a_modules 05_flat 30_demo names.md 20_jmp 21_mpx 22_emily 23_fastai16',
     'Contributing': 'CONTRIBUTING.md explanations/architecture CHANGELOG.md'}
 generated = ['names.md'] # by this script
 root_files = [o for part in sidebar.values() for o in part.split() if o.endswith('.md') and o not in generated]
@@ -49,6 +49,7 @@ class GitHub:
         return base+os.path.normpath(self.page.parent/nbpath2html(p)).replace(os.sep, '/')+sep+frag
     def callout(self, kind, body): return '\n'.join(f'> {o}'.rstrip() for o in [f'[!{kind.upper()}]', *body.splitlines()])
     def symbol(self, name, anchors, source): return f'### {name}' + (f' ([source]({source}))' if source else '')
+    def code(self, s, summary=None): return f'```python\n{s}\n```'
     def text(self, s): return f'```text\n{s.rstrip()}\n```'
     def html(self, s): return s
     def math(self, s): return f'${s}$'
@@ -72,6 +73,10 @@ class Site(GitHub):
     def symbol(self, name, anchors, source):
         ids = ''.join(f'<a id="{o}"></a>' for o in anchors[1:])
         return '\n\n'.join(o for o in (ids, f'### {name} {{ #{anchors[0]} }}', f'[source]({source}){{ .source }}' if source else '') if o)
+    def code(self, s, summary=None):
+        "With a `summary`, the code shows after a click on it"
+        res = super().code(s)
+        return f'??? example "{summary}"\n\n{indent(res, "    ")}' if summary else res
     def text(self, s):
         prose = '' if re.search(r'\S {2,}\S', s) else '.prose '
         return f'``` {{ .text .output .no-copy {prose}}}\n{s.rstrip()}\n```'
@@ -237,7 +242,7 @@ def convert(fn, d, files):
         if c.cell_type=='markdown' and not src.startswith('<!-- WARNING'): res.append(to_dialect(src, d))
         if c.cell_type!='code': continue
         if c.id in symbols: res.append(symbol_md(symbols[c.id], ns, shown, d))
-        elif src and opts.get('echo')!='false': res.append(f'```python\n{src}\n```')
+        elif src and opts.get('echo')!='false': res.append(d.code(src, opts.get('code-summary')))
         for i,o in enumerate(c.get('outputs', [])):
             def save(data):
                 files.mkdir(parents=True, exist_ok=True)

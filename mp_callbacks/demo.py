@@ -1,4 +1,4 @@
-"""Which precision is fast on this machine, and as accurate as float32? `python -m mp_callbacks` measures it
+"""How `python -m mp_callbacks` measures precisions, and how it decides which one to recommend
 
 Docs: https://example.github.io/mp_callbacks/demo.html.md"""
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from .dtypes import map_tensors
 from .half import half_precision
-from .nonfinite import check_called
 from .modules import TorchDispatchMode,unchanged
+from .nonfinite import check_called
 
 # %% ../nbs/08_plan.ipynb #4362c36e
 class LiveBytes(TorchDispatchMode):

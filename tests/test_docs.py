@@ -54,6 +54,10 @@ def test_code_is_left_alone():
     code = '```python\nx[0](a.ipynb); y = "$a$ and $b$"\n```\n\n`[a](b.ipynb)` and `$c$`'
     assert pages.to_dialect(code, site)==code
 
+def test_folded_code():
+    assert site.code('x = 1', 'Data')=='??? example "Data"\n\n    ```python\n    x = 1\n    ```'
+    assert site.code('x = 1')==github.code('x = 1', 'Data')=='```python\nx = 1\n```'
+
 def test_prose_and_columns():
     "Sentences wrap on a narrow screen, columns don't"
     assert '.prose' in site.text('No step was skipped. The loss\nscale was 1.') and '.prose' not in site.text('a    b\n1    2')

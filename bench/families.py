@@ -3,7 +3,7 @@
 Each family's smallest model, with random weights and without dropout, computes one batch of random inputs on a CPU: in
 float32, with `torch.autocast` and with copies. What a family is: a module of timm or torchvision, a kind of
 configuration of transformers, which is made tiny. The loss is a fixed linear function of all floating outputs. The part
-`stream` compares autocast and copies in GPT-2 and BERT of transformers: gradient's error, and memory of activations."""
+`stream` compares autocast and copies in transformers' GPT-2 and BERT: gradient's error, memory of activations, time."""
 import inspect,logging,multiprocessing,warnings
 from contextlib import nullcontext
 from functools import partial
@@ -33,7 +33,12 @@ def smallest(makes):
     for name,make in makes.items():
         try: sizes[name] = numel(make)
         except Exception: pass # can't be made without weights, or without another package
-    return min(sizes or makes, key=lambda o: sizes.get(o, 0))
+    name = min(sizes or makes, key=lambda o: sizes.get(o, 0))
+    if name in sizes: check_size(sizes[name])
+    return name
+
+def check_size(n):
+    if n>most: raise ValueError(f'{n/1e6:.0f} million parameters')
 
 def images(size): return torch.randn(2, 3, size, size)
 
@@ -97,7 +102,7 @@ def transformers_families():
 def transformers_model(names):
     cls = getattr(transformers, names if isinstance(names, str) else names[0])
     config = tiny_config(cls.config_class)
-    if (n := numel(partial(cls, config)))>most: raise ValueError(f'{n/1e6:.0f} million parameters')
+    check_size(numel(partial(cls, config)))
     model = cls(config)
     def _find(name, default):
         parts = [config,*(o for o in vars(config).values() if hasattr(o, 'to_dict'))]
@@ -200,7 +205,22 @@ class Words(nn.Module):
 
     def forward(self, words): return self.model(input_ids=words, labels=words, use_cache=False).loss
 
-def stream(name):
+def seconds_of(model, words, half=None):
+    "Time of one forward and backward pass"
+    start = perf_counter()
+    gradient(model, (words,), {}, half)
+    return perf_counter()-start
+
+def relative_times(model, words, turns):
+    "The time of a pass in each of `ways`, divided by that of float32 in the same turn: medians, without the first turn"
+    halves = {way:half_precision(model, bf16, **options) for way,options in ways.items()}
+    rows = []
+    for _ in range(turns+1):
+        full = seconds_of(model, words)
+        rows.append({way:seconds_of(model, words, half)/full for way,half in halves.items()})
+    return pd.DataFrame(rows[1:]).median()
+
+def stream(name, turns):
     "Rows of (precision, metric, value, note)"
     torch.manual_seed(0)
     model,words = Words(name),torch.randint(200, (8,64))
@@ -212,6 +232,8 @@ def stream(name):
         plan = plan_memory(model, _loss, torch.optim.AdamW(model.parameters()), 64, half).table
         yield way,'activations, MB',plan.activations['copies' if half.copies else 'autocast'],''
     yield 'fp32','activations, MB',plan.activations.float32,''
+    times = relative_times(Words(name, 512, 4), torch.randint(200, (8,64)), turns)
+    for way in ways: yield way,'time',times[way],''
 
 # --- The tables
 
@@ -234,8 +256,8 @@ def failures(df):
 def main():
     p = arguments(__doc__)
     p.add_argument('--only', nargs='*', choices=libraries, default=libraries, help='libraries [all]')
-    args,_,results = start(p, 'families_cpu')
     torch.set_num_threads(1)
+    args,_,results = start(p, 'families_cpu')
     warnings.filterwarnings('ignore')
     logging.disable(logging.WARNING)
     transformers_model('GPT2Model') # what it imports then, each fork would import again
@@ -244,7 +266,7 @@ def main():
         for name,models in found[:2] if args.tiny else found:
             results.measure(library, name, '', in_a_process(library, models))
     for name in ('gpt2','bert'):
-        rows = ((Variant('ours', '', o),1,*row) for o,*row in stream(name))
+        rows = ((Variant('ours', '', o),1,*row) for o,*row in stream(name, 1 if args.tiny else 21))
         results.measure('stream', name, '', rows)
     df = results.read()
     of_stream = df[df.part=='stream']

@@ -429,6 +429,9 @@ def _default_way(half, module):
 # %% ../nbs/03_half.ipynb #644f616c
 def _matches(named, keep):
     "Names of the modules in `named` that `keep` selects"
+    if isinstance(keep, nn.Module):
+        name = next((name for name,m in named.items() if m is keep), 'its name')
+        raise TypeError(f"keep has a module, {type(keep).__name__}, and needs its name or type. Use keep={name!r}.")
     if isinstance(keep, type): return [name for name,m in named.items() if isinstance(m, keep)]
     if isinstance(keep, str):
         if res := [name for name in named if fnmatchcase(name, keep)]: return res

@@ -233,7 +233,8 @@ bad = [({'nothing.*':'c=f32'},                 ValueError, r"'nothing.\*' matche
        (3,                                     TypeError,  'keep=3 must be a module type.* Use keep=\\(\\)'),
        (None,                                  TypeError,  'keep=None must be'),
        ({nn.Linear:'c=f32'},                   TypeError,  'must have name patterns as keys'),
-       ([is_norm, {'head':'c=f32'}],           TypeError,  'must be a module type, a name pattern')]
+       ([is_norm, {'head':'c=f32'}],           TypeError,  'must be a module type, a name pattern'),
+       ([nn.Linear(2, 2)],                     TypeError,  "keep has a module, Linear, and needs its name or type. Use keep='its name'")]
 
 @pytest.mark.parametrize('keep,error,match', bad)
 def test_refused(keep, error, match):

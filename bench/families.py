@@ -19,7 +19,7 @@ from mp_callbacks.plan import plan_memory
 
 libraries = ['timm','torchvision','transformers']
 in_half = {'autocast-bf16':dict(copies=False), 'bf16':dict()}
-seconds,most = 120,60e6 # that a family may take, and parameters that its model may have
+seconds,most = 120,200e6 # that a family may take, and parameters that its model may have
 
 # --- Models and inputs
 

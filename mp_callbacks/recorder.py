@@ -106,8 +106,8 @@ def summary(self:PrecisionRecorder)->str: # One sentence a line
         res.append(f"The first skipped step was {skips[0]}, the last {skips[-1]}. The longest run has length {most}.")
     culprits = log.culprit[~log.finite].value_counts()
     for name,n in culprits[:1].items():
-        res.append(f"In the backward pass, mostly {name}'s gradient was the first that wasn't finite "
-                   f"({n} of {culprits.sum()}). For the cause: learn.find_nonfinite().")
+        res.append(f"The last parameter whose gradient wasn't finite was mostly {name} ({n} of {culprits.sum()}). "
+                   "For the cause: learn.find_nonfinite().")
     state = getattr(getattr(self.learn, 'mixed_precision', None), 'state', None)
     for name,step in getattr(state, 'rescued', ()): res.append(f"{name} is kept in float32 since step {step}.")
     if scale.nunique()==1: res.append(f"The loss scale was always {scale[0]:.9g}.")

@@ -181,7 +181,7 @@ class MixedPrecision(PrecisionCallback):
 
     def __init__(self,
         loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # Scale if `dynamic=False`; loss scale or preset
-        flat_master:bool=False, # Update small tensors as one? 240 take 10.2 ms, fused AdamW 6.9 ms, [flat](05_flat.ipynb)
+        flat_master:bool=False, # Step small tensors as one? 240 take 10.2 ms, fused AdamW 6.9 ms, [flat](05_flat.ipynb)
         dynamic:bool=True, # Adapt the scale? Steps with gradients that are not finite are skipped either way.
         max_loss_scale:float=2.**24, # Largest value of a dynamic scale, and its start without `headroom`
         div_factor:float=2., # Factor that a dynamic scale grows and shrinks by

@@ -28,7 +28,7 @@ import fastai.callback.channelslast # adds `to_contiguous`; import it after `cal
 # %% ../nbs/13_learner.ipynb #b17aa64d
 @patch
 def to_bf16(self:Learner,
-    flat_master:bool=False, # Update small tensors as one? 240 take 10.2 ms, fused AdamW 6.9 ms, [flat](05_flat.ipynb)
+    flat_master:bool=False, # Step small tensors as one? 240 take 10.2 ms, fused AdamW 6.9 ms, [flat](05_flat.ipynb)
     clip:float=None, # Maximum global gradient norm
     *,
     max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
@@ -47,7 +47,7 @@ def to_bf16(self:Learner,
 @patch
 def to_fp16(self:Learner,
     loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # Scale if `dynamic=False`; loss scale or preset
-    flat_master:bool=False, # Update small tensors as one? 240 take 10.2 ms, fused AdamW 6.9 ms, [flat](05_flat.ipynb)
+    flat_master:bool=False, # Step small tensors as one? 240 take 10.2 ms, fused AdamW 6.9 ms, [flat](05_flat.ipynb)
     dynamic:bool=True, # Adapt the scale? Steps with gradients that are not finite are skipped either way.
     max_loss_scale:float=2.**24, # Largest value of a dynamic scale, and its start without `headroom`
     div_factor:float=2., # Factor that a dynamic scale grows and shrinks by

@@ -14,6 +14,10 @@ def pytest_configure(config):
 def pytest_addoption(parser):
     parser.addoption('--flags', default='', help='run these too: "cuda slow" for the cells and tests so marked')
 
+def pytest_collection_modifyitems(items):
+    "The files that take the longest come first, so that at the end no process works alone"
+    items.sort(key=lambda o: o.path.stem not in ('test_notebooks','test_bench','test_docs','test_distributed'))
+
 @pytest.fixture(scope='session')
 def flags(request):
     "What to run besides the ordinary: what --flags names, and `cuda` where there is one"

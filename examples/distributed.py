@@ -77,7 +77,7 @@ def main(
     "Train on scikit-learn's digits, in as many processes as `torchrun` or `accelerate launch` starts"
     learn = train(precision, epochs, bs, lr, send, resume, WaitForAll(wait))
     with learn.no_bar(), learn.no_logging(): acc = learn.validate()[1] # every rank takes part
-    teardown_distrib() # else gloo's threads now and then abort a process as it exits
+    teardown_distrib() # gloo's threads may abort a process as it exits, and more often without this
     if rank_distrib(): return
     print(f'accuracy {acc:.3f}')
     if precision!='fp32': print(learn.precision_recorder.summary())

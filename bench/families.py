@@ -7,6 +7,7 @@ configuration of transformers, which is made tiny. The loss is a fixed linear fu
 import inspect,logging,multiprocessing,warnings
 from contextlib import nullcontext
 from functools import partial
+from math import isfinite
 
 import timm,transformers
 from torch import nn
@@ -164,7 +165,7 @@ def family(library, names):
         half = half_precision(model, bf16, **options)
         try:
             error = relative_error(gradient(model, args, kwargs, half), exact)
-            if error!=error: raise ValueError('the gradient is not finite')
+            if not isfinite(error): raise ValueError('the gradient is not finite')
             yield precision,'error of the gradient',error,''
         except Exception as e: yield precision,'error',0,explained(e)[1]
         yield precision,'whole',shape_of(model)==before,''

@@ -1,17 +1,20 @@
 # The commands that README.md names, in a virtual environment of their own (.venv, made on first use).
-# PYTHON=python3.12 chooses the interpreter it is made with, UV= installs with pip even where uv is there.
+# PYTHON=python3.12 chooses the interpreter it is made with. uv installs; where there is none, pip puts one into .venv.
 PYTHON ?= python3
 ARGS   ?=
 FLAGS  ?=
-UV     := $(shell command -v uv 2>/dev/null)
 BIN    := .venv/bin
+UV     := $(or $(shell command -v uv 2>/dev/null),$(BIN)/uv)
 OLDEST := $(shell sed -n 's/^pythons *= *\([0-9.]*\).*/\1/p' settings.ini)
 stop    = { echo "$(1)" >&2; exit 1; }
+install = $(UV) pip install --python $(BIN)/python
+# The demo does with less, unless everything is there already
+DEMO   := $(if $(wildcard .venv/ready),.venv/ready,.venv/demo)
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' Makefile
 
-demo: .venv/ready  ## try every precision on this machine; make demo ARGS="--help" for its options
+demo: $(DEMO)  ## try every precision on this machine; make demo ARGS="--help" for its options
 	$(BIN)/python -m mp_callbacks $(ARGS)
 
 test: check  ## everything that can be tested here; FLAGS="cuda slow" adds those cells and tests
@@ -26,19 +29,28 @@ docs: .venv/ready  ## the site, in _docs/index.html
 	$(BIN)/zensical build --strict --clean --config-file _proc/mkdocs.yml
 	rm -rf _docs && mv _proc/site _docs && cp -R _proc/md/. _docs
 
-.venv/ready: settings.ini setup.py pyproject.toml
+.venv/bin/python:
 	@command -v $(PYTHON) >/dev/null || $(call stop,make needs $(PYTHON): install Python $(OLDEST) or newer or say PYTHON=path/to/python)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < tuple(map(int, "$(OLDEST)".split("."))))' || \
 		$(call stop,$(PYTHON) is older than Python $(OLDEST): install a newer one or say PYTHON=path/to/python)
-ifeq ($(UV),)
+ifeq ($(UV),$(BIN)/uv)
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
 		$(call stop,$(PYTHON) has no venv module: install it (on Debian and Ubuntu: apt install python3-venv) or install uv)
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -e '.[dev,docs]'
+	$(PYTHON) -m venv .venv
+
+$(UV): | .venv/bin/python
+	$(BIN)/python -m pip install -q uv
 else
-	test -x $(BIN)/python || $(UV) venv -q --seed --python $(PYTHON) .venv
-	$(UV) pip install -q --python $(BIN)/python -e '.[dev,docs]'
+	$(UV) venv -q --seed --python $(PYTHON) .venv
 endif
+
+# What the demo runs with, without what PyTorch and fastai bring along for other purposes
+.venv/demo: settings.ini setup.py pyproject.toml .ci/not-for-demo.txt | .venv/bin/python $(UV)
+	UV_EXCLUDE=.ci/not-for-demo.txt $(install) -e .
+	@touch $@
+
+.venv/ready: settings.ini setup.py pyproject.toml | .venv/bin/python $(UV)
+	$(install) --compile-bytecode -e '.[dev,docs]'
 	@touch $@
 
 .PHONY: help demo test check docs

@@ -7,8 +7,8 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 # %% auto #0
 __all__ = ['default_max_skips', 'state_prefix', 'LeanCallback', 'is_precision', 'ScaleState', 'PrecisionCallback',
            'MixedPrecision', 'NativeMixedPrecision', 'ModelToHalf', 'first_hypers', 'read_state', 'clear_state',
-           'write_state', 'fit_device', 'check_device', 'keep_freed_memory', 'alone', 'compute_loss', 'first_loss',
-           'diagnose_batch', 'refuse_unknown']
+           'write_state', 'fit_device', 'check_device', 'warn_of_emulation', 'keep_freed_memory', 'alone',
+           'compute_loss', 'first_loss', 'diagnose_batch', 'refuse_unknown']
 
 # %% ../nbs/10_callback.ipynb #9d7979a9
 import math,re,sys,torch,pandas as pd
@@ -24,7 +24,8 @@ from fastai.callback.core import *
 from fastai.torch_core import default_device
 from fastcore.basics import defaults,patch
 
-from .dtypes import cast_tree,half_dtypes,supports
+from .dtypes import cast_tree,half_dtypes
+from .devices import emulation,support
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale,default_headroom
 from .grads import StepStats,check_clip,mul_grads,prepare_grads,unique
 from .modules import (is_sharded,named_modules,no_collectives,parameter_name,remember_buffers,reshard,
@@ -121,6 +122,7 @@ class PrecisionCallback(LeanCallback):
         if self._half is None or self._half.model is not self.learn.model:
             half,rescued = self.new_half(self.learn.model),[name for name,_ in self._scale_state.rescued]
             self._half = half.keeping(rescued) if rescued else half
+            warn_of_emulation(fit_device(self.learn), half) # `to_fp16` and the others set `half`, and warn themselves
         return self._half
 
     @half.setter
@@ -380,18 +382,18 @@ def check_device(
     device:torch.device, # Where the model is to compute
     half:half_precision, # How the model computes
 ):
-    "Raise a `ValueError` if `device` can't compute like `half`, and warn if it can, but slowly or unreliably"
-    dtype = half.dtype
+    "Raise a `ValueError` if `device` can't compute like `half`"
     if half.fp8 and not half.fp8.emulate: check_fp8(device)
-    name = torch.cuda.get_device_name(device) if device.type=='cuda' and torch.cuda.is_available() else ''
-    emulated = name and dtype==torch.bfloat16 and torch.cuda.is_bf16_supported()
-    native = supports(device, dtype)
-    if not (torch.amp.is_autocast_available(device.type) and (native or emulated)):
-        raise ValueError(f"device={device} doesn't compute in {dtype} on this machine. Use learn.to_fp32(), or put the "
-                         "learner's dls and model on a device that does.")
-    if not native: warn(f"{name} emulates bfloat16, which is slow. Use to_fp16() or to_native_fp16().")
-    if 'GTX 16' in name and dtype==torch.float16:
-        warn(f"float16 convolutions on a {name} are known to return nan. If steps are skipped in a row, use to_fp32().")
+    if support(device, half.dtype)=='no':
+        raise ValueError(f"device={device} doesn't compute in {half.dtype} on this machine. Use learn.to_fp32(), or "
+                         "put the learner's dls and model on a device that does.")
+
+def warn_of_emulation(
+    device:torch.device, # Where the model is to compute
+    half:half_precision, # How the model computes
+):
+    "Warn if `device` only emulates the dtype of `half`"
+    if text := emulation(device, half.dtype): warn(text)
 
 # %% ../nbs/10_callback.ipynb #2e587297
 _cancels = (CancelBatchException,CancelBackwardException,CancelEpochException,CancelFitException,CancelStepException,

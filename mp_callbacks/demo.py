@@ -6,7 +6,7 @@ Docs: https://example.github.io/mp_callbacks/demo.html.md"""
 
 # %% auto #0
 __all__ = ['recipes', 'precisions', 'mlp', 'conv', 'ViT', 'Recipe', 'get_data', 'StepTimer', 'Run', 'run_precision', 'compare',
-           'format_table', 'advice', 'plot_runs', 'supported', 'step_seconds', 'choose', 'ShowEpochs', 'main']
+           'format_table', 'advice', 'plot_runs', 'supported', 'step_seconds', 'estimate', 'fit', 'ShowEpochs', 'main']
 
 # %% ../nbs/30_demo.ipynb #ccdf63f0
 import argparse,gc,math,sys,time,warnings
@@ -20,7 +20,7 @@ from fastai.basics import *
 from fastai.callback.schedule import *
 from sklearn.datasets import load_digits
 
-from .dtypes import half_dtypes,supports
+from .devices import device_name,support
 from .learner import *
 
 # %% ../nbs/30_demo.ipynb #398a82a6
@@ -69,6 +69,10 @@ class Recipe(NamedTuple):
         more = max(1, round(size))
         width = max(8, 8*round(self.width*size/8))
         return self._replace(width=width, bs=more*self.bs, repeat=more*self.repeat, lr=self.lr/more**.5)
+    def part(self, n):
+        "The recipe with an `n`-th of the width, and one pass over the training set in an epoch, in as many steps"
+        # the exponent is found by trying: narrow models learn too slowly with less, and unsteadily with more
+        return self._replace(width=self.width//n, bs=self.bs//self.repeat, repeat=1, lr=n**.75*self.lr)
 
 recipes = dict(mlp  = Recipe(mlp,  1024, 1024, 8, 1, 5, 3e-3),
                conv = Recipe(conv,   64,  128, 1, 2, 5, 3e-3),
@@ -121,6 +125,7 @@ class Run(NamedTuple):
     peak_mib:float=math.nan # Peak memory on the device, in MiB
     scales:list=() # Loss scale of each step; empty if the precision has none
     skipped:list=None # Was the step skipped? None: not recorded
+    support:str='native' # How the device computes in this precision: 'native' or 'emulated'
 
 def run_precision(
     precision:str, # One of `precisions`, with a `learn.to_*` of that name
@@ -143,12 +148,13 @@ def run_precision(
         with learn.no_bar(),learn.no_logging(): learn.fit_one_cycle(rec.epochs, rec.lr)
     except FloatingPointError as e:
         warnings.warn(f'{precision} failed. {e}')
-        return Run(precision)
+        return Run(precision, support=support(device, precisions[precision]))
     waits = (time.perf_counter()-start)/(time.thread_time()-cpu) if device.type=='cpu' else 1.
     step_ms = np.quantile(timer.times, (.25,.5,.75))
     _,valid_loss,acc = learn.recorder.values[-1]
     losses = [o.item() for o in learn.recorder.losses]
-    run = Run(precision, losses, acc, valid_loss, step_ms, max(waits, step_ms[2]/step_ms[0]))
+    run = Run(precision, losses, acc, valid_loss, step_ms, max(waits, step_ms[2]/step_ms[0]),
+              support=support(device, precisions[precision]))
     if counts: run = run._replace(peak_mib=memory.max_memory_allocated(device)/2**20)
     if precision=='fp32': return run
     log = learn.precision_recorder.log
@@ -159,14 +165,17 @@ def run_precision(
 def compare(
     runs:list, # `Run`s, the first of them in fp32
 )->pd.DataFrame: # One row for each run, nan where nothing was measured
-    "Table of `runs`: `speedup` is float32's median step time divided by the row's; memory only where it was counted"
+    """Table of `runs`: `speedup` is float32's median step time divided by the row's
+
+    `peak_mib` only if it was counted, and `support` only if a precision is emulated."""
     def _row(o):
-        return dict(precision=o.precision, accuracy=o.accuracy, valid_loss=o.valid_loss, step_ms=o.step_ms[1],
-                    speedup=runs[0].step_ms[1]/o.step_ms[1], peak_mib=o.peak_mib,
+        return dict(precision=o.precision, support=o.support, accuracy=o.accuracy, valid_loss=o.valid_loss,
+                    step_ms=o.step_ms[1], speedup=runs[0].step_ms[1]/o.step_ms[1], peak_mib=o.peak_mib,
                     skipped=math.nan if o.skipped is None else sum(o.skipped),
                     loss_scale=o.scales[-1] if o.scales else math.nan)
     df = pd.DataFrame([_row(o) for o in runs]).set_index('precision')
-    return df.drop(columns='peak_mib') if df.peak_mib.isna().all() else df
+    if df.peak_mib.isna().all(): df = df.drop(columns='peak_mib')
+    return df.drop(columns='support') if (df.support=='native').all() else df
 
 # %% ../nbs/30_demo.ipynb #20478655
 _formats = dict(accuracy='{:.1%}', valid_loss='{:.4f}', step_ms='{:.1f}', speedup='{:.2f}x', peak_mib='{:.0f}',
@@ -176,7 +185,7 @@ def format_table(
     df:pd.DataFrame, # Table of `compare`
 )->str: # A header and a line for each row
     "`df` as text, with a dash where nothing was measured"
-    text = {k: ['-' if pd.isna(v) else _formats[k].format(v) for v in df[k]] for k in df.columns}
+    text = {k: ['-' if pd.isna(v) else _formats.get(k, '{}').format(v) for v in df[k]] for k in df.columns}
     return pd.DataFrame(text, index=df.index).reset_index().to_string(index=False)
 
 # %% ../nbs/30_demo.ipynb #20aaedda
@@ -186,6 +195,7 @@ def advice(
     gain:float=1.1, # Smallest speedup that counts as faster
     tol:float=.02, # Largest acceptable loss of accuracy
     least:float=.5, # Smallest accuracy of float32 that allows a comparison
+    device:str='this device', # What to call the device
 )->str:
     "The call to use, according to `df`"
     ref,others = df.accuracy['fp32'],df.drop('fp32')
@@ -193,6 +203,11 @@ def advice(
     if not ref>=least:
         return f"No advice: float32's accuracy is {ref:.1%}, which is too low for a comparison. Train for more epochs."
     fast = others[others.speedup>=gain]
+    slow = [o for o in fast.index.symmetric_difference(others.index) if 'support' in df and df.support[o]=='emulated']
+    if fast.empty and slow:
+        dtypes = sorted({str(precisions[o]).removeprefix('torch.') for o in slow})
+        return (f"Stay with float32 here: {device} only emulates {' and '.join(dtypes)}. On a GPU, or on a CPU that "
+                "has instructions for them, half precision can be faster: run this there.")
     if fast.empty: return f"Stay with float32 here: nothing else is at least {gain} times as fast."
     good = fast[fast.accuracy>=ref-tol]
     if len(good):
@@ -215,11 +230,13 @@ def plot_runs(
     if any(o.scales for o in runs): rows.append(['scale','scale'])
     fig,axs = plt.subplot_mosaic(rows, figsize=(5,.5+2*len(rows)), layout='constrained')
     fig.suptitle(title, fontsize='medium')
+    if any(o.support=='emulated' for o in runs): axs['time'].set_xscale('log') # else float32's bar can't be seen
     for o in runs:
+        name = o.precision if o.support=='native' else f'{o.precision}\n({o.support})'
         style = dict(color=f'C{[*precisions].index(o.precision)}', ls='--' if 'native' in o.precision else '-')
         low,mid,high = o.step_ms
-        axs['time'].barh(o.precision, mid, xerr=[[mid-low],[high-mid]], color=style['color'])
-        if counted: axs['memory'].barh(o.precision, o.peak_mib, color=style['color'])
+        axs['time'].barh(name, mid, xerr=[[mid-low],[high-mid]], color=style['color'])
+        if counted: axs['memory'].barh(name, o.peak_mib, color=style['color'])
         if o.losses: axs['loss'].plot(np.subtract(o.losses, runs[0].losses), **style)
         if not o.scales: continue
         scales,skips = np.array(o.scales),np.flatnonzero(o.skipped)
@@ -238,7 +255,7 @@ def plot_runs(
 # %% ../nbs/30_demo.ipynb #8e95a6a0
 def supported(device):
     "Names of the `precisions` that `device` computes in"
-    return [k for k,v in precisions.items() if supports(device, v)]
+    return [k for k,v in precisions.items() if support(device, v)!='no']
 
 def step_seconds(model, x, dtype):
     "Seconds for forward and backward pass of `model` on `x` in `dtype`, the least of three measurements"
@@ -249,28 +266,30 @@ def step_seconds(model, x, dtype):
         return _now(x.device)-start
     return min(_time() for _ in range(3))
 
-def _times_slower(model, x, dtype):
-    "How many times as long as in float32 a step takes in `dtype`, by the least of three tries: other programs run, too"
-    tries = [(step_seconds(model, x, dtype),step_seconds(model, x, torch.float32)) for _ in range(3)]
-    half,full = map(min, zip(*tries))
-    return half/full
+def estimate(
+    rec:Recipe, # Model and how to train it
+    device:torch.device|str, # Device to train on
+    names, # Names from `precisions`
+)->float: # Seconds
+    "How long it takes to train in each of `names`, one after the other"
+    model,dls = rec.model().to(device),get_data(rec, device)
+    x,steps = dls.one_batch()[0],rec.epochs*len(dls.train)
+    return 1.2*steps*sum(step_seconds(model, x, precisions[o]) for o in names) # the optimizer takes time, too
 
-def choose(
-    model:nn.Module, # Gets gradients, and updates its batch norm statistics
-    x:Tensor, # A few inputs
-    slow:float=4., # Leave out a dtype that takes more than this many times as long as float32
-)->tuple: # Names from `precisions`; a sentence for each dtype that is left out
-    "The precisions that are worth running"
-    can,why = supported(x.device),[]
-    for dtype in half_dtypes:
-        names = [k for k,v in precisions.items() if v==dtype]
-        left_out = f"Left out: {', '.join(names)}. "
-        if names[0] not in can: why.append(f"{left_out}{x.device} doesn't compute in {dtype}.")
-        elif (times := _times_slower(model, x, dtype))>slow:
-            can = [o for o in can if o not in names]
-            why.append(f"{left_out}{dtype} took {times:.0f} times as long as float32 on a few digits. "
-                       f"To run them nevertheless: --precision {' '.join(names)}")
-    return can,why
+def fit(
+    rec:Recipe, # Model and how to train it
+    device:torch.device|str, # Device to train on
+    names, # Names from `precisions`
+    seconds:float=40., # For all of `names` together
+)->Recipe: # `rec`, or a part of it: at least an eighth of the width, even if that takes longer
+    "The widest model of the kind of `rec` that can be trained in `seconds`"
+    best,*larger = rec.part(8),rec.part(4),rec.part(2),rec.part(1),rec
+    for o in larger:
+        more = (o.width/best.width)**2*o.repeat/best.repeat # times as much to compute
+        if more*estimate(best, device, names)>4*seconds: return best # to measure a step would already take too long
+        if estimate(o, device, names)>seconds: return best
+        best = o
+    return best
 
 # %% ../nbs/30_demo.ipynb #ca9fd5fd
 class ShowEpochs(Callback):
@@ -295,25 +314,25 @@ def _number(kind, most):
         return n
     return _f
 
-def _devices(): return [o for o in ('cuda','mps','xpu','cpu') if supports(o, torch.float32)]
+def _devices(): return [o for o in ('cuda','mps','xpu','cpu') if support(o, torch.float32)!='no']
 
 def _device(s):
     "For argparse: an available device"
-    if supports(s, torch.float32): return torch.device(s)
+    if support(s, torch.float32)!='no': return torch.device(s)
     raise argparse.ArgumentTypeError(f"{s!r} is not a device of this machine. Use {' or '.join(_devices())}.")
 
 def _parser():
     p = _Parser(prog='python -m mp_callbacks',
-                description='Train a small model in every precision that this machine supports, and compare.')
+                description='Train a small model in every precision, and compare.')
     def each(field): return ', '.join(f'{getattr(o, field)} ({k})' for k,o in recipes.items())
     p.add_argument('--model', choices=list(recipes), default='mlp', help='model to train (default: mlp)')
     p.add_argument('--size', type=_number(float, 16), metavar='X',
                    help=f"factor for the width, {each('width')}; above 1 also for the batch size "
-                        f'(default: 1 on a CPU, {_gpu_size:g} elsewhere)')
+                        f'(default: 1 on a CPU, {_gpu_size:g} elsewhere; less where a precision is emulated)')
     p.add_argument('--epochs', type=_number(int, 1000), metavar='N',
                    help=f"number of epochs (default: {each('epochs')})")
     p.add_argument('--precision', nargs='+', choices=list(precisions), metavar='P', action='extend',
-                   help=f"{', '.join(precisions)}; fp32 always runs (default: all that are not very slow here)")
+                   help=f"{', '.join(precisions)}; fp32 always runs (default: all)")
     p.add_argument('--device', type=_device, default=_devices()[0], help='device to train on (default: %(default)s)')
     p.add_argument('--out', type=Path, default=Path('mp_demo'), metavar='DIR',
                    help='folder for precisions.csv and precisions.png (default: %(default)s)')
@@ -344,37 +363,42 @@ def _title(name, model, device):
             f'torch {torch.__version__}, fastai {fastai.__version__}, mp_callbacks {ours}')
 
 def _train(p, args):
-    "Choose precisions, announce them, and train: `Run`s and a title"
-    size,can = args.size or (1. if args.device.type=='cpu' else _gpu_size),supported(args.device)
+    "Choose precisions and size, announce them, and train: `Run`s and a title"
+    device,can = args.device,supported(args.device)
     for o in args.precision or ():
         if o in can: continue
-        p.error(f"argument --precision: {o} needs a device that computes in {precisions[o]}, and {args.device} "
+        p.error(f"argument --precision: {o} needs a device that computes in {precisions[o]}, and {device} "
                 f"doesn't. Use {' or '.join(can)}.")
+    names = [o for o in can if o=='fp32' or o in (args.precision or can)]
+    lacks = [o for o in precisions if o not in can and not args.precision]
+    emulated = [o for o in names if support(device, precisions[o])=='emulated']
+    size = args.size or (1. if device.type=='cpu' else _gpu_size)
     rec = recipes[args.model].at(size)
     if args.epochs: rec = rec._replace(epochs=args.epochs)
     try:
-        model,dls = rec.model().to(args.device),get_data(rec, args.device)
-        x,steps = dls.one_batch()[0],rec.epochs*len(dls.train)
-        if args.precision: names,why = [o for o in can if o in ('fp32',*args.precision)],[]
-        else: names,why = choose(model, x[:16])
-        seconds = 1.2*steps*sum(step_seconds(model, x, precisions[o]) for o in names) # the optimizer takes time, too
-        title = _title(args.model, model, args.device)
-        del model
-        print(title, *why, f"{steps} steps in batches of {rec.bs} digits in each of {', '.join(names)}: "
-              f'about {math.ceil(seconds)} seconds', sep='\n', flush=True)
-        return [run_precision(o, rec, args.device, ShowEpochs(o)) for o in names],title
+        notes = [f"{device_name(device)} can't compute {', '.join(lacks)}"] if lacks else []
+        if emulated:
+            rec = rec if args.size else fit(rec, device, names)
+            small = '' if args.size else ', so the model is small'
+            notes.append(f"{device_name(device)} only emulates {', '.join(emulated)}{small}")
+        steps = rec.epochs*len(get_data(rec, device).train)
+        title = _title(args.model, rec.model(), device)
+        print(title, *[o[0].upper()+o[1:] for o in notes],
+              f"{steps} steps in batches of {rec.bs} digits in each of {', '.join(names)}: "
+              f'about {math.ceil(estimate(rec, device, names))} seconds', sep='\n', flush=True)
+        return [run_precision(o, rec, device, ShowEpochs(o)) for o in names],title
     except RuntimeError as e:
         if 'memory' not in str(e): raise
-        p.error(f"argument --size: {size:g} needs more memory than there is on {args.device}. Use a smaller one.")
+        p.error(f"argument --size: {size:g} needs more memory than there is on {device}. Use a smaller one.")
 
-def _report(p, out, runs, title):
+def _report(p, out, runs, title, device):
     "Print table, caveats and advice, and write table and picture to the folder `out`"
     df = compare(runs)
     print(f'\n{format_table(df)}\n')
     noise = max(_noise, *[o.noise for o in runs])
     if noise>_busy:
         print('Something else was running here: the times are not reliable. Try again when the machine is idle.\n')
-    print(f'{advice(df, noise)}\n', flush=True)
+    print(f'{advice(df, noise, device=device_name(device))}\n', flush=True)
     with _writing_to(p, out):
         df.to_csv(out/'precisions.csv')
         fig = plot_runs(runs, title)['time'].figure
@@ -394,6 +418,6 @@ def main(
             warnings.simplefilter('always', UserWarning)
             warnings.showwarning = _new_note()
             runs,title = _train(p, args)
-        _report(p, args.out, runs, title)
+        _report(p, args.out, runs, title, args.device)
     except SystemExit as e: return e.code # how argparse ends
     return 0

@@ -6,14 +6,14 @@ Docs: https://example.github.io/mp_callbacks/dtypes.html.md"""
 
 # %% auto #0
 __all__ = ['half_dtypes', 'as_dtype', 'cast_tree', 'map_tensors', 'tree_map', 'leaves', 'Policy', 'get_policy',
-           'force_full_precision', 'cast_function', 'supports']
+           'force_full_precision', 'cast_function']
 
 # %% ../nbs/00_dtypes.ipynb #f656de6d
 import copy,torch
 from collections.abc import Callable,MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass,fields
-from functools import lru_cache,wraps
+from functools import wraps
 from operator import setitem
 from fastcore.foundation import L
 from torch import Tensor,nn
@@ -206,27 +206,3 @@ def cast_function(
         res = func(*args, **kwargs)
         return res if return_dtype is None else cast_tree(res, return_dtype)
     return _in_dtype
-
-# %% ../nbs/00_dtypes.ipynb #04b07608
-def supports(
-    device:torch.device|str, # Device, such as 'cuda'
-    dtype:torch.dtype|str, # Dtype to compute in
-)->bool: # Also False if there is no such device
-    """Does `device` compute in `dtype`? On CUDA, emulation doesn't count; on other devices it does.
-
-    Raises `torch.OutOfMemoryError` if the device has no memory left to find out."""
-    try: device = torch.device(device)
-    except (RuntimeError,TypeError): return False
-    return _supports(device, as_dtype(dtype))
-
-@lru_cache
-def _supports(device, dtype):
-    try:
-        if device.type=='cuda' and dtype==torch.bfloat16:
-            with torch.cuda.device(device):
-                if not torch.cuda.is_bf16_supported(including_emulation=False): return False
-        with torch.no_grad(), _no_autocast([device.type]):
-            ones = torch.ones(4, 4, dtype=dtype, device=device)
-            return (ones@ones).sum().item()==64
-    except torch.OutOfMemoryError: raise # which `lru_cache` doesn't remember
-    except Exception: return False # each backend raises another exception for this

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .dtypes import cast_tree,half_dtypes
+from .devices import device_name,support
 from .modules import StandIn
 from .half import Copies
 
@@ -170,7 +171,7 @@ def fp8_linear(
     if x.shape[-1]!=weight.shape[1]:
         raise ValueError(f"x has {x.shape[-1]} numbers in its last dimension, and weight takes {weight.shape[1]}.")
     emulate = emulate or recipe.digits_only
-    if not emulate: check_fp8(x.device)
+    if not emulate and not torch.compiler.is_compiling(): check_fp8(x.device) # what has been asked can't be traced
     if not x.numel() or not weight.numel(): res = F.linear(x, weight.to(x.dtype)) # such as an expert without tokens
     else: res = _Product.apply(x.reshape(-1, x.shape[-1]), weight, recipe, emulate).view(*x.shape[:-1], -1)
     return res if bias is None else res+bias.to(res.dtype)
@@ -179,13 +180,10 @@ def check_fp8(
     device:torch.device|str, # Where to compute
 ):
     "Raise a `ValueError` if `device` can't multiply in FP8: NVIDIA GPUs can since compute capability 8.9"
-    device = torch.device(device)
-    nvidia = device.type=='cuda' and torch.version.hip is None and torch.cuda.is_available()
-    if nvidia and torch.cuda.get_device_capability(device)>=(8,9): return
-    name = f' ({torch.cuda.get_device_name(device)})' if nvidia else ''
-    raise ValueError(f"device={device}{name} doesn't multiply in FP8. That needs an NVIDIA GPU of compute capability "
-                     "8.9 or newer: Ada, Hopper or Blackwell. Use to_bf16(), or emulate=True, which is slow, to study "
-                     "it.")
+    if support(device, torch.float8_e4m3fn)!='native':
+        raise ValueError(f"device={device} ({device_name(device)}) doesn't multiply in FP8. That needs an NVIDIA GPU "
+                         "of compute capability 8.9 or newer: Ada, Hopper or Blackwell. Use to_bf16(), or "
+                         "emulate=True, which is slow, to study it.")
 
 # %% ../nbs/09_fp8.ipynb #f8000025
 class Fp8Product(Copies):

@@ -11,7 +11,6 @@ __all__ = []
 import torch
 from contextlib import nullcontext
 from functools import wraps
-from warnings import warn
 
 from fastai.learner import Learner
 from fastcore.basics import patch
@@ -21,6 +20,7 @@ from .modules import is_sharded
 from .fp8 import Fp8
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback
 from .callback import check_device,clear_state,default_max_skips,fit_device,is_precision,refuse_unknown
+from .callback import warn_of_emulation
 from .recorder import PrecisionRecorder
 from .doctor import find_nonfinite,precision_plan,precision_report
 import fastai.callback.channelslast # adds `to_contiguous`; import it after `callback`, which removes the progress bar
@@ -168,9 +168,7 @@ def _set_precision(learn, new, model_to_half=None):
     half = (model_to_half or new).new_half(learn.model)
     device,old = fit_device(learn),_precision(learn)
     check_device(device, half)
-    if half.dtype==torch.float16 and device.type=='cpu':
-        warn("float16 on a CPU works, but slowly, and convolutions take many times as long as in float32. "
-             "Use to_bf16() or to_native_bf16().")
+    warn_of_emulation(device, half)
     _remove_precision(learn)
     if old is not None and not old.same_settings(new): _forget_scale(learn)
     learn.add_cbs([new] if model_to_half is None else [model_to_half,new])

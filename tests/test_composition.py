@@ -17,7 +17,7 @@ from fastai.vision.learner import * # how images are shown with their losses
 from learners import *
 from sklearn.datasets import load_digits
 
-pytestmark = pytest.mark.filterwarnings('ignore:float16 on a CPU')
+pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
 modes = {**modes, 'bf16_flat': lambda learn, **kwargs: learn.to_bf16(flat_master=True, **kwargs)}
 roundoff = {**dict.fromkeys(modes, 2**-8), **{o:2**-11 for o in modes if 'fp16' in o}}

@@ -5,6 +5,8 @@ import matplotlib.image,matplotlib.pyplot as plt,pandas as pd,pytest,torch
 
 from mp_callbacks import demo
 from mp_callbacks.demo import main
+from machines import machine
+from mp_callbacks.devices import Machine,pretend,support
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
@@ -25,15 +27,17 @@ def test_run(tmp_path):
     res = subprocess.run([*cmd, *args], capture_output=True, text=True)
     assert res.returncode==0, res.stderr
     assert 'Traceback' not in res.stderr
-    assert res.stderr.count('Note: float16 on a CPU')==1 # though there are two float16 runs
+    emulated = support('cpu', 'f16')=='emulated'
+    assert res.stderr.count('only emulates float16')==emulated # once, though there are two float16 runs
     assert all(o.startswith(('Note: ',*demo.precisions)) for o in res.stderr.splitlines())
     lines = [o.split() for o in res.stdout.splitlines()]
     header = next(o for o in lines if o[:1]==['precision'])
     rows = {o[0]:o for o in lines if o and o[0] in demo.precisions}
     assert list(rows)==list(demo.precisions) and all(len(o)==len(header) for o in rows.values())
     assert rows['fp32'][header.index('speedup')]=='1.00x' and rows['fp32'][-2:]==['-','-']
+    if emulated: assert [rows[o][header.index('support')] for o in rows]==[support('cpu', o) for o in demo.precisions.values()]
     assert [rows[o][-1]=='-' for o in rows]==[True,True,False,True,False] # only float16 has a loss scale
-    assert lines[2][0]=='torch' and re.fullmatch(r'.*: about \d+ seconds', res.stdout.splitlines()[3])
+    assert lines[2][0]=='torch' and re.fullmatch(r'.*: about \d+ seconds', res.stdout.splitlines()[3+emulated])
     said = [o[0] for o in lines if o]
     assert said.index('precision')<next(said.index(o) for o in ('Use','Stay','No') if o in said)<said.index('Table:')
     csv,png = tmp_path/'new/out/precisions.csv',tmp_path/'new/out/precisions.png'
@@ -89,12 +93,28 @@ def test_bad_value(args, says, capsys, tmp_path, monkeypatch):
     assert out=='' and err.count('\n')==1 and err.startswith(f'{error} {says}')
     assert not list(tmp_path.iterdir())
 
-def test_unsupported_precision(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, 'supported', lambda device: ['fp32','bf16','native_bf16'])
+class NoFloat16(Machine):
+    "This machine, if it had no float16"
+    def forward(self, kind, device, dtype, *args):
+        if dtype==torch.float16: raise RuntimeError('no float16')
+        return super().forward(kind, device, dtype, *args)
+
+@pytest.fixture
+def no_float16():
+    with pretend(NoFloat16()): yield
+
+def test_unsupported_precision(no_float16, capsys, tmp_path):
     assert main(['--device', 'cpu', '--precision', 'native_fp16', '--out', str(tmp_path)])==2
     out,err = capsys.readouterr()
     says = "needs a device that computes in torch.float16, and cpu doesn't. Use fp32 or bf16 or native_bf16."
     assert (out,err)==('', f'{error} argument --precision: native_fp16 {says}\n')
+
+def test_left_out(no_float16, capsys, tmp_path, monkeypatch):
+    "What the device can't compute is named, and the others run"
+    fake_run(monkeypatch)
+    assert main(['--device', 'cpu', '--size', '.03', '--out', str(tmp_path)])==0
+    out = capsys.readouterr().out
+    assert "This CPU can't compute fp16, native_fp16\n" in out and 'in each of fp32, bf16, native_bf16: about' in out
 
 def test_out_of_memory(capsys, tmp_path, monkeypatch):
     def _fail(*args, **kwargs): raise torch.OutOfMemoryError('CUDA out of memory')
@@ -105,7 +125,8 @@ def test_out_of_memory(capsys, tmp_path, monkeypatch):
 
 def fake_run(monkeypatch, noise=1., **ms):
     "Replace training by results with this noise, and 3 milliseconds per step or those for a precision"
-    def _run(precision, *args): return demo.Run(precision, [1.], .9, .3, (ms.get(precision, 3.),)*3, noise)
+    def _run(precision, rec, device, *args):
+        return demo.Run(precision, [1.], .9, .3, (ms.get(precision, 3.),)*3, noise, support=support(device, demo.precisions[precision]))
     monkeypatch.setattr(demo, 'run_precision', _run)
 
 def test_table_is_shown_if_it_cannot_be_written(capsys, tmp_path, monkeypatch):
@@ -123,6 +144,31 @@ def test_busy(noise, capsys, tmp_path, monkeypatch):
     out = capsys.readouterr().out
     assert ('Something else was running here' in out)==(noise>2)
     if noise>2: assert out.index('Something else')<out.index('Stay with float32') # before the advice
+
+@pytest.mark.parametrize('name,slow', [('AVX2',['bf16','fp16','native_bf16','native_fp16']), ('AVX512-BF16',['fp16','native_fp16']), ('AMX',[])])
+def test_all_precisions_on_every_machine(name, slow, capsys, tmp_path, monkeypatch):
+    "Five rows; where some are emulated, they are marked, and the advice says why"
+    fake_run(monkeypatch, **{o:30. for o in slow})
+    monkeypatch.setattr(demo, 'estimate', lambda rec, device, names: 1.)
+    with pretend(machine(name)): assert main(['--device', 'cpu', '--out', str(tmp_path)])==0
+    out = capsys.readouterr().out
+    csv = pd.read_csv(tmp_path/'precisions.csv', index_col='precision')
+    assert [*csv.index]==[*demo.precisions]
+    assert ('support' in csv)==bool(slow) and (not slow or [*csv.index[csv.support=='emulated']]==sorted(slow, key=[*demo.precisions].index))
+    assert ('so the model is small' in out)==bool(slow)
+    if name=='AVX2': assert 'Stay with float32 here: this CPU only emulates bfloat16 and float16. On a GPU' in out
+    else: assert 'Stay with float32 here' in out and 'bfloat16 and float16' not in out
+
+def test_fit(monkeypatch):
+    "The largest that the time allows, and never a step of one that would take minutes"
+    asked,rec = [],demo.recipes['mlp']
+    def _estimate(rec, device, names):
+        asked.append(rec.width)
+        return 1e-3*rec.width**2*rec.repeat
+    monkeypatch.setattr(demo, 'estimate', _estimate)
+    assert demo.fit(rec, 'cpu', ['fp32'], 1e-3*512**2)==rec.part(2)
+    assert demo.fit(rec, 'cpu', ['fp32'], 1.)==rec.part(8) and asked[-1]==rec.part(8).width
+    assert demo.fit(rec, 'cpu', ['fp32'], 1e9)==rec
 
 @pytest.mark.parametrize('noise,use', [(1.,'native_bf16'),(1.3,'bf16')])
 def test_ties(noise, use, capsys, tmp_path, monkeypatch):
@@ -159,6 +205,6 @@ def test_help(capsys):
 @pytest.mark.parametrize('name', [pytest.param(o, marks=[pytest.mark.slow] if o=='vit' else []) for o in demo.recipes])
 def test_models_learn(name):
     "Small ones of each kind, in bfloat16 as in float32"
-    rec = demo.recipes[name].at(.25)._replace(epochs=2)
+    rec = demo.recipes[name].part(8)._replace(epochs=2)
     runs = [demo.run_precision(o, rec) for o in ('fp32','bf16')]
     assert abs(runs[0].valid_loss-runs[1].valid_loss)<.1 and runs[0].losses[-1]<runs[0].losses[0]

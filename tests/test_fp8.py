@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mp_callbacks.fp8
 from learners import *
+from machines import Fake
+from mp_callbacks.devices import pretend
 from mp_callbacks.dtypes import half_dtypes
 from mp_callbacks.fp8 import Fp8,Fp8Recipe,check_fp8,fp8_linear,fp8_recipes,quantize
 from mp_callbacks.fp8_report import Fp8Report,measure_fp8
@@ -265,12 +267,10 @@ def test_without_the_hardware():
         with pytest.raises(ValueError, match='device=cpu'): half.model(torch.randn(4,8))
 
 @pytest.mark.parametrize('capability,fine', [((8,0),False), ((8,6),False), ((8,9),True), ((9,0),True), ((12,0),True)])
-def test_hardware(capability, fine, monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: capability)
-    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'NVIDIA A100')
-    if fine: return check_fp8('cuda')
-    with pytest.raises(ValueError, match=r'device=cuda \(NVIDIA A100\)'): check_fp8('cuda')
+def test_hardware(capability, fine):
+    with pretend(Fake('cuda', 'NVIDIA A100', capability)):
+        if fine: return check_fp8('cuda')
+        with pytest.raises(ValueError, match=r'device=cuda \(NVIDIA A100\)'): check_fp8('cuda')
 
 # --- An ordinary learner
 

@@ -48,11 +48,10 @@ def process(fn):
     imports = re.compile(r'^\s*(from|import) fastai\b', re.M)
     return 'fastai' if fn.name[0]!='0' or any(imports.search(o.source) for o in read_nb(fn).cells if o.cell_type=='code') else 'plain'
 
-def case(fn):
-    "Those in folders export nothing: `make test` runs them only here, and only with `FLAGS=slow`"
-    return pytest.param(fn, id=name(fn), marks=() if fn.parent==cfg.nbs_path else pytest.mark.slow)
+def case(fn): return pytest.param(fn, id=name(fn))
 
-@pytest.mark.parametrize('fn', map(case, sorted(nbglob(cfg.nbs_path, as_path=True))))
+@pytest.mark.slow # `make test` runs the cells of the numbered ones by `nbdev-test`
+@pytest.mark.parametrize('fn', [*map(case, sorted(nbglob(cfg.nbs_path, as_path=True)))])
 def test_notebook(fn, flags, pools):
     if fn.parent==cfg.nbs_path: flags = {*flags}-{'slow'} # `nbdev-test` runs their slow cells
     error = pools[process(fn)].submit(run, fn, flags).result()

@@ -6,7 +6,7 @@ import math,random,warnings
 import pytest
 from learners import *
 
-pytestmark = pytest.mark.filterwarnings('ignore:float16 on a CPU')
+pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
 inf,nan = float('inf'),float('nan')
 precisions = dict(modes, fp16_flat=lambda learn, **kwargs: learn.to_fp16(**{'max_loss_scale':2.**10, 'flat_master':True, 'clip':1., **kwargs}))

@@ -11,7 +11,7 @@ from functools import lru_cache
 import pytest
 from learners import *
 
-pytestmark = pytest.mark.filterwarnings('ignore:float16 on a CPU')
+pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
 def wrapped(**kwargs): return partial(OptimWrapper, opt=partial(torch.optim.AdamW, **kwargs))
 

@@ -8,7 +8,7 @@ from fastai.callback.training import GradientAccumulation
 from learners import *
 from mp_callbacks.recorder import _Row
 
-pytestmark = pytest.mark.filterwarnings('ignore:float16 on a CPU')
+pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
 class Overflow(Callback):
     "The gradient of 2.weight overflows in the training batches `at`"

@@ -10,7 +10,7 @@ from mp_callbacks.report import PrecisionReport,error_in_words,measure_precision
 from sick_models import SmallVariance,healthy,net,sick
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.filterwarnings('ignore:float16 on a CPU')
+pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
 # --- Models, each with something that could be counted wrongly
 

@@ -3,7 +3,7 @@
 import pytest
 from sick_models import *
 
-pytestmark = pytest.mark.filterwarnings('ignore:float16 on a CPU', 'ignore:You are shadowing')
+pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:You are shadowing')
 curable = 'attention','softmax','variance'
 each_call = pytest.mark.parametrize('to', ['to_fp16','to_native_fp16'])
 

@@ -10,7 +10,7 @@ import mp_callbacks.callback,pytest
 from fastai.learner import save_model
 from learners import *
 
-pytestmark = pytest.mark.filterwarnings('ignore:float16 on a CPU')
+pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
 # --- Runs
 

@@ -284,21 +284,23 @@ def all_the_same(make, s, trace):
 
 def test_every_preset_has_an_oracle(): assert list(oracles)==list(loss_scale_presets)
 
+@pytest.mark.parametrize('shares', [(0, 1e-3), pytest.param((1e-4, 3e-4, 5e-3, .1), marks=pytest.mark.slow)])
 @pytest.mark.parametrize('name', oracles)
-def test_default(name):
-    "As it comes: the start, the period and what makes it shrink"
+def test_default(name, shares):
+    "As it comes: the start, the period and what makes it shrink, with different shares of overflows"
     make = oracles[name][0]
-    for p in (0, 1e-4, 3e-4, 1e-3, 5e-3, .1):
+    for p in shares:
         all_the_same(make, DynamicLossScale.preset(name), flags(p, 20000, 0))
 
+@pytest.mark.parametrize('steps', [200, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('name', oracles)
-def test_changed(name):
+def test_changed(name, steps):
     "With short periods, more or less hysteresis, other factors and bounds"
     for make,changes in oracles[name][1]:
         for n in (1,2,5,20):
             for h in (1,2,3):
                 if h>1 and changes(n,h)==changes(n,1): continue
-                for t in traces(1000): all_the_same(lambda: make(n,h), DynamicLossScale.preset(name, **changes(n,h)), t)
+                for t in traces(steps): all_the_same(lambda: make(n,h), DynamicLossScale.preset(name, **changes(n,h)), t)
 
 def test_torch_with_any_factors():
     "Scales that are not powers of two: torch rounds them to float32, and we don't"

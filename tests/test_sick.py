@@ -5,7 +5,7 @@ from mp_callbacks.half import half_precision
 from mp_callbacks.nonfinite import diagnose
 from sick_models import *
 
-pytestmark = pytest.mark.filterwarnings('ignore:float16 on a CPU', 'ignore:32 steps in a row', 'ignore:You are shadowing')
+pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:32 steps in a row', 'ignore:You are shadowing')
 
 ends = 'float16 ends at 65504, and in float32 all is finite'
 told = dict( # what the text has, besides the name of the module

@@ -1,0 +1,69 @@
+"Machines that aren't here, for `devices.pretend`"
+import torch
+from torch import nn
+
+from mp_callbacks.devices import Machine
+
+rnns = nn.LSTM,nn.GRU,nn.RNN
+convs = nn.Conv1d,nn.Conv2d,nn.Conv3d,nn.ConvTranspose1d,nn.ConvTranspose2d,nn.ConvTranspose3d
+
+class Fake(Machine):
+    "A machine with one kind of device, which raises in the forward or backward pass of some layers"
+    def __init__(self,
+        kind, # Of its devices; 'rocm' ones have the type 'cuda'
+        name, # Of each device
+        capability=(), # As from `Machine.capability`
+        no_dtype=(), # Dtypes that it can't compute in at all
+        no_forward={}, # Layer -> dtypes of the input that its forward pass raises for
+        no_backward={}, # Layer -> dtypes that its backward pass raises for
+        returns={}, # Pair of layer and dtype -> dtype that autocast uses
+        times={}, # Dtype -> how many times as long as in float32 everything takes; 1 for others
+    ):
+        self.only,self.called,self.has,self.no_dtype = kind,name,capability,no_dtype
+        self.no_forward,self.no_backward,self.returns,self.times = no_forward,no_backward,returns,times
+        self.tried = [] # layers, dtypes and dtypes of inputs, in order
+
+    def kind(self, device): return self.only
+    def name(self, device): return self.called
+    def capability(self, device): return self.has
+    def seconds(self, device, dtype): return self.times.get(dtype, 1.),2*self.times.get(dtype, 1.)
+
+    def forward(self, kind, device, dtype, input_dtype):
+        self.tried.append((kind,dtype,input_dtype))
+        if device.type!=('cuda' if self.only=='rocm' else self.only): raise RuntimeError(f'there is no {device}')
+        if dtype in self.no_dtype: raise TypeError(f'no {dtype} here')
+        if dtype!=torch.float32 and input_dtype in self.no_forward.get(kind, ()):
+            raise RuntimeError('could not create a primitive descriptor')
+        return torch.ones(2, dtype=self.returns.get((kind,dtype), dtype), requires_grad=True)
+
+    def backward(self, res):
+        if res.dtype in self.no_backward.get(self.tried[-1][0], ()): raise RuntimeError('DNNL does not support bf16/f16 backward')
+
+f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
+avx2   = dict(capability={'avx2'}, no_forward={nn.LSTM:{f32}}, times={f16:60.,bf16:60.}) # oneDNN has no LSTM below AVX512
+always_float16 = {(o,bf16):f16 for o in rnns} # what autocast makes of recurrent layers on NVIDIA's GPUs
+
+def machine(name):
+    "The machine called `name`, with nothing asked so far"
+    return machines[name]()
+
+machines = {
+    'T4':       lambda: Fake('cuda', 'Tesla T4', (7,5), returns=always_float16, times={bf16:3.}),
+    'V100':     lambda: Fake('cuda', 'Tesla V100-SXM2-16GB', (7,0), returns=always_float16, times={bf16:3.}),
+    'RTX 3090': lambda: Fake('cuda', 'NVIDIA GeForce RTX 3090', (8,6), returns=always_float16),
+    'H100':     lambda: Fake('cuda', 'NVIDIA H100 80GB HBM3', (9,0), returns=always_float16),
+    'GTX 1660': lambda: Fake('cuda', 'NVIDIA GeForce GTX 1660 Ti', (7,5), returns=always_float16, times={bf16:3.}),
+    'ROCm':     lambda: Fake('rocm', 'AMD Instinct MI300X'),
+    'MPS':      lambda: Fake('mps', 'this MPS'),
+    'MPS, macOS 13': lambda: Fake('mps', 'this MPS', no_dtype={bf16}),
+    'XPU':      lambda: Fake('xpu', 'this XPU', {'has_fp16','has_bfloat16_conversions'}),
+    'XPU without bfloat16': lambda: Fake('xpu', 'this XPU', {'has_fp16'}, times={f16:2.,bf16:2.}),
+    'AVX2':     lambda: Fake('cpu', 'this CPU', **avx2),
+    'AVX2-VNNI-2': lambda: Fake('cpu', 'this CPU', {'avx2','avx_vnni','avx_ne_convert'}, times={f16:9.,bf16:9.},
+                                no_backward={o:{f16,bf16} for o in convs}),
+    'AVX512':   lambda: Fake('cpu', 'this CPU', {'avx2','avx512_f'}, times={f16:2.,bf16:2.}),
+    'AVX512-BF16': lambda: Fake('cpu', 'this CPU', {'avx512_f','avx512_bf16'}, no_forward={nn.LSTM:{f16}}, times={f16:7.}),
+    'AVX512-BF16, forbidden': lambda: Fake('cpu', 'this CPU', **{**avx2, 'capability':{'avx512_f','avx512_bf16'}}),
+    'AMX':      lambda: Fake('cpu', 'this CPU', {'avx512_bf16','avx512_fp16','amx_bf16','amx_fp16'}),
+    'ARM':      lambda: Fake('cpu', 'this CPU', {'neon','bf16','fp16_arith'}),
+    'ARM without bfloat16': lambda: Fake('cpu', 'this CPU', {'neon','fp16_arith'}, times={bf16:20.})}

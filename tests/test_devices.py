@@ -1,0 +1,183 @@
+"What each device computes in half precision, emulates, and can't do: on machines that aren't here, and on this one"
+import pytest,torch
+from torch import nn
+
+from learners import get_learner
+from machines import Fake,bf16,convs,f16,f32,machine,machines,rnns
+from mp_callbacks import devices
+from mp_callbacks.devices import Machine,device_name,emulation,inexact,layers,missing,pretend,support
+from mp_callbacks.half import half_precision
+
+fp8 = torch.float8_e4m3fn
+device_of = lambda name: 'cuda' if machine(name).only=='rocm' else machine(name).only
+calls = 'to_fp16 to_bf16 to_native_fp16 to_native_bf16'.split()
+
+expected = { # answers for float16, bfloat16 and FP8
+    'T4': 'native emulated no',           'V100': 'native emulated no',
+    'RTX 3090': 'native native no',       'H100': 'native native native',
+    'GTX 1660': 'native emulated no',     'ROCm': 'native native no',
+    'MPS': 'native native no',            'MPS, macOS 13': 'native no no',
+    'XPU': 'native native no',            'XPU without bfloat16': 'native emulated no',
+    'AVX2': 'emulated emulated no',       'AVX2-VNNI-2': 'emulated emulated no',
+    'AVX512': 'emulated emulated no',     'AVX512-BF16': 'emulated native no',
+    'AMX': 'native native no',            'AVX512-BF16, forbidden': 'emulated emulated no',
+    'ARM': 'native native no',            'ARM without bfloat16': 'native emulated no'}
+
+@pytest.mark.parametrize('name', machines)
+def test_support(name):
+    with pretend(machine(name)):
+        assert [support(device_of(name), o) for o in (f16,bf16,fp8)]==expected[name].split()
+        assert support(device_of(name), f32)=='native'
+        other = 'cuda' if device_of(name)=='cpu' else 'cpu'
+        assert {support(other, o) for o in (f32,f16,bf16,fp8)}=={'no'}
+
+gaps = { # (machine, dtype) -> layers that stay in float32, and a part of the reason
+    ('AVX2',bf16): ((nn.LSTM,), 'no bfloat16 LSTM on this CPU'),
+    ('AVX2',f16): ((nn.LSTM,), 'no float16 LSTM on this CPU'),
+    ('AVX512-BF16, forbidden',bf16): ((nn.LSTM,), 'no bfloat16 LSTM on this CPU'),
+    ('AVX512-BF16, forbidden',f16): ((nn.LSTM,), 'no float16 LSTM on this CPU'),
+    ('AVX512-BF16',f16): ((nn.LSTM,), 'no float16 LSTM on this CPU'),
+    ('AVX2-VNNI-2',bf16): (convs, 'no backward pass of bfloat16 '),
+    ('AVX2-VNNI-2',f16): (convs, 'no backward pass of float16 '),
+    ('GTX 1660',f16): (convs[:3], 'float16 convolutions on GTX 16 return nan')}
+gaps.update({(o,bf16): (rnns, 'autocast would use float16') for o in ('T4','V100','RTX 3090','H100','GTX 1660')})
+
+@pytest.mark.parametrize('dtype', [f16,bf16])
+@pytest.mark.parametrize('name', machines)
+def test_gaps(name, dtype):
+    "Exactly the layers that a device lacks stay in float32, with the reason in the policy, with copies and with autocast"
+    kinds,why = gaps.get((name,dtype), ((),''))
+    device = device_of(name)
+    with pretend(machine(name)):
+        reasons = {o:missing(device, dtype, o(*layers[o][0])) for o in layers}
+        assert {o for o,reason in reasons.items() if reason}=={*kinds}
+        assert all(why in reasons[o] for o in kinds)
+        assert missing(device, dtype, nn.GELU())==''
+        if device!='cpu': return
+        net = nn.ModuleDict({o.__name__:o(*args) for o,(args,_) in layers.items()})
+        for copies in (True,False):
+            table = half_precision(net, dtype, copies=copies).policy().set_index('module')
+            assert {k for k,o in table.iterrows() if o.compute=='float32'}=={o.__name__ for o in kinds}
+            assert all(why in table.why[o.__name__] for o in kinds)
+
+def test_wrapped_recurrent_layer():
+    "A module that computes the weights of the recurrent layer inside it, as fastai's `WeightDropout`, stays in float32 with it"
+    class Drop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module,self.raw = nn.LSTM(2,2),nn.Parameter(torch.ones(2))
+        def forward(self, x): return self.module(x)
+    with pretend(machine('AVX2')): assert half_precision(nn.Sequential(Drop(), nn.Linear(2,2)), bf16).policy().why[0]=='no bfloat16 LSTM on this CPU'
+
+def test_nothing_but_missing_layers():
+    "A model of LSTMs alone computes in float32 there, and says so; `keep` isn't to blame"
+    with pretend(machine('AVX2')):
+        with pytest.warns(UserWarning, match=r'stay in float32 \(no bfloat16 LSTM on this CPU\), so half precision changes nothing. Use to_fp32'):
+            half_precision(nn.LSTM(2,2), bf16)
+
+@pytest.mark.parametrize('name,dtype,use', [
+    ('AVX2',bf16,'to_fp32()'), ('AVX2',f16,'to_fp32()'), ('AVX512',bf16,'to_fp32()'), ('AVX512-BF16, forbidden',bf16,'to_fp32()'),
+    ('AVX512-BF16',f16,'to_bf16() or to_native_bf16()'), ('T4',bf16,'to_fp16() or to_native_fp16()'),
+    ('V100',bf16,'to_fp16() or to_native_fp16()'), ('ARM without bfloat16',bf16,'to_fp16() or to_native_fp16()')])
+def test_emulation(name, dtype, use):
+    "What it is, how much slower, and what to call instead, which is never as slow"
+    with pretend(machine(name)) as m:
+        text = emulation(device_of(name), dtype)
+        assert text.endswith(f' times. Use {use}.') and m.called[1:] in text and f'{m.times[dtype]:.2g} times as long' in text
+        assert f'only emulates {str(dtype)[6:]}:' in text and text[0].isupper()
+
+def test_no_word_about_native():
+    for name in ('H100','AMX','MPS','ROCm','ARM'):
+        with pretend(machine(name)): assert emulation(device_of(name), bf16)==emulation(device_of(name), f16)==''
+    with pretend(machine('MPS, macOS 13')): assert emulation('mps', bf16)=='' # an error instead
+
+@pytest.mark.parametrize('call', calls)
+def test_calls_say_it_once(call):
+    "At the call, and not again in the fits that follow"
+    learn = get_learner()
+    with pretend(machine('AVX2')):
+        with pytest.warns(UserWarning) as told:
+            getattr(learn, call)()
+            learn.fit(2)
+            learn.fit(1)
+        assert [str(o.message).partition(':')[0] for o in told]==[f'This CPU only emulates {"b" if "bf16" in call else ""}float16']
+        with pytest.warns(UserWarning, match='Use to_fp32()') as told: getattr(learn, call)()
+        assert len(told)==1
+
+@pytest.mark.parametrize('call', calls)
+def test_calls_say_nothing_about_native(call, recwarn):
+    with pretend(machine('AMX')): getattr(get_learner(), call)().fit(1)
+    assert not recwarn.list
+
+def test_callbacks_say_it_too():
+    "Where no call has added them; once, though there are two fits"
+    from mp_callbacks.callback import NativeMixedPrecision
+    learn = get_learner(cbs=NativeMixedPrecision(dtype=bf16))
+    with pretend(machine('AVX2')), pytest.warns(UserWarning) as told:
+        learn.fit(1)
+        learn.fit(1)
+    assert len(told)==1
+
+@pytest.mark.parametrize('call', calls)
+def test_refused(call):
+    "A device that can't: an error, at the call, and nothing has changed"
+    learn = get_learner()
+    before = [*learn.cbs]
+    with pretend(Fake('cpu', 'this CPU', no_dtype={f16,bf16})):
+        with pytest.raises(ValueError, match=r"device=cpu doesn't compute in .* Use learn.to_fp32\(\)"): getattr(learn, call)()
+    assert [*learn.cbs]==before
+
+# --- Each question is asked once, and leaves nothing behind
+
+def test_remembers():
+    with pretend(machine('AVX512-BF16')) as m:
+        for _ in range(3): support('cpu', bf16),support('cpu', 'f16'),missing('cpu', bf16, nn.LSTM(2,2)),missing('cpu', bf16, nn.LSTM(3,3))
+        assert len(m.tried)==len({*m.tried})
+    assert devices._machine is not m
+
+def test_forgets_a_lack_of_memory():
+    class Full(Machine):
+        full = True
+        def forward(self, *args):
+            if self.full: raise torch.OutOfMemoryError('full')
+            return super().forward(*args)
+    with pretend(Full()) as m:
+        with pytest.raises(torch.OutOfMemoryError): support('cpu', bf16)
+        with pytest.raises(torch.OutOfMemoryError): missing('cpu', bf16, nn.LSTM(2,2))
+        m.full = False
+        assert support('cpu', bf16)!='no'
+
+def test_no_random_numbers():
+    state = torch.get_rng_state()
+    with pretend(Machine()):
+        for dtype in (f32,f16,bf16):
+            for o in layers: missing('cpu', dtype, o(*layers[o][0], device='meta'))
+            support('cpu', dtype)
+            emulation('cpu', bf16)
+    assert torch.equal(state, torch.get_rng_state())
+
+@pytest.mark.parametrize('inside', [torch.no_grad, torch.inference_mode, lambda: torch.autocast('cpu', f16), lambda: torch.device('meta')])
+def test_whatever_is_on(inside):
+    "The answer doesn't depend on where the question is asked first"
+    def _answers(): return [support('cpu', bf16), *[missing('cpu', bf16, o(*layers[o][0], device='cpu')) for o in layers]]
+    with pretend(Machine()): want = _answers()
+    with pretend(Machine()), inside(): assert _answers()==want
+
+def test_this_machine():
+    "Every layer computes in float32 here, so a layer that is missing in half precision isn't missing for a mistake of the try"
+    assert [missing('cpu', f32, o(*args)) for o,(args,_) in layers.items()]==['']*len(layers)
+    assert {support('cpu', o) for o in (f16,bf16)}<={'native','emulated'} and support('cpu', 'f64')=='native'
+    for kind in rnns+convs: # and what isn't missing, trains
+        for dtype in (f16,bf16):
+            args,shape = layers[kind]
+            net = kind(*args)
+            with half_precision(net, dtype):
+                res = net(torch.randn(shape))
+                (res[0] if isinstance(res, tuple) else res).sum().backward()
+            assert all(p.grad.isfinite().all() for p in net.parameters())
+
+def test_odd_devices():
+    assert [support(o, f32) for o in ('abacus', None, 'cuda:99', 'meta', torch.device('cpu'), 'cpu:0')]==['no']*4+['native']*2
+    assert support('cpu', fp8)=='no' and device_name('cpu')=='this CPU'
+    with pytest.raises(ValueError, match="dtype='fp16' is not a dtype"): support('cpu', 'fp16')
+    assert inexact('cpu', nn.LayerNorm(2)) and not inexact('cuda', nn.LayerNorm(2)) and not inexact('cpu', nn.GroupNorm(1,1))

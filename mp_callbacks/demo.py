@@ -10,7 +10,7 @@ __all__ = ['recipes', 'precisions', 'mlp', 'conv', 'ViT', 'Recipe', 'get_data', 
 
 # %% ../nbs/30_demo.ipynb #ccdf63f0
 import argparse,gc,math,sys,time,warnings
-from contextlib import contextmanager
+from contextlib import contextmanager,nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from fastai.callback.schedule import *
 from sklearn.datasets import load_digits
 
 from .devices import device_name,support
+from .half import half_precision
 from .learner import *
 
 # %% ../nbs/30_demo.ipynb #398a82a6
@@ -71,7 +72,7 @@ class Recipe(NamedTuple):
         return self._replace(width=width, bs=more*self.bs, repeat=more*self.repeat, lr=self.lr/more**.5)
     def part(self, n):
         "The recipe with an `n`-th of the width, and one pass over the training set in an epoch, in as many steps"
-        # the exponent is found by trying: narrow models learn too slowly with less, and unsteadily with more
+        # exponent found by trying: with a smaller one narrow models learn too slowly, with a larger one unsteadily
         return self._replace(width=self.width//n, bs=self.bs//self.repeat, repeat=1, lr=n**.75*self.lr)
 
 recipes = dict(mlp  = Recipe(mlp,  1024, 1024, 8, 1, 5, 3e-3),
@@ -203,9 +204,8 @@ def advice(
     if not ref>=least:
         return f"No advice: float32's accuracy is {ref:.1%}, which is too low for a comparison. Train for more epochs."
     fast = others[others.speedup>=gain]
-    slow = [o for o in fast.index.symmetric_difference(others.index) if 'support' in df and df.support[o]=='emulated']
-    if fast.empty and slow:
-        dtypes = sorted({str(precisions[o]).removeprefix('torch.') for o in slow})
+    if fast.empty and 'support' in df and (others.support=='emulated').all():
+        dtypes = sorted({str(precisions[o]).removeprefix('torch.') for o in others.index})
         return (f"Stay with float32 here: {device} only emulates {' and '.join(dtypes)}. On a GPU, or on a CPU that "
                 "has instructions for them, half precision can be faster: run this there.")
     if fast.empty: return f"Stay with float32 here: nothing else is at least {gain} times as fast."
@@ -230,9 +230,8 @@ def plot_runs(
     if any(o.scales for o in runs): rows.append(['scale','scale'])
     fig,axs = plt.subplot_mosaic(rows, figsize=(5,.5+2*len(rows)), layout='constrained')
     fig.suptitle(title, fontsize='medium')
-    if any(o.support=='emulated' for o in runs): axs['time'].set_xscale('log') # else float32's bar can't be seen
     for o in runs:
-        name = o.precision if o.support=='native' else f'{o.precision}\n({o.support})'
+        name = o.precision if o.support=='native' else f'{o.precision}, {o.support}'
         style = dict(color=f'C{[*precisions].index(o.precision)}', ls='--' if 'native' in o.precision else '-')
         low,mid,high = o.step_ms
         axs['time'].barh(name, mid, xerr=[[mid-low],[high-mid]], color=style['color'])
@@ -261,9 +260,10 @@ def step_seconds(model, x, dtype):
     "Seconds for forward and backward pass of `model` on `x` in `dtype`, the least of three measurements"
     def _time():
         start = _now(x.device)
-        with torch.autocast(x.device.type, dtype, enabled=dtype!=torch.float32): y = model(x)
-        y.float().sum().backward()
+        with half or nullcontext(): y = model(x)
+        y.sum().backward()
         return _now(x.device)-start
+    half = dtype!=torch.float32 and half_precision(model, dtype, copies=False)
     return min(_time() for _ in range(3))
 
 def estimate(
@@ -378,8 +378,9 @@ def _train(p, args):
     try:
         notes = [f"{device_name(device)} can't compute {', '.join(lacks)}"] if lacks else []
         if emulated:
-            rec = rec if args.size else fit(rec, device, names)
-            small = '' if args.size else ', so the model is small'
+            usual = rec
+            if not args.size: rec = fit(rec, device, names)
+            small = ', so the model is small' if rec!=usual else ''
             notes.append(f"{device_name(device)} only emulates {', '.join(emulated)}{small}")
         steps = rec.epochs*len(get_data(rec, device).train)
         title = _title(args.model, rec.model(), device)

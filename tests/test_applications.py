@@ -13,7 +13,7 @@ from fastai.text.all import (AWD_LSTM,BaseTokenizer,LMDataLoader,Numericalize,So
 from fastai.vision.all import CategoryBlock,DataBlock,ImageBlock,PILImage,PILImageBW,RegressionBlock,Resize,resnet18,unet_learner,vision_learner,xresnet18
 from learners import *
 from machines import machine
-from mp_callbacks.devices import pretend
+from mp_callbacks.devices import missing,pretend
 from sklearn.datasets import load_diabetes,load_digits,load_sample_images,load_wine
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
@@ -262,6 +262,22 @@ in_short = dict(vision_xresnet='bf16', tabular_classes='fp16', tabular_wide='bf1
                 collab_dot='fp16', collab_net='native_bf16', language_model='bf16', tied_gpt='fp16',
                 transformers_bert='native_bf16', two_heads='native_fp16')
 cases = [slow_unless(in_short.get(k)==mode, k, mode) for k,o in apps.items() for mode in o[1]]
+
+@pytest.mark.parametrize('name,mode', [slow_unless((name,mode) in (('language_model','native_bf16'), ('text_classifier','fp16')), name, mode)
+                                       for name in ('language_model','text_classifier') for mode in roundoff])
+def test_text_learners(name, mode):
+    "They end within 3 % of float32's loss, also where the device lacks LSTMs: these stay in float32, and the policy says why"
+    _,want = in_float32(name)
+    _,got,learn = train(name, mode)
+    assert abs(got-want)<.03*want and skipped(learn)==0
+    half = learn.mixed_precision.half
+    table = half.policy().set_index('module')
+    lstms = [k for k,m in learn.model.named_modules() if isinstance(m, nn.LSTM)]
+    assert lstms
+    for k in lstms:
+        why = missing('cpu', half.dtype, nn.LSTM(1,1))
+        if why: assert (table.compute[k],table.why[k])==('float32',why)
+        else: assert k not in table.index or table.compute[k]!='float32'
 
 @pytest.mark.parametrize('name,mode', cases)
 def test_arrives(name, mode):

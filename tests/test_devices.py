@@ -1,4 +1,7 @@
 "What each device computes in half precision, emulates, and can't do: on machines that aren't here, and on this one"
+import re
+from pathlib import Path
+
 import pytest,torch
 from torch import nn
 
@@ -83,8 +86,21 @@ def test_emulation(name, dtype, use):
     "What it is, how much slower, and what to call instead, which is never as slow"
     with pretend(machine(name)) as m:
         text = emulation(device_of(name), dtype)
-        assert text.endswith(f' times. Use {use}.') and m.called[1:] in text and f'{m.times[dtype]:.2g} times as long' in text
+        assert text.endswith(f' in float32. Use {use}.') and m.called[1:] in text
+        assert [float(o) for o in re.findall(r'takes (\S+) times', text)]==[m.times[dtype],2*m.times[dtype]]
         assert f'only emulates {str(dtype)[6:]}:' in text and text[0].isupper()
+
+def test_no_faster():
+    "Where emulation costs nothing, no number says that it does"
+    class Even(Fake):
+        def slowdown(self, *_): return 1.02,.6
+    with pretend(Even('cpu', 'this CPU')): assert emulation('cpu', bf16)=='This CPU only emulates bfloat16: it is no faster than float32. Use to_fp32().'
+
+def test_slowdown():
+    "Of this machine: one thread while it measures, and as many as before afterwards"
+    threads = torch.get_num_threads()
+    product,conv = Machine().slowdown(torch.device('cpu'), bf16)
+    assert product>0 and conv>0 and torch.get_num_threads()==threads
 
 def test_no_word_about_native():
     for name in ('H100','AMX','MPS','ROCm','ARM'):
@@ -135,15 +151,16 @@ def test_remembers():
         assert len(m.tried)==len({*m.tried})
     assert devices._machine is not m
 
-def test_forgets_a_lack_of_memory():
+@pytest.mark.parametrize('error', [torch.OutOfMemoryError('full'), RuntimeError('MPS backend out of memory'), RuntimeError('CUBLAS_STATUS_ALLOC_FAILED')])
+def test_forgets_a_lack_of_memory(error):
     class Full(Machine):
         full = True
         def forward(self, *args):
-            if self.full: raise torch.OutOfMemoryError('full')
+            if self.full: raise error
             return super().forward(*args)
     with pretend(Full()) as m:
-        with pytest.raises(torch.OutOfMemoryError): support('cpu', bf16)
-        with pytest.raises(torch.OutOfMemoryError): missing('cpu', bf16, nn.LSTM(2,2))
+        with pytest.raises(type(error)): support('cpu', bf16)
+        with pytest.raises(type(error)): missing('cpu', bf16, nn.LSTM(2,2))
         m.full = False
         assert support('cpu', bf16)!='no'
 
@@ -175,6 +192,43 @@ def test_this_machine():
                 res = net(torch.randn(shape))
                 (res[0] if isinstance(res, tuple) else res).sum().backward()
             assert all(p.grad.isfinite().all() for p in net.parameters())
+
+class Recurrent(nn.Module):
+    "Reads eight numbers one by one"
+    def __init__(self, kind):
+        super().__init__()
+        self.rnn,self.head = kind(1, 16, batch_first=True),nn.Linear(16,1)
+    def forward(self, x): return self.head(self.rnn(x[...,None])[0][:,-1])
+
+@pytest.mark.parametrize('call', calls)
+@pytest.mark.parametrize('kind', rnns)
+def test_recurrent_layers_train(kind, call):
+    "Within 3 % of float32's loss, on any device; the policy says which stay in float32, and why"
+    def _fit(to):
+        torch.manual_seed(0)
+        learn = to(get_learner(Recurrent(kind)))
+        learn.fit(3)
+        return learn
+    want,learn = _fit(lambda o: o).recorder.losses[-1],_fit(lambda o: getattr(o, call)())
+    assert abs(learn.recorder.losses[-1]-want)<.03*want
+    half = learn.mixed_precision.half
+    row = half.policy().set_index('module').loc['rnn']
+    why = missing('cpu', half.dtype, learn.model.rnn)
+    assert (row.compute=='float32')==bool(why) and (not why or row.why==why)
+    assert learn.find_nonfinite().where=='nothing'
+
+def recommended(device):
+    "The call that the answers of `support` amount to"
+    if support(device, bf16)=='native': return '`to_bf16()`'
+    return '`to_fp16()`' if support(device, f16)=='native' else '`to_fp32()`'
+
+@pytest.mark.parametrize('row,names', [('an NVIDIA GPU with bfloat16',['RTX 3090','H100']), ('an older NVIDIA GPU',['V100','T4']),
+                                       ('a CPU with AMX or AVX512-BF16',['AVX512-BF16','AMX']), ('another CPU',['AVX2','AVX512','AVX2-VNNI-2'])])
+def test_readme_says_the_same(row, names):
+    table = (Path(__file__).parent.parent/'README.md').read_text(encoding='utf-8').splitlines()
+    call = next(o for o in table if o.startswith(f'| {row}')).split('|')[2].strip()
+    for name in names:
+        with pretend(machine(name)): assert recommended(device_of(name))==call
 
 def test_odd_devices():
     assert [support(o, f32) for o in ('abacus', None, 'cuda:99', 'meta', torch.device('cpu'), 'cpu:0')]==['no']*4+['native']*2

@@ -222,7 +222,7 @@ def relative_times(model, words, turns):
         rows.append({way:seconds_of(model, words, half)/full for way,half in halves.items()})
     return pd.DataFrame(rows[1:]).median()
 
-def stream(name, turns):
+def stream(name, turns=21, width=512):
     "Rows of (precision, metric, value, note)"
     torch.manual_seed(0)
     model,words = Words(name),torch.randint(200, (8,64))
@@ -234,7 +234,7 @@ def stream(name, turns):
         plan = plan_memory(model, _loss, torch.optim.AdamW(model.parameters()), 64, half).table
         yield way,'activations, MB',plan.activations['copies' if half.copies else 'autocast'],''
     yield 'fp32','activations, MB',plan.activations.float32,''
-    times = relative_times(Words(name, 512, 4), torch.randint(200, (8,64)), turns)
+    times = relative_times(Words(name, width, 4), torch.randint(200, (8,64)), turns)
     for way in ways: yield way,'time',times[way],''
 
 # --- The tables
@@ -268,7 +268,7 @@ def main():
             if args.tiny and name not in quick: continue
             results.measure(library, name, '', in_a_process(library, models))
     for name in ('gpt2','bert'):
-        rows = ((Variant('ours', '', o),1,*row) for o,*row in stream(name, 1 if args.tiny else 21))
+        rows = ((Variant('ours', '', o),1,*row) for o,*row in stream(name, *(1,64) if args.tiny else ()))
         results.measure('stream', name, '', rows)
     df = results.read()
     of_stream = df[df.part=='stream']

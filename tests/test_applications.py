@@ -1,7 +1,8 @@
 """Real applications on data that comes with the libraries, in each precision: they arrive where float32 arrives
 
 Small models, a few batches. How far the training loss may be from that of float32 is relative to how far it came down. (The validation loss of networks with batch norm
-and ReLU varies more with the rounding of their first weights, in float32, than it is off in half precision.) Float16 convolutions are slow on a CPU, so what consists of them is tried in bfloat16 only."""
+and ReLU varies more with the rounding of their first weights, in float32, than it is off in half precision.) The file takes long because each trains twice, in float32 and in half precision, which a CPU may emulate.
+Float16 convolutions are slow on a CPU, so what consists of them is tried in bfloat16 only."""
 import argparse,pydoc,random,statistics
 from functools import lru_cache
 
@@ -80,7 +81,7 @@ def short(learn):
     return learn
 
 @app('bf16', lr=1e-3, tol=32)
-def vision_resnet(): return short(vision_learner(digits(64, colour, n=16, bs=8), resnet18, pretrained=False, ps=0.))
+def vision_resnet(): return short(vision_learner(digits(64, colour, n=32, bs=8), resnet18, pretrained=False, ps=0.))
 
 @app(*bf16, lr=3e-3, tol=64)
 def vision_xresnet(): return short(Learner(digits(32, n=128, bs=16), xresnet18(n_out=10, c_in=1, stem_szs=(8,8,64), widen=.25)))

@@ -1,4 +1,6 @@
-"The benchmarks run, with toy sizes, and write what they say. Nothing here looks at a time."
+"""The benchmarks run, with toy sizes, and write what they say. Nothing here looks at a time.
+
+The file takes long because each script trains all its loops, in processes of their own."""
 import csv,runpy,subprocess,sys
 from pathlib import Path
 

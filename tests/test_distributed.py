@@ -1,7 +1,8 @@
 """`DistributedDataParallel` and FSDP2 in every precision, in two or four processes on this machine
 
 A case runs in all processes and returns numbers, flags and tensors. The test compares bit for bit what ranks have to
-agree on. All cases of a group run in the same processes, because starting them takes seconds.
+agree on. All cases of a group run in the same processes, because starting them takes seconds. The file takes long because some
+eighty cases train one after the other, in two processes that share the cores.
 
 Taken over from the tests of PyTorch: from `torch/testing/_internal/distributed/distributed_test.py`
 `test_ddp_native_mixed_precision_*` and `test_ddp_native_mixed_precision_ignored_params`; from

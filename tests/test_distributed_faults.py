@@ -1,7 +1,8 @@
 """What a fault in one of two processes does to the other, to the files, and to the run that continues from them
 
 The processes train as `examples/distributed.py` does. They are real, and so are the faults: signals, a write that the
-system ends in the middle, data that don't come."""
+system ends in the middle, data that don't come. The file takes long because each fault needs new
+processes, and one that hangs its time-out."""
 import functools,importlib.util,os,re,signal,subprocess,sys,time
 from datetime import timedelta
 from multiprocessing import get_context

@@ -1,4 +1,4 @@
-"The builder of site and README: what it makes of Markdown and of symbols, and that everything public is documented"
+"The builder of site and README: what it makes of Markdown and of symbols, and that everything public is documented. It takes long because pages are pasted and run."
 import ast,builtins,importlib.util,inspect,os,re,subprocess,sys
 from importlib import import_module
 from pathlib import Path

@@ -1,6 +1,7 @@
 """The start: a scale that measures the largest gradient once skips no more steps than it must, and is an ordinary scale from then on
 
-What is compared with is the rule without a `headroom`, from 2**24, as in fastai. The models have linear layers only: float16 convolutions are slow on a CPU."""
+What is compared with is the rule without a `headroom`, from 2**24, as in fastai. The models have linear layers only: float16 convolutions are slow on a CPU.
+The file takes long because the rules are compared over whole trainings."""
 import math
 from dataclasses import asdict,replace
 from itertools import accumulate

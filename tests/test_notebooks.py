@@ -1,7 +1,8 @@
 """The test cells of each notebook, run against the package as it is installed
 
 `nbdev-test` runs a notebook with the definitions that it makes itself. Here its `#| export` cells are left out, and what its
-module exports stands in for them: this is what users get, and pickling and `__module__` are real."""
+module exports stands in for them: this is what users get, and pickling and `__module__` are real. The file takes
+long because the pages train models."""
 import os,re
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module

@@ -1,4 +1,4 @@
-"The built site, in headless Chromium: links, search, menu, both colour schemes, narrow and wide screens. Nothing is fetched from outside"
+"The built site, in headless Chromium: links, search, menu, both colour schemes, narrow and wide screens. Nothing is fetched from outside. It takes long because the site is built, and each page loaded in several widths"
 import importlib.util,json,os,select,shutil,subprocess,sys,time
 from functools import partial
 from html.parser import HTMLParser

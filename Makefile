@@ -50,7 +50,8 @@ endif
 	@touch $@
 
 .venv/ready: settings.ini setup.py pyproject.toml | .venv/bin/python $(UV)
-	$(install) --compile-bytecode -e '.[dev,docs]'
+	$(install) -e '.[dev,docs]'
+	$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true # else each process of the tests may compile PyTorch
 	@touch $@
 
 .PHONY: help demo test check docs

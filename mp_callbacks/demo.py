@@ -136,6 +136,7 @@ def run_precision(
 )->Run: # Empty if training ended in a `FloatingPointError`, which becomes a warning
     "Train in `precision`, with the same initial weights and batches each time, and measure"
     device,timer = torch.device(device),StepTimer()
+    run = Run(precision, support=support(device, precisions[precision]))
     gc.collect() # frees the previous learner
     memory = getattr(torch, device.type, None)
     counts = hasattr(memory, 'max_memory_allocated')
@@ -149,13 +150,13 @@ def run_precision(
         with learn.no_bar(),learn.no_logging(): learn.fit_one_cycle(rec.epochs, rec.lr)
     except FloatingPointError as e:
         warnings.warn(f'{precision} failed. {e}')
-        return Run(precision, support=support(device, precisions[precision]))
+        return run
     waits = (time.perf_counter()-start)/(time.thread_time()-cpu) if device.type=='cpu' else 1.
     step_ms = np.quantile(timer.times, (.25,.5,.75))
     _,valid_loss,acc = learn.recorder.values[-1]
     losses = [o.item() for o in learn.recorder.losses]
-    run = Run(precision, losses, acc, valid_loss, step_ms, max(waits, step_ms[2]/step_ms[0]),
-              support=support(device, precisions[precision]))
+    run = run._replace(losses=losses, accuracy=acc, valid_loss=valid_loss, step_ms=step_ms,
+                       noise=max(waits, step_ms[2]/step_ms[0]))
     if counts: run = run._replace(peak_mib=memory.max_memory_allocated(device)/2**20)
     if precision=='fp32': return run
     log = learn.precision_recorder.log
@@ -284,10 +285,12 @@ def fit(
 )->Recipe: # `rec`, or a part of it: at least an eighth of the width, even if that takes longer
     "The widest model of the kind of `rec` that can be trained in `seconds`"
     best,*larger = rec.part(8),rec.part(4),rec.part(2),rec.part(1),rec
+    takes = estimate(best, device, names)
     for o in larger:
         more = (o.width/best.width)**2*o.repeat/best.repeat # times as much to compute
-        if more*estimate(best, device, names)>4*seconds: return best # to measure a step would already take too long
-        if estimate(o, device, names)>seconds: return best
+        if more*takes>4*seconds: return best # to measure a step would already take too long
+        takes = estimate(o, device, names)
+        if takes>seconds: return best
         best = o
     return best
 

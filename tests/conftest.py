@@ -16,7 +16,8 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(items):
     "The files that take the longest come first, so that at the end no process works alone"
-    items.sort(key=lambda o: o.path.stem not in ('test_notebooks','test_bench','test_docs','test_distributed'))
+    longest = 'notebooks bench docs distributed applications distributed_faults doctor composition overflow'.split()
+    items.sort(key=lambda o: o.path.stem.removeprefix('test_') not in longest)
 
 @pytest.fixture(scope='session')
 def flags(request):

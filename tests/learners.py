@@ -1,5 +1,5 @@
 "Small learners for the tests: one line of data, one model, and every precision that we have"
-import itertools,pytest,torch
+import pytest,torch
 from collections import namedtuple
 from dataclasses import dataclass
 from multiprocessing import set_forkserver_preload
@@ -9,6 +9,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from mp_callbacks.all import *
 from mp_callbacks.callback import PrecisionCallback
+from cases import *
 
 modes = dict( # the scale starts where nothing overflows, so that no step is skipped and trajectories can be compared
     fp16         = lambda learn, **kwargs: learn.to_fp16(**{'max_loss_scale':2.**10, **kwargs}),
@@ -24,10 +25,6 @@ set_forkserver_preload('fastai.callback.all fastai.distributed mp_callbacks.all 
 
 fsdp2_runs = torch.cuda.is_available() or tuple(map(int, torch.__version__.split('.')[:2]))>=(2,9)
 no_fsdp2 = 'FSDP2 on a CPU needs PyTorch 2.9: 2.6 ends with an AttributeError, 2.7 and 2.8 add up gradients instead of averaging them'
-
-def crossed(*values, fast):
-    "All combinations of `values` for `parametrize`, those for which `fast` is false as slow tests"
-    return [pytest.param(*o, marks=() if fast(*o) else pytest.mark.slow) for o in itertools.product(*values)]
 
 def numbers(n=64, seed=0):
     "`n` rows of eight numbers, and something to learn from them"

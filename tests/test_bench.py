@@ -55,6 +55,11 @@ def test_report():
     assert all(float(x.rstrip(' |'))>0 for o in table for x in o[2:])
 
 @pytest.mark.slow
+def test_first_minute(tmp_path):
+    _,found = run('first_minute', tmp_path)
+    assert [(o['case'],o['metric']) for o in found]==[('make help','s'), ('make help','venv_mb')]
+
+@pytest.mark.slow
 def test_families(tmp_path):
     "A family of each library, and both comparisons"
     path,found = run('families', tmp_path)

@@ -34,10 +34,9 @@ def graphs(make, mode):
     assert not counters['graph_break'] and not counters['recompiles']
     return learn,first,counters['stats']['unique_graphs']
 
-fast = [('fp16','wrapped'), ('bf16','in_place'), ('native_fp16','part')]
-rest = [(m,k) for m in (None,*modes) for k in compiled if (m,k) not in fast]
+fast = ('fp16','wrapped'),('native_fp16','part')
 
-@pytest.mark.parametrize('mode,kind', fast+[pytest.param(*o, marks=pytest.mark.slow) for o in rest])
+@pytest.mark.parametrize('mode,kind', crossed([None,*modes], compiled, fast=lambda *o: o in fast))
 def test_graphs(mode, kind):
     learn,first,last = graphs(compiled[kind], mode)
     assert (first,last)==(2,2)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from io import StringIO
 from tempfile import TemporaryDirectory
 
-import itertools,matplotlib.pyplot as plt,pytest
+import matplotlib.pyplot as plt,pytest
 from fastai.callback.hook import ActivationStats
 from fastai.interpret import ClassificationInterpretation,Interpretation
 from fastai.vision.augment import Flip
@@ -471,7 +471,7 @@ def off(a, b):
     a,b = (o.double() if isinstance(o, torch.Tensor) else torch.tensor(np.array(o), dtype=torch.float64) for o in (a,b))
     return ((a-b).norm()/b.norm()).item()
 
-turns = dict(zip(rows, itertools.cycle(modes))) # the one mode of each row that isn't slow
+turns = in_turns(rows, modes) # the one mode of each row that isn't slow
 
 @pytest.mark.parametrize('name,mode', crossed(rows, modes, fast=lambda name,mode: mode==turns[name]))
 def test_row(name, mode, tmp_path):

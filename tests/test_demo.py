@@ -5,6 +5,7 @@ import matplotlib.image,matplotlib.pyplot as plt,pandas as pd,pytest,torch
 
 from mp_callbacks import demo
 from mp_callbacks.demo import main
+from cases import *
 from machines import machine
 from mp_callbacks.devices import Machine,pretend,support
 
@@ -202,7 +203,7 @@ def test_help(capsys):
     assert main(['--help'])==0
     assert '--precision' in capsys.readouterr().out
 
-@pytest.mark.parametrize('name', [pytest.param(o, marks=[pytest.mark.slow] if o=='vit' else []) for o in demo.recipes])
+@pytest.mark.parametrize('name', crossed(demo.recipes, fast=lambda o: o=='mlp'))
 def test_models_learn(name):
     "Small ones of each kind, in bfloat16 as in float32"
     rec = demo.recipes[name].part(8)._replace(epochs=2)

@@ -1,8 +1,8 @@
 """`DistributedDataParallel` and FSDP2 in every precision, in two or four processes on this machine
 
 A case runs in all processes and returns numbers, flags and tensors. The test compares bit for bit what ranks have to
-agree on. All cases of a group run in the same processes, because starting them takes seconds. The file takes long because some
-eighty cases train one after the other, in two processes that share the cores.
+agree on. All cases of a group run in the same processes, because starting them takes seconds. The file takes long because
+its cases train one after the other, in two processes that share the cores.
 
 Taken over from the tests of PyTorch: from `torch/testing/_internal/distributed/distributed_test.py`
 `test_ddp_native_mixed_precision_*` and `test_ddp_native_mixed_precision_ignored_params`; from
@@ -620,7 +620,7 @@ def check(results):
             if 'off' in b: assert b['off']<=max(b['rounding'], 1e-5), (k,b['off'],b['rounding'])
             if 'flags' in b: assert b['flags']==b['want'], (k,b['flags'],b['want'])
 
-each = [(p,c) for p in precisions for c in checkpointing]
+turns = in_turns(precisions, reversed(checkpointing))
 options = dict(
     clip=dict(clip=.1), accumulation=dict(cbs=[32]), reentrant=dict(net=dict(reentrant=True)),
     not_reentrant=dict(net=dict(reentrant=False)), compiled=dict(compiled=True),
@@ -631,23 +631,20 @@ options = dict(
 def fits(engine, mode, names, **kwargs):
     return {f'{mode} {engine} {n}': (three_fits, dict(mode=mode, engine=engine, **options[n], **kwargs)) for n in names}
 
-def against_one(*engines):
-    each = [(m,o) for o in engines for m in ('float32',*precisions)]
+def against_one(*engines, modes=('float32',*precisions)):
+    each = [(m,o) for o in engines for m in modes]
     return {f'{m} {o} whole batch': (whole_batch, dict(mode=m, engine=o)) for m,o in each}
 
 ddp = dict(
-    **{f'loop {d} {c}': (loop, dict(dtype=d, reentrant=c)) for d in half_dtypes for c in checkpointing},
-    **{f'{p} {c}': (through_learner, dict(mode=p, reentrant=c)) for p,c in each if (p,c)!=('fp16','none')},
+    **{f'loop {c}': (loop, dict(dtype=torch.bfloat16, reentrant=c)) for c in checkpointing},
+    **{f'{p} {c}': (through_learner, dict(mode=p, reentrant=c)) for p,c in turns.items()},
     **{f'gradients {c} {o}': (gradients, dict(reentrant=c, copies=o)) for c in checkpointing for o in (True,False)},
-    **against_one('hand','fastai'),
-    **fits('fastai', 'fp16', [o for o in options if o!='compiled']), **fits('hand', 'bf16', ['unused','compiled','accumulation']),
-    **{f'{p} flat': (three_fits, dict(mode=p, engine='fastai', flat_master=True)) for p in ('fp16','bf16')},
-    **{f'{p} fine_tune': (fine_tuned, dict(mode=p)) for p in ('fp16','native_bf16')},
-    **{f'{p} predictions': (predictions, dict(mode=p)) for p in ('bf16','native_fp16')},
-    **{f'{p} saved': (saved, dict(mode=p)) for p in ('fp16','native_fp16')},
-    found_lr=(found_lr, dict(mode='fp16')),
-    **{f'fp8 {c}': (through_learner, dict(mode='fp8', reentrant=c)) for c in ('none','not_reentrant')},
-    **fits('hand', 'fp8', ['accumulation']))
+    **against_one('hand', modes=['fp16']), **against_one('fastai', modes=['native_bf16']),
+    **fits('fastai', 'fp16', ['clip','accumulation','views']), **fits('hand', 'bf16', ['unused']),
+    fp16_flat=(three_fits, dict(mode='fp16', engine='fastai', flat_master=True)),
+    fine_tune=(fine_tuned, dict(mode='fp16')), predictions=(predictions, dict(mode='bf16')),
+    saved=(saved, dict(mode='native_fp16')), found_lr=(found_lr, dict(mode='fp16')),
+    fp8=(through_learner, dict(mode='fp8', reentrant='none')))
 alone = dict(
     accumulate=(accumulate, {}), spoiled_window=(accumulate, dict(spoiled=1)),
     statistics=(statistics, dict(mode='fp16')), unreduced=(unreduced, dict(mode='bf16')),
@@ -669,6 +666,10 @@ fsdp2 = dict(
     validated_first=(validated_first, dict(mode='fp16')), no_look=(no_look, dict(mode='bf16')),
     told_sharded=(told, dict(mode='bf16', sharded=True)), **{'sharded fp8': (sharded, dict(mode='fp8'))})
 slow = dict(
+    **{f'loop {d} {c}': (loop, dict(dtype=d, reentrant=c)) for d in half_dtypes for c in checkpointing},
+    **{f'{p} {c}': (through_learner, dict(mode=p, reentrant=c)) for p in (*precisions,'fp8') for c in checkpointing},
+    **against_one('hand','fastai'), **fits('hand', 'fp8', ['accumulation']),
+    **{f'{p} flat': (three_fits, dict(mode=p, engine='fastai', flat_master=True)) for p in ('fp16','bf16')},
     asked_hand=(asked, dict(engine='hand')), **fits('fastai', 'fp8', options),
     **{f'fp8 {f.__name__}': (f, dict(mode='fp8')) for f in (saved,predictions,checkpointed)},
     **{f'sharded fp8 {c}': (sharded, dict(mode='fp8', net=dict(reentrant=r))) for c,r in checkpointing.items()},

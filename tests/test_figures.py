@@ -95,6 +95,7 @@ made = { # page -> cells that show a file of the repository, after those that re
     'results':         (['results03','results18'], ['results08']),
     'which_precision': (['1d86b290'], ['82b356e1','82b356e2']),
     '05_flat':         ([], ['7866ee40','7866ee41']),
+    'index':           (['5a1f3c06','f1r57m01'], ['f1r57m02']),
     'several_gpus':    ([], ['gpus0011'])}
 
 @pytest.mark.parametrize('page', made)

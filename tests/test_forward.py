@@ -9,7 +9,7 @@ from learners import *
 from fastai.learner import load_model
 
 pytestmark = pytest.mark.filterwarnings('ignore')
-each_mode = pytest.mark.parametrize('mode', modes)
+each_mode = pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','bf16','native_fp16')))
 copying   = pytest.mark.parametrize('mode', ['fp16','bf16'])
 
 def tol(mode): return .02 if 'bf16' in mode else .003

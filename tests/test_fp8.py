@@ -283,7 +283,7 @@ def test_interrupts(everywhere):
     import test_interrupt
     test_interrupt.test_errors('fp8')
 
-@each_recipe
+@pytest.mark.parametrize('recipe', crossed(recipes, fast=lambda o: o=='rowwise'))
 def test_learns(recipe):
     "As in bfloat16, and what changes bits is only FP8"
     learn,bf16 = in_fp8(learner(), recipe=recipe),learner().to_bf16()
@@ -432,7 +432,7 @@ def test_plan(emulate):
 
 fast = [('tensorwise','wrapped')]
 rest = [('rowwise','in_place'), ('rowwise_with_gw_hp','part')]
-@pytest.mark.parametrize('recipe,kind', fast+[pytest.param(*o, marks=pytest.mark.slow) for o in rest])
+@pytest.mark.parametrize('recipe,kind', fast+[slow_unless(False, *o) for o in rest])
 def test_compiles(recipe, kind):
     "Without a graph break, and with the numbers of the model that isn't compiled"
     import test_compile as c
@@ -445,7 +445,7 @@ def test_compiles(recipe, kind):
         plain.fit_one_cycle(3)
         assert apart(learn, plain, flat(weights(get_learner(c.norms()))))<.1
 
-@each_recipe
+@pytest.mark.parametrize('recipe', crossed(recipes, fast=lambda o: o=='tensorwise'))
 def test_compiled_is_in_fp8(recipe):
     "The numbers of the model that isn't compiled, which aren't bfloat16's"
     def _out(fp8, backend=None):

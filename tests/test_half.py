@@ -10,6 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from cases import *
 from mp_callbacks.grads import prepare_grads
 from mp_callbacks.half import half_precision,is_norm
 
@@ -410,10 +411,9 @@ def one_process(tmp_path_factory):
     dist.destroy_process_group()
 
 compiles = ('compiled','in_place','both') # compiling takes time: some forms of `keep`
-fast = [(w,f) for w in wraps for f in keeps if w not in compiles or f in ('collection','dict') and w!='in_place']
-slow = [pytest.param(w, f, marks=pytest.mark.slow) for w in wraps for f in keeps if (w,f) not in fast]
+fast = [(w,f) for w in wraps for f in keeps if w not in compiles or f=='dict' and w!='in_place']
 
-@pytest.mark.parametrize('wrap,form', fast+slow)
+@pytest.mark.parametrize('wrap,form', crossed(wraps, keeps, fast=lambda *o: o in fast))
 def test_keep(wrap, form, one_process):
     "Means the same modules, by the names that they have in the model that was compiled or wrapped"
     torch._dynamo.reset()

@@ -76,8 +76,7 @@ def before_training(learn): return [*log(learn).finite, True].index(True) # step
 
 # --- The start
 
-@pytest.mark.parametrize('k', [1e-6,1e-3,1.,1e3,1e6])
-@each_model
+@pytest.mark.parametrize('name,k', crossed(models, [1e-6,1e-3,1.,1e3,1e6], fast=lambda name,k: name==('gpt' if k==1 else 'mlp')))
 def test_start(name, k):
     "At most one step is skipped before training starts, whatever the size of the loss, and few soon after; the other rule skips as many or more"
     bounds = dict(min_loss_scale=2.**-20) if k>1 else {} # there is no scale above 1 with which a loss of millions does not overflow
@@ -136,7 +135,7 @@ def test_measured_when_it_must_be(monkeypatch):
 
 # --- And then
 
-@each_model
+@pytest.mark.parametrize('name', crossed(models, fast=lambda name: name=='mlp'))
 def test_later(name):
     "Over a hundred steps it skips no more than the other rule, and learns as much"
     a,b = (make_and_fit(name, 120, scale_wait=20, headroom=o) for o in (None,2.))

@@ -5,7 +5,7 @@ import pytest
 from learners import *
 
 pytestmark = pytest.mark.filterwarnings('ignore')
-each_mode = pytest.mark.parametrize('mode', modes)
+each_mode = pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','native_bf16')))
 
 class Raise(Callback):
     "Raise `e` in `event`, of the second batch if it is one of a batch"

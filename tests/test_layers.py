@@ -1,5 +1,5 @@
 """The layout is the architecture: numbers of notebooks are layers, imports point to lower ones, and only one module changes fastai"""
-import ast,json,re,subprocess,sys
+import ast,functools,json,re,subprocess,sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -108,17 +108,18 @@ def test_lines_are_short(name): assert [o for o in source(name).splitlines() if 
 
 def private(name): return name.startswith('_') and not name.startswith('__')
 
-def own_private(name):
-    "Private names that module `name` defines: functions, classes, variables, and attributes that it sets on objects"
+@functools.cache
+def own_private(src):
+    "Private names that a module of source `src` defines: functions, classes, variables, and attributes that it sets on objects"
     res = set()
-    for o in ast.walk(ast.parse(source(name))):
+    for o in ast.walk(ast.parse(src)):
         if isinstance(o, (ast.FunctionDef,ast.ClassDef)): res.add(o.name)
         elif isinstance(o, (ast.Name,ast.Attribute)) and isinstance(o.ctx, ast.Store): res.add(getattr(o, 'id', getattr(o, 'attr', None)))
     return {o for o in res if private(o)}
 
 def theirs_used(name):
     "Private names of our other modules that module `name` imports, or reads as an attribute or by `getattr`"
-    tree,others = ast.parse(source(name)),set().union(*(own_private(o) for o in layers if o!=name))-own_private(name)
+    tree,others = ast.parse(source(name)),set().union(*(own_private(source(o)) for o in layers if o!=name))-own_private(source(name))
     used = set()
     for o in ast.walk(tree):
         if isinstance(o, ast.ImportFrom) and (o.level or (o.module or '').startswith('mp_callbacks')): used |= {a.name for a in o.names if private(a.name)}

@@ -3,7 +3,7 @@ import pytest
 from fastai.vision.gan import GANLearner
 from learners import *
 
-each_mode = pytest.mark.parametrize('mode', modes)
+each_mode = pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','bf16','native_fp16')))
 
 def trained(mode, loss_func, epochs=3, **kwargs):
     "A learner and how it was made, after a few epochs with `loss_func(learn)`, in `mode` or in float32"

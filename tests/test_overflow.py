@@ -10,9 +10,9 @@ pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
 inf,nan = float('inf'),float('nan')
 precisions = dict(modes, fp16_flat=lambda learn, **kwargs: learn.to_fp16(**{'max_loss_scale':2.**10, 'flat_master':True, 'clip':1., **kwargs}))
-each_mode = pytest.mark.parametrize('mode', precisions)
+each_mode = pytest.mark.parametrize('mode', crossed(precisions, fast=lambda o: o in ('fp16_flat','bf16','native_fp16')))
 dynamic = 'fp16','fp16_flat','native_fp16'
-each_dynamic = pytest.mark.parametrize('mode', dynamic)
+each_dynamic = pytest.mark.parametrize('mode', crossed(dynamic, fast=lambda o: o!='fp16'))
 def classical(mode): return dict(headroom=None) if mode in ('fp16','fp16_flat') else {} # a start that measures no gradients
 
 batch = [o[:8] for o in numbers()]
@@ -105,8 +105,9 @@ causes = dict( # and what is said of them
     backward = (lambda: wrong_grads(inf), no_loss),
     inf_grad = (lambda: At(fill(inf)), no_grads),
     big_norm = (lambda: At(fill(1e25)), no_grads)) # finite, but its squares are not
-def slow_unless(o, *args): return pytest.param(*args, marks=[] if o else pytest.mark.slow)
-each_cause = pytest.mark.parametrize('mode,cause', [slow_unless(m in ('fp16','native_fp16') or c=='backward', m, c)
+turns = in_turns(causes, precisions)
+turns['big_data'] = 'fp16'
+each_cause = pytest.mark.parametrize('mode,cause', [slow_unless(m==turns[c], m, c)
     for m in precisions for c in causes if c!='big_data' or 'fp16' in m]) # others have the range for it
 
 @each_cause
@@ -137,7 +138,7 @@ def test_for_ever(mode, cause):
     assert not same(everything(learn), before)
     assert math.isfinite(learn.validate()[0])
 
-@pytest.mark.parametrize('mode', [slow_unless(m in ('fp16','native_bf16'), m) for m in precisions])
+@pytest.mark.parametrize('mode', [slow_unless(m=='fp16', m) for m in precisions])
 def test_by_default(mode):
     "A warning within 50 skipped steps, an error within 500, and neither before 25"
     learn,seen = make(mode, 600),[]

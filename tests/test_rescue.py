@@ -5,7 +5,8 @@ from sick_models import *
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:You are shadowing')
 curable = 'attention','softmax','variance'
-each_call = pytest.mark.parametrize('to', ['to_fp16','to_native_fp16'])
+halves = 'to_fp16','to_native_fp16'
+each_call = pytest.mark.parametrize('to', halves)
 
 def fit(learn, n, **kwargs):
     "Train for `n` epochs of four steps, and return the texts of the warnings"
@@ -14,8 +15,8 @@ def fit(learn, n, **kwargs):
         learn.fit(n, lr=1e-3, **kwargs)
     return [text for o in seen if 'steps in a row' in (text := str(o.message))]
 
-@pytest.mark.parametrize('name', curable)
-@each_call
+turns = in_turns(curable, halves)
+@pytest.mark.parametrize('name,to', crossed(curable, halves, fast=lambda name,to: to==turns[name]))
 def test_trains_on(name, to):
     "As float32 does from the step on in which the module was kept"
     learn,full = getattr(sick[name].make(), to)(rescue=True),sick[name].make()
@@ -68,8 +69,7 @@ def test_off_by_default():
     with pytest.raises(TypeError, match=r'learn.to_fp16\(rescue=…\)'): learn.to_bf16(rescue=True)
     with pytest.raises(TypeError, match='rescue=1 must be True or False'): learn.to_fp16(rescue=1)
 
-@each_call
-@pytest.mark.parametrize('opt', ['fastai','torch'])
+@pytest.mark.parametrize('to,opt', crossed(halves, ['fastai','torch'], fast=lambda *o: o in (('to_fp16','fastai'), ('to_native_fp16','torch'))))
 def test_resumed(to, opt, tmp_path):
     "A run that was killed and resumed has the weights, bit for bit, of one that went on"
     def _learner():

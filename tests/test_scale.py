@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy,fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cases import *
 from learners import fsdp2_runs,no_fsdp2,start_method
 from mp_callbacks.half import half_precision
 from mp_callbacks.plan import plan_memory
@@ -88,7 +89,7 @@ def work(rank, world, path):
     dist.destroy_process_group()
 
 @pytest.mark.skipif(not fsdp2_runs, reason=no_fsdp2)
-@pytest.mark.parametrize('world', [2,*[pytest.param(o, marks=pytest.mark.slow) for o in (1,4)]])
+@pytest.mark.parametrize('world', crossed([1,2,4], fast=lambda o: o==2))
 def test_processes(world, tmp_path):
     "States per process, and the messages of a step, whose share (N-1)/N is sent by a ring"
     mp.start_processes(work, (world,str(tmp_path)), nprocs=world, start_method=start_method)

@@ -8,6 +8,7 @@ import copy,math,os,pickle,random
 from dataclasses import asdict,fields,replace
 
 import pytest,torch
+from cases import *
 from mp_callbacks.loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale,loss_scale_presets
 
 f32 = torch.finfo(torch.float32)
@@ -285,7 +286,7 @@ def all_the_same(make, s, trace):
 
 def test_every_preset_has_an_oracle(): assert list(oracles)==list(loss_scale_presets)
 
-@pytest.mark.parametrize('shares', [(0, 1e-3), pytest.param((1e-4, 3e-4, 5e-3, .1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize('shares', crossed([(1e-3,), (0, 1e-4, 3e-4, 5e-3, .1)], fast=lambda o: len(o)==1))
 @pytest.mark.parametrize('name', oracles)
 def test_default(name, shares):
     "As it comes: the start, the period and what makes it shrink, with different shares of overflows"
@@ -293,7 +294,7 @@ def test_default(name, shares):
     for p in shares:
         all_the_same(make, DynamicLossScale.preset(name), flags(p, 20000, 0))
 
-@pytest.mark.parametrize('steps', [200, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('steps', crossed([100,1000], fast=lambda o: o==100))
 @pytest.mark.parametrize('name', oracles)
 def test_changed(name, steps):
     "With short periods, more or less hysteresis, other factors and bounds"

@@ -27,8 +27,8 @@ def fails(learn, epochs=30):
 
 def says(name, text): return [o for o in told[name] if o not in text]==[]
 
-@pytest.mark.parametrize('name', sick)
-@pytest.mark.parametrize('to', ['to_fp16','to_native_fp16'])
+turns = in_turns(sick, ['to_fp16','to_native_fp16'])
+@pytest.mark.parametrize('name,to', crossed(sick, ['to_fp16','to_native_fp16'], fast=lambda name,to: to==turns[name]))
 def test_float16(name, to):
     "`find_nonfinite` and the error name the place and the cause, and give the line to write"
     s = sick[name]
@@ -58,7 +58,7 @@ def final_loss(learn, epochs=20):
     learn.fit(epochs, lr=1e-3) # with more, rounding alone makes a difference
     return learn.validate()[0]
 
-@pytest.mark.parametrize('name', ['attention','softmax','variance'])
+@pytest.mark.parametrize('name', crossed(['attention','softmax','variance'], fast=lambda o: o=='softmax'))
 def test_keep_cures(name):
     "With `keep` of the finding, and with that of the report, training reaches the loss of float32"
     make = sick[name].make
@@ -87,8 +87,7 @@ def test_gradients_that_vanish():
     better = vanishing().to_fp16(loss_scale=report.safe_scale, dynamic=False).precision_report()
     assert better.error<.05
 
-@pytest.mark.parametrize('name', healthy)
-@pytest.mark.parametrize('to', calls)
+@pytest.mark.parametrize('name,to', crossed(healthy, calls, fast=lambda _,to: to in ('to_fp16','to_native_bf16')))
 def test_healthy(name, to):
     "Nothing is found, and nothing is to be kept"
     learn = getattr(healthy[name](), to)()

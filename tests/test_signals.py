@@ -7,7 +7,7 @@ from faults import *
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 some = 'fp16 fp16_flat_clip bf16 native_fp16 native_fp16_fused native_bf16'.split()
-each_mode = pytest.mark.parametrize('mode', some)
+each_mode = pytest.mark.parametrize('mode', crossed(some, fast=lambda o: o in ('fp16_flat_clip','native_bf16','fp16')))
 
 places = dict( # what runs in a training batch, in this order: name -> owner, or None for the precision callback
     before_batch  = None,

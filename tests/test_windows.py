@@ -65,7 +65,7 @@ class Join(Callback):
 
 @pytest.mark.parametrize('accumulate', [1,40])
 @pytest.mark.parametrize('how', ['group','new','new_flat'])
-@pytest.mark.parametrize('mode', ['fp16','bf16','native_fp16',pytest.param('native_bf16', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('mode', crossed(['fp16','bf16','native_fp16','native_bf16'], fast=lambda o: o!='native_bf16'))
 def test_parameters_join(mode, how, accumulate):
     "They move as far as in float32"
     if how=='new_flat' and 'native' in mode: pytest.skip('nothing flat')

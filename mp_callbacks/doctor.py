@@ -21,7 +21,9 @@ from .nonfinite import Finding
 from .report import PrecisionReport,measure_precision,shorten_keep
 from .plan import MemoryPlan,plan_memory
 from .fp8_report import Fp8Report,measure_fp8
-from .callback import PrecisionCallback,alone,compute_loss,diagnose_batch,first_loss
+from .inside import is_look,keep_quiet,look_name,training_batches
+from .explain import alone,compute_loss,diagnose_batch,first_loss
+from .callback import PrecisionCallback,precision_callback
 
 # %% ../nbs/12_doctor.ipynb #111f0db8
 def find_nonfinite(
@@ -34,7 +36,7 @@ def find_nonfinite(
     several processes each looks at batches of all, and waits for none. Raises `ValueError` if there is no batch, and
     `RuntimeError` in the middle of one, or if something would wait for other processes."""
     usual_loss,found = first_loss(learn),[]
-    half,scale = _half(learn),cb.loss_scale if (cb := _precision(learn)) else 1.
+    half,scale = _half(learn),cb.loss_scale if (cb := precision_callback(learn)) else 1.
     shrinks = cb is not None and isinstance(cb.scaling, DynamicLossScale) # by itself, until it fits
     bar = _Bar(learn)
     def _look():
@@ -54,7 +56,7 @@ def precision_report(
 
     In FP8 it says which layers to take out of it; see [FP8 report](09a_fp8_report.ipynb).
     The learner doesn't change. Raises `ValueError` for a learner in float32, or without batches."""
-    cb = _precision(learn)
+    cb = precision_callback(learn)
     if cb is None: raise ValueError("This learner trains in float32. Call learn.to_fp16(), to_bf16(), to_native_fp16() "
                                     "or to_native_bf16() first: the report compares that precision with float32.")
     if isinstance(batches, bool) or not isinstance(batches, int) or batches<1:
@@ -70,7 +72,7 @@ def precision_report(
             learn.xb,learn.yb = batch # it may be called in a later batch
             return compute_loss(learn)
         # without the loss scale, which some steppers refuse
-        with PrecisionCallback.step(cb):
+        with PrecisionCallback.step(cb): # not with `flat_master`: the report looks at the ordinary step
             if half.fp8: return measure_fp8(report, half.model, _loss, half, bar)
             measure_precision(report, half.model, _loss, half, learn.opt, bar)
         losses.append(_loss)
@@ -85,9 +87,9 @@ def precision_plan(
     """Memory that training takes in each precision, for batches of this size and others; see [plan](08_plan.ipynb)
 
     The learner doesn't change. Raises `ValueError` if there is no batch, and `RuntimeError` in the middle of one."""
-    cb,half,plans = _precision(learn),_half(learn),[]
+    cb,half,plans = precision_callback(learn),_half(learn),[]
     if batch is None:
-        with _undisturbed(learn): batch = first(_batches(learn))
+        with _undisturbed(learn): batch = first(training_batches(learn))
     sizes = {len(t) if t.ndim else 0 for t in leaves(batch) if isinstance(t, torch.Tensor)}
     if len(sizes)>1:
         raise ValueError(f"The first dimensions of the tensors of this batch are {sorted(sizes)}, and must be the "
@@ -110,7 +112,7 @@ def precision_plan(
 # %% ../nbs/12_doctor.ipynb #aa30d200
 class _Look(Callback):
     "Call `look` in the batches of a fit, instead of a backward pass, up to `n` times or until it returns true"
-    order,name = 1000,'lr_finder' # fastai's trackers and most loggers record nothing while a callback has this name
+    order,name = 1000,look_name
     def __init__(self, look, batches, n):
         self.look,self.batches,self.n,self.seen = look,batches,n,0
 
@@ -171,30 +173,18 @@ def _look_at(learn, look, batch=None, n=None):
     if batch is not None and not isinstance(batch, (list,tuple)):
         raise TypeError(f"batch is a {type(batch).__name__}, and must be a tuple of inputs and targets. Pass one as "
                         "dls.one_batch() returns it.")
-    if hasattr(learn, 'lr_finder') or any(getattr(cb, 'in_batch', False) for cb in learn.cbs):
+    if is_look(learn) or any(getattr(cb, 'in_batch', False) for cb in learn.cbs):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
-    cb = _Look(look, _batches(learn) if batch is None else [batch], n)
+    cb = _Look(look, training_batches(learn) if batch is None else [batch], n)
     with alone(learn.model), _undisturbed(learn), learn.no_bar(), learn.no_logging():
         learn.model = unwrap(learn.model)
-        learn.gather_preds = cb # `CSVLogger` records nothing while this is set
-        for o in learn.cbs: # fastai's, which wait for other processes
-            if o.name=='recorder': o.run_train = False
-            if o.name=='distributed_trainer': o.run = False
+        keep_quiet(learn)
         learn.fit(1, cbs=cb)
     if not cb.seen: raise ValueError("There was no batch with targets. Use a DataLoaders whose dls.train has some, or "
                                      "pass a batch as it comes from there.")
     return cb.seen
 
-def _batches(learn):
-    "Batches of `dls.train` without the `DistributedDL` that an interrupted fit has left, for which all processes meet"
-    dl = learn.dls.train
-    return dl.dl if type(dl).__name__=='DistributedDL' else dl
-
-def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
-
 def _half(learn):
     "How the learner's model computes, without its wrappers; None: in float32"
-    cb = _precision(learn)
-    if cb is None: return
-    cb.take_loaded()
-    return cb.half.replace(model=unwrap(learn.model))
+    cb = precision_callback(learn)
+    return cb and cb.half.replace(model=unwrap(learn.model))

@@ -15,7 +15,7 @@ from torch import nn
 
 from .half import half_precision
 from .nonfinite import describe_run,fewest,trace_batch
-from .report import compare_gradients,copies,error_in_words,relative
+from .report import clones,compare_gradients,error_in_words,relative
 from .fp8 import Fp8,Fp8Product,get_recipe
 
 # %% ../nbs/09a_fp8_report.ipynb #f8a00016
@@ -102,7 +102,7 @@ def measure_fp8(
     if half.fp8 is None: raise ValueError("The model isn't in FP8. Use half_precision(…, fp8=Fp8()).")
     def _run(half):
         if tell: tell(describe_run(half))
-        return trace_batch(model, compute_loss, half, copies)
+        return trace_batch(model, compute_loss, half, clones)
     full,seen = _run(None),_run(half)
     digits_only = replace(half.fp8, recipe=report.recipe._replace(digits_only=True))
     errors,error = compare_gradients(seen, full)

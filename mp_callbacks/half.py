@@ -27,9 +27,9 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from .dtypes import Policy,as_dtype,cast_tree,get_policy,half_dtypes
+from .dtypes import as_dtype,cast_tree,half_dtypes
 from .devices import inexact,missing
-from .modules import StandIn,module_lock,named_modules
+from .modules import StandIns,module_lock,named_modules
 
 # %% ../nbs/03_half.ipynb #5c8d39e6
 class half_precision:
@@ -78,11 +78,10 @@ class half_precision:
         self.modules,self.params = [],[] # of the model
         self.ways = {} # name of a module -> how it computes
         self._locks = {} # module -> its lock
-        self._stand_ins = [] # of the modules; the last one is that of the model itself
+        self._stand_ins = StandIns() # of the modules; the last one is that of the model itself
         self._cache = {} # thread -> the copies that a call of the model has made in it
-        self._installed = False # by `install`?
-        self._placed = False # may a stand-in be on?
-        self._open = [] # threads that are inside a `with`, once for each
+        self._by_install = False # has `install` been called, and not `remove`?
+        self._entered = [] # threads that are inside a `with`, once for each
 
     def __getstate__(self): return self.settings # for copies and pickles
 
@@ -93,19 +92,29 @@ class half_precision:
     def refresh(self):
         "Choose again how modules compute if the modules or the device of the model have changed"
         device_type,modules,self.params = _device_type(self.model),[*self.model.modules()],[*self.model.parameters()]
-        for o in self._stand_ins: o.refresh()
+        self._stand_ins.refresh()
         if (device_type,modules)==(self.device_type,self.modules): return
-        for o in self._stand_ins: o.remove()
+        self._stand_ins.switch(False)
         _check_model(self.model)
         self.device_type,named = device_type,named_modules(self.model)
-        self.ways = _choose_ways(self, named)
+        self.ways = self.choose_ways(named)
         _check_ways(self, named)
         self._locks = {module:module_lock(module) for module in modules}
         arounds = {module:f for name,module in named.items() if (f := self._around(name, module))}
         whole = partial(self._whole, arounds.pop(self.model, _plain))
-        self._stand_ins = [*map(StandIn, arounds.keys(), arounds.values()), StandIn(self.model, whole)]
+        self._stand_ins = StandIns({**arounds, self.model:whole})
         self.modules = modules
         self._switch()
+
+    def choose_ways(self,
+        named:dict, # Name -> module, for the modules of the model
+    )->dict: # Name -> `Way`
+        "How each module computes. A subclass may choose others."
+        ways = {name:_default_way(self, m) for name,m in named.items()}
+        if self.fp8: ways.update(self.fp8.ways(self, named, ways))
+        for name,dtype in _kept(named, self.keep, self.dtype).items():
+            ways[name] = Float32('keep') if dtype==torch.float32 else ways[name].in_half(named[name])
+        return ways
 
     def _around(self, name, module):
         "Function that wraps the `forward` of `module`, or None"
@@ -118,43 +127,35 @@ class half_precision:
     @property
     def installed(self):
         "Does the model compute in half precision now?"
-        return bool(self._stand_ins) and self._stand_ins[-1].on
+        return self._stand_ins.on
 
-    def _switch(self):
-        "Switch the stand-ins on if anybody wants it, else off"
-        if self._installed or self._open:
-            if self.installed: return
-            self._placed = True # also if Ctrl-C ends the next line
-            self._stand_ins = [o.install() for o in self._stand_ins]
-        elif self._placed:
-            for o in self._stand_ins: o.remove()
-            self._placed = False
+    def _switch(self): self._stand_ins.switch(bool(self._by_install or self._entered))
 
     def install(self):
         "Let the model compute in half precision until `remove`. Idempotent."
         with _switching:
-            self._installed = True
-            if self._stand_ins: self._switch()
+            self._by_install = True
+            if self.modules: self._switch()
             else: self.refresh() # this is a copy, or was unpickled
 
     def remove(self):
         "Let the model compute as it did before `install`, unless a `with` is open. Idempotent."
         with _switching:
-            self._installed = False
+            self._by_install = False
             self._switch()
 
     @property
     def uses(self)->tuple: # For `reset`
         "Is it on by `install`, and how many `with` has this thread open?"
-        return self._installed,self._open.count(get_ident())
+        return self._by_install,self._entered.count(get_ident())
 
     def reset(self,
         uses:tuple, # From `uses`
     ):
         "Be on by `install` as it was, and close what this thread has opened since then"
         with _switching:
-            self._installed,n = uses
-            for _ in range(self._open.count(get_ident())-n): self._open.remove(get_ident())
+            self._by_install,n = uses
+            for _ in range(self._entered.count(get_ident())-n): self._entered.remove(get_ident())
             self._switch()
 
     def __enter__(self):
@@ -162,7 +163,7 @@ class half_precision:
             self.refresh()
             uses = self.uses
             try:
-                self._open.append(get_ident())
+                self._entered.append(get_ident())
                 self._switch()
             except BaseException: # Ctrl-C: `__exit__` won't be called
                 self.reset(uses)
@@ -171,26 +172,60 @@ class half_precision:
 
     def __exit__(self, *args):
         with _switching:
-            if get_ident() in self._open: self._open.remove(get_ident()) # if not, `reset` has closed it
+            if get_ident() in self._entered: self._entered.remove(get_ident()) # if not, `reset` has closed it
             self._switch()
+
+    def policy(self)->pd.DataFrame: # One row per module with parameters or with a reason
+        "Table of the modules: class, size and dtype of own parameters, way and dtype of computing, and the reason"
+        self.refresh()
+        rows = []
+        for name,module in named_modules(self.model).items():
+            way,params = self.ways[name],[p for p in module._parameters.values() if p is not None]
+            if not params and not way.why: continue
+            param = _short(params[0].dtype) if params else ''
+            size = sum(p.numel() for p in params)
+            rows.append((name, type(module).__name__, size, param, way.name, _short(way.compute_dtype(self)), way.why))
+        return pd.DataFrame(rows, columns=['module','kind','size','params','way','compute','why'])
+
+    def _whole(self, around, forward, args, kwargs):
+        "What the model returns"
+        compiling = torch.compiler.is_compiling()
+        thread = 0 if compiling else get_ident() # `get_ident` can't be traced
+        self._cache[thread] = {}
+        try:
+            with torch.autocast(self.device_type, self.dtype): res = around(forward, args, kwargs)
+        finally:
+            if not compiling: torch.clear_autocast_cache() # what is traced doesn't use it
+            self._cache.pop(thread, None)
+        return cast_tree(res, torch.float32, half_dtypes)
+
+    def _resume(self, around, forward, args, kwargs):
+        "What a module in half precision inside one in float32 returns"
+        with torch.autocast(self.device_type, self.dtype): res = around(forward, args, kwargs)
+        return cast_tree(res, torch.float32, half_dtypes)
+
+    def _lend(self, way, module, compiling=False):
+        "Name -> the copy that `way` makes of a parameter; and name -> parameter, copy, and its address and version"
+        cache = self._cache.get(0 if compiling else get_ident()) # `get_ident` can't be traced
+        if cache is None: cache = {} # checkpointing computes again, in the backward pass
+        inference = not compiling and torch.is_inference_mode_enabled()
+        known = cache.setdefault((way.shares,torch.is_grad_enabled(),inference), {})
+        copies,lent = {},{}
+        for name,p in module._parameters.items():
+            if type(p) not in (nn.Parameter,Tensor) or p.dtype!=torch.float32: continue
+            key = id(p),p.requires_grad # which a model may change between two uses
+            if key not in known:
+                copy = way.cast(self, p)
+                known[key] = (p,copy,None,None) if compiling else _loan(p, copy) # keeps `p`, so its id stays unique
+            loan = known[key]
+            copies[name],lent[name] = loan[1],loan
+        return copies,lent
 
 _switching = RLock() # one thread at a time
 
-# %% ../nbs/03_half.ipynb #79208a7e
-@patch
-def policy(self:half_precision)->pd.DataFrame: # One row per module with parameters or with a reason
-    "Table of the modules: class, size and dtype of own parameters, way and dtype of computing, and the reason for it"
-    self.refresh()
-    rows = []
-    for name,module in named_modules(self.model).items():
-        way,params = self.ways[name],[p for p in module._parameters.values() if p is not None]
-        if not params and not way.why: continue
-        param = _short(params[0].dtype) if params else ''
-        size = sum(p.numel() for p in params)
-        rows.append((name, type(module).__name__, size, param, way.name, _short(way.compute_dtype(self)), way.why))
-    return pd.DataFrame(rows, columns=['module','kind','size','params','way','compute','why'])
-
 def _short(dtype): return str(dtype).removeprefix('torch.')
+
+def _plain(forward, args, kwargs): return forward(*args, **kwargs)
 
 # %% ../nbs/03_half.ipynb #d69e27bf
 def is_norm(
@@ -288,24 +323,6 @@ class Copies(Way):
             module._parameters.update(copies)
             return forward(*args, **kwargs)
         finally: module._parameters.update({name:p for name,(p,*_) in lent.items()})
-
-@patch
-def _lend(self:half_precision, way, module, compiling=False):
-    "Name -> the copy that `way` makes of a parameter; and name -> parameter, copy, and its address and version"
-    cache = self._cache.get(0 if compiling else get_ident()) # `get_ident` can't be traced
-    if cache is None: cache = {} # checkpointing computes again, in the backward pass
-    inference = not compiling and torch.is_inference_mode_enabled()
-    known = cache.setdefault((way.shares,torch.is_grad_enabled(),inference), {})
-    copies,lent = {},{}
-    for name,p in module._parameters.items():
-        if type(p) not in (nn.Parameter,Tensor) or p.dtype!=torch.float32: continue
-        key = id(p),p.requires_grad # which a model may change between two uses
-        if key not in known:
-            copy = way.cast(self, p)
-            known[key] = (p,copy,None,None) if compiling else _loan(p, copy) # keeps `p` alive, so its id stays unique
-        loan = known[key]
-        copies[name],lent[name] = loan[1],loan
-    return copies,lent
 
 # %% ../nbs/03_half.ipynb #5d0e0004
 def _loan(p, copy):
@@ -446,16 +463,11 @@ def _kept_dtype(pattern, value, dtype):
     if not isinstance(pattern, str):
         raise TypeError(f"keep={{{pattern!r}: …}} must have name patterns as keys, as in {{'head': 'float32'}}.")
     item = f"keep={{{pattern!r}: {str(value)!r}}}"
-    try: policy = get_policy(value) if isinstance(value, (str,torch.dtype)) else value
-    except ValueError as e: raise ValueError(f"{item} is neither a dtype nor a policy: {e}") from None
-    res,is_policy = policy.compute_dtype,isinstance(value, Policy) or '=' in str(value)
+    try: res = as_dtype(value)
+    except ValueError as e: raise ValueError(f"{item} is not a dtype: {e}") from None
     if res not in (torch.float32,dtype):
         raise ValueError(f"{item} computes in {res}, and must compute in float32 or {dtype}. "
                          "Use 'float32', or another dtype for the whole model.")
-    possible = policy.param_dtype==torch.float32 and policy.output_dtype in (res,torch.float32)
-    if is_policy and not possible:
-        raise ValueError(f"{item} can't be had: parameters are float32, and a module returns what it computes in. "
-                         f"Use the compute dtype alone, '{_short(res)}'.")
     return res
 
 def _kept(named, keep, dtype):
@@ -470,14 +482,6 @@ def _kept(named, keep, dtype):
             if roots & parents: res[name] = compute
     return res
 
-def _choose_ways(half, named):
-    "Name -> `Way` for each of the modules `named` of the model of `half`"
-    ways = {name:_default_way(half, m) for name,m in named.items()}
-    if half.fp8: ways.update(half.fp8.ways(half, named, ways))
-    for name,dtype in _kept(named, half.keep, half.dtype).items():
-        ways[name] = Float32('keep') if dtype==torch.float32 else ways[name].in_half(named[name])
-    return ways
-
 # %% ../nbs/03_half.ipynb #a20ee6e1
 def check_half(
     dtype:torch.dtype|str, # The dtype to check
@@ -486,28 +490,6 @@ def check_half(
     res = as_dtype(dtype)
     if res in half_dtypes: return res
     raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. Use learn.to_fp32() for float32.")
-
-# %% ../nbs/03_half.ipynb #f45c5f38
-def _plain(forward, args, kwargs): return forward(*args, **kwargs)
-
-@patch
-def _whole(self:half_precision, around, forward, args, kwargs):
-    "What the model returns"
-    compiling = torch.compiler.is_compiling()
-    thread = 0 if compiling else get_ident() # `get_ident` can't be traced
-    self._cache[thread] = {}
-    try:
-        with torch.autocast(self.device_type, self.dtype): res = around(forward, args, kwargs)
-    finally:
-        if not compiling: torch.clear_autocast_cache() # what is traced doesn't use it
-        self._cache.pop(thread, None)
-    return cast_tree(res, torch.float32, half_dtypes)
-
-@patch
-def _resume(self:half_precision, around, forward, args, kwargs):
-    "What a module in half precision inside one in float32 returns"
-    with torch.autocast(self.device_type, self.dtype): res = around(forward, args, kwargs)
-    return cast_tree(res, torch.float32, half_dtypes)
 
 # %% ../nbs/03_half.ipynb #698d5678
 def _device_type(model): return next((p.device.type for p in model.parameters() if p.dtype==torch.float32), None)

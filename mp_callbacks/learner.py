@@ -11,127 +11,86 @@ __all__ = []
 import torch
 from contextlib import nullcontext
 from functools import wraps
+from inspect import signature
 
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from .loss_scale import DynamicLossScale,StaticLossScale,default_headroom
 from .modules import is_sharded
 from .fp8 import Fp8
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback
-from .callback import check_device,clear_state,default_max_skips,fit_device,is_precision,refuse_unknown
+from .callback import check_device,clear_state,fit_device,is_precision,options_of,precision_callback
 from .callback import warn_of_emulation
 from .recorder import PrecisionRecorder
 from .doctor import find_nonfinite,precision_plan,precision_report
-import fastai.callback.channelslast # adds `to_contiguous`; import it after `callback`, which removes the progress bar
+
+def _scale_options(callback):
+    "Names of the options of `callback` that are for a loss scale, which bfloat16 doesn't need"
+    others = {*signature(PrecisionCallback).parameters, 'flat_master', 'dtype', 'keep'}
+    return [*{*signature(callback).parameters}-others, 'rescue']
 
 # %% ../nbs/13_learner.ipynb #b17aa64d
+def _with_copies(learn, dtype, keep=(), fp8=None, **options):
+    return _set_precision(learn, MixedPrecision(**options), ModelToHalf(dtype, keep=keep, fp8=fp8))
+
 @patch
-def to_bf16(self:Learner,
-    flat_master:bool=False, # Step small tensors as one? 240 take 10.2 ms, fused AdamW 6.9 ms, [flat](05_flat.ipynb)
-    clip:float=None, # Maximum global gradient norm
-    *,
-    max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
-    keep=(), # Modules to keep in float32, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
-    **kwargs
-)->Learner: # The same learner
+@options_of(MixedPrecision.__init__, ModelToHalf.__init__, but=[*_scale_options(MixedPrecision), 'dtype', 'fp8'],
+            positional=['flat_master', 'clip'])
+def to_bf16(self:Learner, **kwargs)->Learner: # The same learner
     """Train in bfloat16 with half-precision copies of float32 weights
 
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
-    refuse_unknown(kwargs, 'to_bf16')
-    checked = MixedPrecision(1, flat_master, dynamic=False, clip=clip, max_skips=max_skips)
-    return _set_precision(self, checked, ModelToHalf(torch.bfloat16, keep))
+    return _with_copies(self, torch.bfloat16, loss_scale=1, dynamic=False, **kwargs)
 
 # %% ../nbs/13_learner.ipynb #752affb0
 @patch
-def to_fp16(self:Learner,
-    loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # Scale if `dynamic=False`; loss scale or preset
-    flat_master:bool=False, # Step small tensors as one? 240 take 10.2 ms, fused AdamW 6.9 ms, [flat](05_flat.ipynb)
-    dynamic:bool=True, # Adapt the scale? Steps with gradients that are not finite are skipped either way.
-    max_loss_scale:float=2.**24, # Largest value of a dynamic scale, and its start without `headroom`
-    div_factor:float=2., # Factor that a dynamic scale grows and shrinks by
-    scale_wait:int=500, # Finite steps in a row before the scale grows
-    clip:float=None, # Maximum global gradient norm, unscaled
-    *,
-    min_loss_scale:float=1., # Smallest value of a dynamic scale
-    headroom:float=default_headroom, # Powers of two between the first gradients and 65504; None: start at the cap
-    max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
-    rescue:bool=False, # After 32 skipped steps in a row, keep modules in float32 from then on, if that is the cure?
-    keep=(), # Modules to keep in float32, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
-    **kwargs
-)->Learner: # The same learner
+@options_of(MixedPrecision.__init__, ModelToHalf.__init__, but=['dtype', 'fp8'],
+            positional=['loss_scale','flat_master','dynamic','max_loss_scale','div_factor','scale_wait','clip'])
+def to_fp16(self:Learner, **kwargs)->Learner: # The same learner
     """Train in float16, with half-precision copies of float32 weights and loss scaling
 
     Defaults are those of fastai's `to_non_native_fp16`, except for the start of the scale.
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
-    refuse_unknown(kwargs, 'to_fp16')
-    scaled = MixedPrecision(loss_scale, flat_master, dynamic, max_loss_scale, div_factor, scale_wait, clip,
-                            min_loss_scale=min_loss_scale, headroom=headroom, max_skips=max_skips,
-                            rescue=rescue)
-    return _set_precision(self, scaled, ModelToHalf(torch.float16, keep))
+    return _with_copies(self, torch.float16, **kwargs)
 
 # %% ../nbs/13_learner.ipynb #27fa3051
 @patch
-def to_native_bf16(self:Learner,
-    *,
-    clip:float=None, # Maximum global gradient norm
-    keep=(), # Modules to leave outside autocast, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
-    max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
-    **kwargs
-)->Learner: # The same learner
+@options_of(NativeMixedPrecision.__init__, but=[*_scale_options(NativeMixedPrecision), 'dtype'])
+def to_native_bf16(self:Learner, **kwargs)->Learner: # The same learner
     """Train with autocast to bfloat16
 
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
-    refuse_unknown(kwargs, 'to_native_bf16')
-    checked = NativeMixedPrecision(dtype=torch.bfloat16, clip=clip, keep=keep, max_skips=max_skips)
-    return _set_precision(self, checked)
+    return _set_precision(self, NativeMixedPrecision(dtype=torch.bfloat16, **kwargs))
 
 # %% ../nbs/13_learner.ipynb #2438314f
 @patch
-def to_native_fp16(self:Learner,
-    init_scale:float|str|StaticLossScale|DynamicLossScale=65536., # Number to start at, loss scale or preset
-    growth_factor:float=2., # Factor that the scale grows by
-    backoff_factor:float=.5, # Factor that the scale shrinks by after a skipped step
-    growth_interval:int=2000, # Finite steps in a row before the scale grows
-    enabled:bool=True, # Scale the loss? Steps with gradients that are not finite are skipped either way.
-    *,
-    clip:float=None, # Maximum global gradient norm, unscaled
-    keep=(), # Modules to leave outside autocast, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
-    min_loss_scale:float=1., # Smallest value of the scale
-    max_loss_scale:float=2.**24, # Largest value of the scale
-    max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
-    rescue:bool=False, # After 32 skipped steps in a row, keep modules in float32 from then on, if that is the cure?
-    **kwargs
-)->Learner: # The same learner
+@options_of(NativeMixedPrecision.__init__, but=['dtype'],
+            positional=['init_scale','growth_factor','backoff_factor','growth_interval','enabled'])
+def to_native_fp16(self:Learner, **kwargs)->Learner: # The same learner
     """Train with autocast to float16 and the loss scaling of `torch.amp.GradScaler`, with its defaults
 
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
-    refuse_unknown(kwargs, 'to_native_fp16')
-    scaled = NativeMixedPrecision(init_scale, growth_factor, backoff_factor, growth_interval, enabled, clip=clip,
-                                  keep=keep, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale,
-                                  max_skips=max_skips, rescue=rescue)
-    return _set_precision(self, scaled)
+    return _set_precision(self, NativeMixedPrecision(**kwargs))
 
 # %% ../nbs/13_learner.ipynb #f8130001
 @patch
+@options_of(MixedPrecision.__init__, but=[*_scale_options(MixedPrecision), 'flat_master'], positional=['clip'])
 def to_fp8(self:Learner,
     recipe:str='tensorwise', # 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp', see [fp8](09_fp8.ipynb#recipes)
-    clip:float=None, # Maximum global gradient norm
     *,
     keep=(), # Modules to keep in float32; as a dict also in bfloat16, as in `{'head': 'bfloat16'}`
-    max_skips:int=default_max_skips, # Stop with an error after this many skipped steps in a row
     emulate:bool=False, # Multiply in float32 numbers that are rounded to FP8? For devices without FP8.
+    **kwargs
 )->Learner: # The same learner
     """Experimental: train in bfloat16 as `to_bf16`, with linear layers that multiply in FP8
 
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
-    checked = MixedPrecision(1, dynamic=False, clip=clip, max_skips=max_skips)
-    return _set_precision(self, checked, ModelToHalf(torch.bfloat16, keep, Fp8(recipe, emulate)))
+    return _with_copies(self, torch.bfloat16, keep, Fp8(recipe, emulate), loss_scale=1, dynamic=False, **kwargs)
 
 # %% ../nbs/13_learner.ipynb #b7c7f369
 @patch
@@ -148,8 +107,6 @@ Learner.to_native_fp32 = Learner.to_non_native_fp32 = Learner.to_fp32
 Learner.to_non_native_fp16 = Learner.to_fp16
 
 # %% ../nbs/13_learner.ipynb #4357455d
-def _precision(learn): return next((cb for cb in learn.cbs if isinstance(cb, PrecisionCallback)), None)
-
 def _remove_precision(learn):
     old = [cb for cb in learn.cbs if is_precision(cb)]
     if any(getattr(cb, 'in_batch', False) for cb in old):
@@ -166,7 +123,7 @@ def _forget_scale(learn):
 def _set_precision(learn, new, model_to_half=None):
     "Let `learn` train with the `PrecisionCallback` `new`; `model_to_half` says how the model computes if `new` doesn't"
     half = (model_to_half or new).new_half(learn.model)
-    device,old = fit_device(learn),_precision(learn)
+    device,old = fit_device(learn),precision_callback(learn)
     check_device(device, half)
     warn_of_emulation(device, half)
     _remove_precision(learn)
@@ -187,7 +144,7 @@ def _inside(method, context):
     plain = _plain(method)
     @wraps(plain)
     def _run(self, *args, **kwargs):
-        cb = _precision(self)
+        cb = precision_callback(self)
         with nullcontext() if cb is None else getattr(cb, context)(): return plain(self, *args, **kwargs)
     _run.plain = plain
     return _run
@@ -213,7 +170,7 @@ def _refuse_sharded(method, name):
     plain = _plain(method)
     @wraps(plain)
     def _whole(self, *args, **kwargs):
-        if _precision(self) is not None and is_sharded(self.model):
+        if precision_callback(self) is not None and is_sharded(self.model):
             raise ValueError(f"With FSDP2 each process has a part of the model, and learn.{name} would write one part. "
                              "Use get_state_dict of torch.distributed.checkpoint.state_dict.")
         return plain(self, *args, **kwargs)

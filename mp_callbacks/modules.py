@@ -6,7 +6,7 @@ Docs: https://example.github.io/mp_callbacks/modules.html.md"""
 
 # %% auto #0
 __all__ = ['unwrap', 'named_modules', 'parameter_name', 'several_ranks', 'is_sharded', 'reshard', 'no_collectives',
-           'remember_buffers', 'restore_buffers', 'fork_rngs', 'unchanged', 'StandIn', 'module_lock']
+           'remember_buffers', 'restore_buffers', 'fork_rngs', 'unchanged', 'StandIn', 'StandIns', 'module_lock']
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a08
 import re,torch
@@ -138,7 +138,7 @@ class StandIn:
         self.module,self.around = module,around
         self.found = None # the `forward` that was in the module's `__dict__` when this one was installed
         self.on = False # is `around` called? If not, calls go through.
-        self.placed = False # may somebody still call this object: the module, or a function that is on top of it?
+        self.reachable = False # may somebody still call this object: the module, or a function that is on top of it?
         self.own = partial(type(module).forward, module)
         update_wrapper(self, type(module).forward, updated=()) # to touch `__dict__` makes attributes slower
 
@@ -153,12 +153,12 @@ class StandIn:
         attrs = self.module.__dict__
         found = attrs.get('forward')
         if found is not self:
-            if self.placed: # installed above that function, it would call itself without end
+            if self.reachable: # installed above that function, it would call itself without end
                 self.on = False
                 return StandIn(self.module, self.around).install()
             self.found = found
             attrs['forward'] = self
-            self.placed = True
+            self.reachable = True
         self.on = True
         return self
 
@@ -173,12 +173,40 @@ class StandIn:
         attrs = self.module.__dict__
         if attrs.get('forward') is not self: return
         top = self
-        while isinstance(top, StandIn) and not top.on: top.placed,top = False,top.found
+        while isinstance(top, StandIn) and not top.on: top.reachable,top = False,top.found
         if top is None: del attrs['forward']
         else: attrs['forward'] = top
 
     def __reduce__(self):
         return (getattr,(self.module,'forward')) if self.found is None else (_same,(self.found,))
+
+class StandIns:
+    "Stand-ins for the `forward` of several modules, which are on together or off together"
+    def __init__(self,
+        arounds:dict={}, # Module -> function for its `StandIn`
+    ):
+        self.each = [StandIn(*o) for o in arounds.items()]
+        self.some_on = False # may one be on? The others may not be, if Ctrl-C has ended `switch`.
+
+    @property
+    def on(self)->bool:
+        "Are all of them on?"
+        return bool(self.each) and self.each[-1].on
+
+    def switch(self,
+        on:bool, # On, or off?
+    ):
+        "Install or remove all of them. Idempotent."
+        if on and not self.on:
+            self.some_on = True # also if Ctrl-C ends the next line
+            self.each = [o.install() for o in self.each]
+        elif self.some_on and not on:
+            for o in self.each: o.remove()
+            self.some_on = False
+
+    def refresh(self):
+        "Take the `forward` of each module's class again, if that has been changed"
+        for o in self.each: o.refresh()
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a1c
 _locks = WeakKeyDictionary()

@@ -78,7 +78,7 @@ class MemoryPlan(NamedTuple):
 def _show(x): return f'{x:,.0f}' if x>=100 else f'{x:.3g}'
 
 # %% ../nbs/08_plan.ipynb #29d54850
-def _train_step(live, model, compute_loss, n, opt, copies, half):
+def _train_step(live, model, compute_loss, n, opt, stepped, half):
     "Bytes of gradients, of new optimizer state and of activations, and logs of forward pass and rest, of a step"
     if half: model.zero_grad()
     start,held = live.now,[]
@@ -89,12 +89,12 @@ def _train_step(live, model, compute_loss, n, opt, copies, half):
         check_called(model, bool(held))
         activations,end = live.now-start,len(live.log)
         loss.backward()
-    for p,c in copies.items(): c.grad = p.grad
-    grads,before = sum(p.nbytes for p in copies if p.grad is not None),live.now
+    for p,c in stepped.items(): c.grad = p.grad
+    grads,before = sum(p.nbytes for p in stepped if p.grad is not None),live.now
     opt.step()
     state = live.now-before
     opt.zero_grad()
-    for p,c in copies.items(): p.grad,c.grad = c.grad,None
+    for p,c in stepped.items(): p.grad,c.grad = c.grad,None
     return grads,state,activations,live.log[:end],live.log[end:]
 
 def plan_memory(
@@ -106,21 +106,21 @@ def plan_memory(
 )->MemoryPlan: # Prints as a table
     "Memory that training `model` takes in each precision, from a few steps with two and with four items"
     if not batch_size>0: raise ValueError(f"batch_size={batch_size} must be positive: the number of items in a batch.")
-    copies = {p:nn.Parameter(p.detach().clone(), p.requires_grad) for p in model.parameters()}
-    memo = {id(p):c for p,c in copies.items()}
+    stepped = {p:nn.Parameter(p.detach().clone(), p.requires_grad) for p in model.parameters()}
+    memo = {id(p):c for p,c in stepped.items()}
     opt = copy.deepcopy(opt, memo) # its state is in `memo`, too
     if half is None: half = half_precision(model, torch.bfloat16)
     halves = dict(float32=None, copies=half.replace(copies=True, fp8=None),
                   autocast=half.replace(copies=False, fp8=None))
     if half.fp8: halves['fp8, emulated' if half.fp8.emulate else 'fp8'] = half
     with unchanged(model), LiveBytes() as live:
-        live.known.update(c.untyped_storage() for c in copies.values())
+        live.known.update(c.untyped_storage() for c in stepped.values())
         for t in (*model.parameters(),*model.buffers()): live.add(t)
         weights = live.now
         for t in memo.values():
             if isinstance(t, torch.Tensor): live.add(t)
         had = live.now-weights
-        def _step(n, half): return _train_step(live, model, compute_loss, n, opt, copies, half)
+        def _step(n, half): return _train_step(live, model, compute_loss, n, opt, stepped, half)
         _,made,*_ = _step(2, None) # the first step of an optimizer makes its state
         seen = {k:(_step(2, o),_step(4, o)) for k,o in halves.items()}
     def _columns(grads, _, activations, *logs): return [weights],[grads],[had+made],[activations],*logs

@@ -392,7 +392,7 @@ keeps = dict(
     pattern    = (lambda: '5*', {'5'}),
     function   = (lambda: lambda n,m: n=='5' or is_norm(n, m), {'1','4','5'}),
     collection = (lambda: ['5', is_norm, {nn.LayerNorm}], {'1','4','5'}),
-    dict       = (lambda: {'5':'float32', '5.0':'bfloat16', '6':'p=f32,c=f32'}, {'5','6'}))
+    dict       = (lambda: {'5':'float32', '5.0':'bfloat16', '6':torch.float32}, {'5','6'}))
 
 wraps = dict(
     plain      = lambda m: m,

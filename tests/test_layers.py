@@ -106,6 +106,13 @@ def source(name): return (pkg/f'{name}.py').read_text(encoding='utf-8')
 @each_module
 def test_lines_are_short(name): assert [o for o in source(name).splitlines() if len(o)>120 and '__all__' not in o]==[]
 
+@each_module
+def test_a_class_is_one_piece(name):
+    "`@patch` adds to fastai's `Learner`, never to a class of this package"
+    patched = [o for o in ast.walk(ast.parse(source(name))) if isinstance(o, ast.FunctionDef)
+               and any(getattr(d, 'id', getattr(getattr(d, 'func', None), 'id', ''))=='patch' for d in o.decorator_list)]
+    assert {ast.unparse(o.args.args[0].annotation) for o in patched}<={'Learner'}
+
 def private(name): return name.startswith('_') and not name.startswith('__')
 
 @functools.cache

@@ -131,7 +131,7 @@ def test_for_ever(mode, cause):
     assert not learn.step_stats.finite and not math.isfinite(learn.step_stats.norm)
     assert same(everything(learn), before)
     healthy(learn)
-    assert learn.mixed_precision.scaling==learn.mixed_precision._initial # it starts anew
+    assert learn.mixed_precision.scaling==learn.mixed_precision.initial # it starts anew
     if cause=='forward': learn.model[2].on = False
     learn.dls = DataLoaders([batch]*3, [batch])
     assert heard(learn.fit, 1)==([],None)

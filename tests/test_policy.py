@@ -97,8 +97,8 @@ all_rules = dict(
     default = lambda h: (),
     norms   = lambda h: is_norm,
     body    = lambda h: (nn.LayerNorm,'body*','own','layer'),
-    half    = lambda h: {'*': f'p=f32,c={h}'},
-    islands = lambda h: {'*':'c=f32', '*.a':f'c={h}', '*.conv2':f'c={h}', '*qkv':h, '*.linear1':h, 'emb':h, 'head':h})
+    half    = lambda h: {'*': h},
+    islands = lambda h: {'*':'f32', '*.a':h, '*.conv2':h, '*qkv':h, '*.linear1':h, 'emb':h, 'head':h})
 some = [(c,h,k) for c,h in (('to_fp16',f16),('to_bf16',bf16)) for k in all_rules if h==bf16 or k in ('default','islands')]
 
 @each_model
@@ -122,7 +122,7 @@ def test_table_is_true(name, call, half, keep):
 @each_call
 def test_trains(call, half):
     "With several rules at once, and reaches what float32 reaches"
-    rules = {'body': 'c=f32', 'body.b': f'p=f32,c={half}', '*norm': Policy(compute_dtype=half)}
+    rules = {'body': 'f32', 'body.b': half, '*norm': half}
     learn,plain = modes[call[3:]](get_learner(model('mlp'), lr=1e-3), keep=rules),get_learner(model('mlp'), lr=1e-3)
     trains(learn)
     plain.fit(2)
@@ -130,8 +130,8 @@ def test_trains(call, half):
 
 @each_call
 def test_rule_is_keep(call, half):
-    "A policy with c=f32 is the same as a name in keep=, to the bit"
-    a,b = (getattr(get_learner(model('mlp')), call)(keep=o) for o in (('body.norm','head'), {'body.norm':'f32', 'head':'p=f32,c=f32'}))
+    "A rule with float32 is the same as a name in keep=, to the bit"
+    a,b = (getattr(get_learner(model('mlp')), call)(keep=o) for o in (('body.norm','head'), {'body.norm':'f32', 'head':torch.float32}))
     for o in (a,b): o.fit(2)
     assert all(map(torch.equal, weights(a), weights(b)))
     table = a.model_to_half.policy()
@@ -139,13 +139,11 @@ def test_rule_is_keep(call, half):
 
 def test_last_rule_decides():
     def dtypes(keep): return computes(model('mlp'), bf16, keep)
-    assert dtypes({'body':'c=f32', 'body.b':'c=bf16'})['body.b']=='bfloat16'
-    assert dtypes({'body.b':'c=bf16', 'body':'c=f32'})['body.b']=='float32'
-    assert dtypes({'*':'c=bf16', 'body.norm':'c=f32'})['body.norm']=='float32'
-    assert dtypes({'*.a':'o=f32'})['body.a']=='float32' # as in JMP: compute follows params
-    assert dtypes({'body':'c=bf16'})=={'body.a':'bfloat16', 'body.norm':'bfloat16', 'body.b':'bfloat16', 'head':'bfloat16'}
-    assert dtypes({'head':' params = float32 , compute = bfloat16 '})['head']=='bfloat16'
-    assert dtypes({'head':get_policy('c=full')})==dtypes({'head':Policy()})==dtypes({'head':'full'})==dtypes({'head':f32})
+    assert dtypes({'body':'f32', 'body.b':'bf16'})['body.b']=='bfloat16'
+    assert dtypes({'body.b':'bf16', 'body':'f32'})['body.b']=='float32'
+    assert dtypes({'*':'bf16', 'body.norm':'f32'})['body.norm']=='float32'
+    assert dtypes({'body':'bf16'})=={'body.a':'bfloat16', 'body.norm':'bfloat16', 'body.b':'bfloat16', 'head':'bfloat16'}
+    assert dtypes({'head':'full'})==dtypes({'head':f32})
     assert dtypes({})==dtypes(())
 
 @pytest.mark.parametrize('keep', [(), dict(norm='float32')])
@@ -222,20 +220,19 @@ def test_norm_keeps_float32_input(norm):
 
 # --- What can't be had
 
-bad = [({'nothing.*':'c=f32'},                 ValueError, r"'nothing.\*' matches no module. The model has image"),
+bad = [({'nothing.*':'f32'},                   ValueError, r"'nothing.\*' matches no module. The model has image"),
        ('nothing.*',                           ValueError, r"keep='nothing.\*' matches no module. The model has image"),
        (['head','nothing'],                    ValueError, r"keep='nothing' matches no module"),
-       ({'head':'c=bf16'},                     ValueError, r"computes in torch.bfloat16, and must compute in float32 or torch.float16. Use 'float32'"),
+       ({'head':'bf16'},                       ValueError, r"computes in torch.bfloat16, and must compute in float32 or torch.float16. Use 'float32'"),
        ({'head':torch.bfloat16},               ValueError, 'computes in torch.bfloat16'),
-       ({'head':Policy(compute_dtype='f64')},  ValueError, "computes in torch.float64.* Use 'float32'"),
-       ({'head':'compte=f32'},                 ValueError, r"keep=\{'head': 'compte=f32'\} is neither a dtype nor a policy: .*no known part"),
-       ({'head':'c=float7'},                   ValueError, 'is neither a dtype nor a policy.*is not a dtype'),
-       ({'*':'c=f32'},                         ValueError, 'nothing is left'),
+       ({'head':'f64'},                        ValueError, "computes in torch.float64.* Use 'float32'"),
+       ({'head':'c=f32'},                      ValueError, r"keep=\{'head': 'c=f32'\} is not a dtype"),
+       ({'*':'f32'},                           ValueError, 'nothing is left'),
        ('*',                                   ValueError, 'nothing is left.*Keep less'),
        (3,                                     TypeError,  'keep=3 must be a module type.* Use keep=\\(\\)'),
        (None,                                  TypeError,  'keep=None must be'),
-       ({nn.Linear:'c=f32'},                   TypeError,  'must have name patterns as keys'),
-       ([is_norm, {'head':'c=f32'}],           TypeError,  'must be a module type, a name pattern'),
+       ({nn.Linear:'f32'},                   TypeError,  'must have name patterns as keys'),
+       ([is_norm, {'head':'f32'}],           TypeError,  'must be a module type, a name pattern'),
        ([nn.Linear(2, 2)],                     TypeError,  "keep has a module, Linear, and needs its name or type. Use keep='its name'")]
 
 @pytest.mark.parametrize('keep,error,match', bad)
@@ -261,7 +258,7 @@ def test_what_stays_float32_anyway():
         assert rows(half)['lin.parametrizations.weight']==('parametrization','float32')
         assert rows(half)['bn']==('kernel takes float32 weights',short(half)) and rows(half)['head']==('',short(half))
     net.rnn = nn.RNN(8,8,batch_first=True) # which every device has
-    half = half_precision(net, bf16, {'*':'c=bf16'})
+    half = half_precision(net, bf16, {'*':'bf16'})
     with Watch(net) as seen:
         with half: net(torch.randn(4,3,8)).sum().backward()
     assert seen['rnn'][0]==({f32},{f32},{bf16},True) and seen['bn'][0]==({f32},{bf16},{bf16},True)
@@ -278,7 +275,7 @@ def test_odd_parameters():
     assert [p.grad.dtype for p in net.parameters()]==[bf16,bf16,f32,f32]
 
 @pytest.mark.parametrize('make', [lambda: nn.LayerNorm(4), lambda: nn.GroupNorm(2,4), lambda: nn.Linear(4,4), lambda: nn.LSTM(4,4)])
-@pytest.mark.parametrize('keep', [(), {'':'c=bf16'}, {'*':'c=bf16'}])
+@pytest.mark.parametrize('keep', [(), {'':'bf16'}, {'*':'bf16'}])
 def test_only_a_layer(make, keep):
     "A model that is one module returns float32, and is as it was afterwards"
     net = make()
@@ -295,7 +292,7 @@ def test_tied():
     net(ids).pow(2).sum().backward()
     want = net.emb.weight.grad.clone()
     net.zero_grad()
-    half = half_precision(net, bf16, {'out':'c=f32'})
+    half = half_precision(net, bf16, {'out':'f32'})
     with Watch(net) as seen:
         with half: net(ids).pow(2).sum().backward()
     assert (seen['emb'][0][0],seen['mid'][0][0],seen['out'][0][0])==({f32},{bf16},{f32})
@@ -312,7 +309,7 @@ def test_random_rules():
     for _ in range(40):
         net = nn.Sequential(nn.Linear(8,8), *[layer(2) for _ in range(3)])
         names = [o for o,_ in net.named_modules()]
-        rules = {rng.choice([rng.choice(names), rng.choice(names)+'*', '*', '?', '*.?']): rng.choice(['c=f32','c=bf16']) for _ in range(rng.randint(1,4))}
+        rules = {rng.choice([rng.choice(names), rng.choice(names)+'*', '*', '?', '*.?']): rng.choice(['f32','bf16']) for _ in range(rng.randint(1,4))}
         try: half = half_precision(net, bf16, rules)
         except ValueError as e:
             assert any(o in str(e) for o in ('nothing is left', 'matches no module'))
@@ -346,7 +343,7 @@ def test_in_a_batch():
     assert len(a)==4 and len(rest)>3 and all(a.equals(o) for o in rest)
 
 def test_reads_well():
-    table = policy(model('mlp'), 'f16', {'head':'c=f32'})
+    table = policy(model('mlp'), 'f16', {'head':'f32'})
     assert isinstance(table, pd.DataFrame) and [*table.columns]==['module','kind','size','params','way','compute','why']
     assert 'CPU' in table.why[1]
     assert [*table.itertuples(index=False, name=None)]==[
@@ -357,7 +354,7 @@ def test_reads_well():
 
 def test_exported(tmp_path):
     "Rules go with the learner into its file"
-    learn = get_learner(model('mlp'), path=tmp_path).to_bf16(keep={'head':Policy()})
+    learn = get_learner(model('mlp'), path=tmp_path).to_bf16(keep={'head':'f32'})
     learn.fit(1)
     learn.export('x.pkl')
     other = load_learner(tmp_path/'x.pkl')
@@ -367,7 +364,7 @@ def test_exported(tmp_path):
 def test_functional(half):
     "The functions on `torch.func` follow the same rules: gradients near those of `half_precision`"
     from mp_callbacks.functional import value_and_grad
-    rules = {'body': 'c=f32', 'body.b': f'c={half}', '*norm': f'c={half}'}
+    rules = {'body': 'f32', 'body.b': half, '*norm': half}
     net,(x,y) = model('mlp'),numbers()
     def loss(net, x): return (net(x)-y).pow(2).mean()
     res = value_and_grad(loss, half, keep=rules)(net, x)

@@ -31,7 +31,7 @@ def test_table_of_presets():
 
 def test_other_rules_of_presets():
     "`at_max='keep'` isn't shown without a cap"
-    names = 'consecutive','growth_delay','hysteresis','refill','tolerance','at_min','at_max','headroom'
+    names = 'consecutive','growth_delay','hysteresis','refill','at_min','at_max','headroom'
     for name,*_,rules in rows():
         s = DynamicLossScale.preset(re.match('`(.*?)`', name)[1])
         expected = [f'{o}={getattr(s, o)!r}' for o in names if getattr(s, o)!=getattr(DynamicLossScale(), o)]

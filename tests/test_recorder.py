@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt,numpy as np,pytest
 from fastai.callback.tracker import *
 from fastai.callback.training import GradientAccumulation
 from learners import *
-from mp_callbacks.recorder import _Row
+from mp_callbacks.recorder import LogRow
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
@@ -27,7 +27,7 @@ class Cancel(Callback):
 
 def log(learn): return learn.precision_recorder.log
 def row(i, scale=4., norm=1., skipped=False, culprit='', loss=.5):
-    return _Row(i, scale, norm, math.isfinite(norm), skipped or not math.isfinite(norm), culprit, loss)
+    return LogRow(i, scale, norm, math.isfinite(norm), skipped or not math.isfinite(norm), culprit, loss)
 def recorder(*rows):
     res = PrecisionRecorder()
     res.rows = [*rows]

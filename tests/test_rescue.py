@@ -33,6 +33,14 @@ def test_trains_on(name, to):
         assert {*of.why[of.index.str.match(r'1(\.|$)')]}=={'rescued, step 32'} and of.compute['0']=='float16'
     assert learn.find_nonfinite().where=='nothing' and all(p.dtype==torch.float32 for p in learn.model.parameters())
 
+def test_logged(tmp_path):
+    "What the optimizer holds are plain numbers, which fastai's `TensorBoardCallback` logs after each batch"
+    from fastai.callback.tensorboard import TensorBoardCallback
+    learn = sick['softmax'].make().to_fp16(rescue=True)
+    fit(learn, 10, cbs=TensorBoardCallback(tmp_path, trace_model=False, log_preds=False))
+    assert learn.mixed_precision.state.rescued==(('1',32),)
+    assert {type(v) for o in learn.opt.hypers for k,v in o.items() if k.startswith('mp_')}<={int,float,bool}
+
 def test_later():
     "In the middle of training"
     learn = sick['growing'].make().to_fp16(rescue=True)

@@ -28,7 +28,7 @@ def make_dls(train): return DataLoaders(train, batches[:1])
 
 optimizers = dict(adam=Adam, ranger=ranger, adamw=partial(OptimWrapper, opt=torch.optim.AdamW))
 start,wait = 2.**18,2 # some steps overflow, and after two that don't the scale grows
-counts = DynamicLossScale(start, period=1, hysteresis=2, growth_delay=1, tolerance=.3, refill='finite+backoff') # all that can be counted
+counts = DynamicLossScale(start, period=1, hysteresis=2, growth_delay=1, refill='finite+backoff') # all that can be counted
 precisions = dict(
     fp16        = lambda learn: learn.to_fp16(max_loss_scale=start, scale_wait=wait),
     fp16_static = lambda learn: learn.to_fp16(dynamic=False),

@@ -96,21 +96,16 @@ def deepspeed_fused(scale=2.**16, window=1000, lo=1., factor=2.):
             if stable>0 and stable%window==0: scale *= factor
         cur_iter += 1
 
-def fairseq(scale=2.**7, window=2**14, tolerance=0., threshold=None, lo=1e-4, factor=2.):
-    it,last_overflow,last_rescale,overflows = 0,-1,-1,0
+def fairseq(scale=2.**7, window=2**14, threshold=None, lo=1e-4, factor=2.):
+    it,last_overflow = 0,-1
     while True:
         finite = yield scale
         if finite:
-            if (it-last_overflow)%window==0:
-                scale *= factor
-                last_rescale = it
+            if (it-last_overflow)%window==0: scale *= factor
         else:
             before,last_overflow = scale,it
-            overflows += 1
-            if overflows/float(it-last_rescale) >= tolerance:
-                scale /= factor
-                if threshold is not None: scale = max(scale, threshold)
-                last_rescale,overflows = it,0
+            scale /= factor
+            if threshold is not None: scale = max(scale, threshold)
             if scale<=lo:
                 scale = before
                 raise FloatingPointError('minimum loss scale reached')
@@ -232,9 +227,8 @@ oracles = dict(
     deepspeed_fused       = (deepspeed_fused, [(lambda n,h: deepspeed_fused(window=n), lambda n,h: dict(period=n)),
                                                (lambda n,h: deepspeed_fused(2.**16, n, .25), lambda n,h: dict(period=n, min_loss_scale=.25))]),
     fairseq               = (fairseq, [(lambda n,h: fairseq(window=n), lambda n,h: dict(period=n)),
-                                       (lambda n,h: fairseq(2.**15, n, .1*h), lambda n,h: dict(loss_scale=2.**15, period=n, tolerance=.1*h)),
-                                       (lambda n,h: fairseq(100., n, .3), lambda n,h: dict(loss_scale=100., period=n, tolerance=.3)),
-                                       (lambda n,h: fairseq(window=n, tolerance=.05*h, threshold=.25), lambda n,h: dict(period=n, tolerance=.05*h, min_loss_scale=.25, at_min='clip'))]),
+                                       (lambda n,h: fairseq(100., n), lambda n,h: dict(loss_scale=100., period=n)),
+                                       (lambda n,h: fairseq(window=n, threshold=.25), lambda n,h: dict(period=n, min_loss_scale=.25, at_min='clip'))]),
     paddle                = (paddle, [(lambda n,h: paddle(incr_every=n, decr_every=h), lambda n,h: dict(period=n, hysteresis=h)),
                                       (lambda n,h: paddle(2.**30, 2., .25, n, h), lambda n,h: dict(loss_scale=2.**30, backoff=.25, period=n, hysteresis=h))]),
     jmp                   = (jmp, [(lambda n,h: jmp(period=n), lambda n,h: dict(period=n)), (lambda n,h: jmp(2.**10, n, 4, 2.), lambda n,h: dict(loss_scale=2.**10, period=n, factor=4, min_loss_scale=2.))]),
@@ -406,7 +400,7 @@ def random_scale(rng):
     lo,hi = sorted(rng.choice([f32.tiny, 2.**-3, 1., 3., 2.**10, 65504., 2.**24, f32.max]) for _ in range(2))
     return DynamicLossScale(
         rng.choice([lo, hi, (lo*hi)**.5]), rng.randint(0,3), rng.randint(1,5), rng.choice([1.5,2,4,2000]), lo, hi, rng.choice([None,.5,.9,1e-3]), rng.random()<.7, rng.randint(0,2), rng.randint(1,4),
-        '+'.join(rng.sample(['growth','finite','backoff'], rng.randint(1,3))), rng.choice([0,0,.1,.5,1]), rng.choice(['clip','clip','raise']), rng.choice(['clip','keep']),
+        '+'.join(rng.sample(['growth','finite','backoff'], rng.randint(1,3))), rng.choice(['clip','clip','raise']), rng.choice(['clip','keep']),
         headroom=rng.choice([None,None,0,2,3.5]), found=rng.random()<.5)
 
 def walk(s, trace):

@@ -2,7 +2,7 @@
 import signal
 
 import pytest
-import mp_callbacks.callback as callback,mp_callbacks.half as half
+import mp_callbacks.callback as callback,mp_callbacks.half as half,mp_callbacks.modules as modules
 from faults import *
 
 pytestmark = pytest.mark.filterwarnings('ignore')
@@ -12,7 +12,7 @@ each_mode = pytest.mark.parametrize('mode', crossed(some, fast=lambda o: o in ('
 places = dict( # what runs in a training batch, in this order: name -> owner, or None for the precision callback
     before_batch  = None,
     install       = half.half_precision,
-    __call__      = half.StandIn,
+    __call__      = modules.StandIn,
     linear        = F, # inside a module's own `forward`
     cast_tree     = half,
     after_pred    = None,

@@ -53,6 +53,21 @@ class Net(nn.Module):
 
 def head_only(model): return [list(model.head.parameters())]
 
+class Fails(Callback):
+    "An infinite backward pass, and then an error"
+    order = 30
+    def after_pred(self): self.learn.pred = self.pred*float('inf')
+    def after_backward(self): raise RuntimeError('as asked')
+
+@pytest.mark.parametrize('mode', modes)
+def test_error_leaves_no_gradients(mode):
+    "Neither the optimizer's, nor those of parameters that the splitter leaves out"
+    learn = modes[mode](get_learner(Net(), splitter=head_only))
+    with pytest.raises(RuntimeError, match='as asked'): learn.fit(1, cbs=Fails())
+    assert all(p.grad is None for p in learn.model.parameters())
+    learn.fit(1)
+    assert learn.precision_recorder.log.finite.all()
+
 class Join(Callback):
     "Gradual unfreezing: the body joins the optimizer after the first epoch"
     def __init__(self, how): self.how = how

@@ -8,7 +8,8 @@ def pytest_configure(config):
     torch.set_num_threads(1)
     os.environ['OMP_NUM_THREADS'] = '1'
     # A job in the background of a script ignores SIGINT, and so would all that it starts, the fork server too.
-    # Python leaves that as it is. A process that has a handler starts others with the default. Only the main thread can set one.
+    # Python leaves that as it is. A process that has a handler starts others with the default. Only the main thread can
+    # set one.
     if threading.current_thread() is threading.main_thread(): signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_addoption(parser):

@@ -10,6 +10,7 @@ from fastai.callback.all import *
 from mp_callbacks.all import *
 from mp_callbacks.callback import PrecisionCallback
 from cases import *
+from states import precision_state
 
 modes = dict( # the scale starts where nothing overflows, so that no step is skipped and trajectories can be compared
     fp16         = lambda learn, **kwargs: learn.to_fp16(**{'max_loss_scale':2.**10, **kwargs}),
@@ -24,7 +25,8 @@ start_method = 'spawn' if torch.cuda.is_available() else 'forkserver'
 set_forkserver_preload('fastai.callback.all fastai.distributed mp_callbacks.all sklearn.datasets torch._dynamo'.split())
 
 fsdp2_runs = torch.cuda.is_available() or tuple(map(int, torch.__version__.split('.')[:2]))>=(2,9)
-no_fsdp2 = 'FSDP2 on a CPU needs PyTorch 2.9: 2.6 ends with an AttributeError, 2.7 and 2.8 add up gradients instead of averaging them'
+no_fsdp2 = ('FSDP2 on a CPU needs PyTorch 2.9: 2.6 ends with an AttributeError, 2.7 and 2.8 add up gradients instead '
+            'of averaging them')
 
 def numbers(n=64, seed=0):
     "`n` rows of eight numbers, and something to learn from them"
@@ -43,9 +45,16 @@ def get_dls(bs=16, device='cpu', **kwargs):
     dsets = [Datasets(range(len(x)), [[At(x)],[At(y)]]) for _ in range(2)]
     return DataLoaders.from_dsets(*dsets, bs=bs, device=device, num_workers=0, shuffle=False)
 
+def as_dls(x, y, bs=16):
+    "Training and validation data with these rows, in order"
+    items = [*zip(x, y)]
+    return DataLoaders.from_dsets(items, items, bs=bs, device='cpu', num_workers=0, shuffle=False)
+
 def mlp(norm=False):
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8,16,bias=not norm), *([nn.BatchNorm1d(16)] if norm else []), nn.GELU(), nn.Linear(16,16), nn.GELU(), nn.Linear(16,1))
+    norms = [nn.BatchNorm1d(16)] if norm else []
+    layers = nn.Linear(8,16,bias=not norm),*norms,nn.GELU(),nn.Linear(16,16),nn.GELU(),nn.Linear(16,1)
+    return nn.Sequential(*layers)
 
 def get_learner(model=None, dls=None, norm=False, **kwargs):
     "A quiet learner, the same each time"
@@ -54,6 +63,30 @@ def get_learner(model=None, dls=None, norm=False, **kwargs):
     for cb in learn.cbs.filter(lambda o: isinstance(o, ProgressCallback)): learn.remove_cb(cb)
     learn.logger,learn.create_mbar = noop,False
     return learn
+
+before_the_step = 'before_batch after_pred after_loss before_backward after_backward before_step'.split()
+in_batch = before_the_step+'after_step after_batch'.split()
+
+class Now(Callback):
+    "Call `f` with the learner in `event`, once; in the second batch, of training or else validation, if one of a batch"
+    def __init__(self, event, f, order=80, training=True):
+        self.f,self.order,self.where = f,order,(training,1) if event in in_batch else None
+        setattr(self, event, self._now)
+    def _now(self):
+        if self.where not in (None,(self.training,self.iter)): return
+        f,self.f = self.f,noop
+        f(self.learn)
+
+def raises(e):
+    "A function that raises `e`"
+    def _raise(*args): raise e
+    return _raise
+
+class InfiniteAt(Callback):
+    "An infinite batch, number `at` of the training batches"
+    def __init__(self, at): self.at = at
+    def before_batch(self):
+        if self.training and self.train_iter==self.at: self.learn.xb = (self.x*float('inf'),)
 
 Named = namedtuple('Named', 'a b')
 
@@ -67,10 +100,14 @@ class Frozen:
     a:Any
     b:Any=None
 
+def fused_adam(params, **kwargs): return OptimWrapper(params, torch.optim.Adam, fused=True, **kwargs)
 def weights(learn): return [p.detach().clone() for p in learn.model.parameters()]
 def flat(ts): return torch.cat([t.detach().double().reshape(-1) for t in ts])
-def apart(learn, other, start=0): return ((flat(weights(learn))-flat(weights(other))).norm()/(flat(weights(other))-start).norm()).item() # relative to the way from `start`
-def precision_state(learn): return [*learn.mixed_precision.state]
+def apart(learn, other, start=0):
+    "How far apart weights are, relative to the way from `start`"
+    a,b = flat(weights(learn)),flat(weights(other))
+    return ((a-b).norm()/(b-start).norm()).item()
 def skipped(learn): return int(learn.precision_recorder.log.skipped.sum())
 
-__all__ = [o for o in globals() if not o.startswith(('test','_'))] # for pytest would run what fastai has in the way of `test_fail`
+# pytest would run what fastai has in the way of `test_fail`
+__all__ = [o for o in globals() if not o.startswith(('test','_'))]

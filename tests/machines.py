@@ -17,7 +17,7 @@ class Fake(Machine):
         no_forward={}, # Layer -> dtypes of the input that its forward pass raises for
         no_backward={}, # Layer -> dtypes that its backward pass raises for
         returns={}, # Pair of layer and dtype -> dtype that autocast uses
-        times={}, # Dtype -> how many times as long as in float32 a product takes; .5 for others, and twice as many for a convolution
+        times={}, # Dtype -> how many times as long as in float32 a product takes; .5 for others, a convolution twice
     ):
         self.only,self.called,self.has,self.no_dtype = kind,name,capability,no_dtype
         self.no_forward,self.no_backward,self.returns,self.times = no_forward,no_backward,returns,times
@@ -37,10 +37,11 @@ class Fake(Machine):
         return torch.ones(2, dtype=self.returns.get((kind,dtype), dtype), requires_grad=True)
 
     def backward(self, res):
-        if res.dtype in self.no_backward.get(self.tried[-1][0], ()): raise RuntimeError('DNNL does not support bf16/f16 backward')
+        if res.dtype in self.no_backward.get(self.tried[-1][0], ()):
+            raise RuntimeError('DNNL does not support bf16/f16 backward')
 
 f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
-avx2   = dict(capability={'avx2'}, no_forward={nn.LSTM:{f32}}, times={f16:60.,bf16:60.}) # oneDNN has no LSTM below AVX512
+avx2 = dict(capability={'avx2'}, no_forward={nn.LSTM:{f32}}, times={f16:60.,bf16:60.}) # no LSTM in oneDNN below AVX512
 always_float16 = {(o,bf16):f16 for o in rnns} # what autocast makes of recurrent layers on NVIDIA's GPUs
 
 def machine(name):
@@ -62,7 +63,8 @@ machines = {
     'AVX2-VNNI-2': lambda: Fake('cpu', 'this CPU', {'avx2','avx_vnni','avx_ne_convert'}, times={f16:9.,bf16:9.},
                                 no_backward={o:{f16,bf16} for o in convs}),
     'AVX512':   lambda: Fake('cpu', 'this CPU', {'avx2','avx512_f'}, times={f16:1.5,bf16:1.5}),
-    'AVX512-BF16': lambda: Fake('cpu', 'this CPU', {'avx512_f','avx512_bf16'}, no_forward={nn.LSTM:{f16}}, times={f16:7.}),
+    'AVX512-BF16': lambda: Fake('cpu', 'this CPU', {'avx512_f','avx512_bf16'}, no_forward={nn.LSTM:{f16}},
+                                times={f16:7.}),
     'AVX512-BF16, forbidden': lambda: Fake('cpu', 'this CPU', **{**avx2, 'capability':{'avx512_f','avx512_bf16'}}),
     'AMX':      lambda: Fake('cpu', 'this CPU', {'avx512_bf16','avx512_fp16','amx_bf16','amx_fp16'}),
     'ARM':      lambda: Fake('cpu', 'this CPU', {'neon','bf16','fp16_arith'}),

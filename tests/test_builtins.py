@@ -1,7 +1,8 @@
 """The tables of *ours against fastai's*: each row is a function here, named as the row, that returns what a user sees
 
-It runs with each of our calls in this process and with each of fastai's in another, which never imports mp_callbacks: this file, run as a script.
-fastai's callbacks are as they are, but for the device: where they ask for 'cuda' they get the CPU. In the row `cpu` they don't."""
+It runs with each of our calls in this process and with each of fastai's in another, which never imports mp_callbacks:
+this file, run as a script. fastai's callbacks are as they are, but for the device: where they ask for 'cuda' they get
+the CPU. In the row `cpu` they don't."""
 import json,re,subprocess,sys,warnings
 from contextlib import contextmanager,nullcontext
 from functools import partial
@@ -27,7 +28,8 @@ from torch import nn
 
 from cases import *
 
-masters,natives,theirs = ('to_fp16', 'to_bf16'),('to_native_fp16', 'to_native_bf16'),('to_fp16', 'to_bf16', 'to_non_native_fp16')
+masters,natives = ('to_fp16', 'to_bf16'),('to_native_fp16', 'to_native_bf16')
+theirs = (*masters,'to_non_native_fp16')
 rows = {}
 
 def row(
@@ -54,7 +56,8 @@ def learner(to, model=linear, options={}, loss=MSELossFlat(), lr=.1, **kwargs):
     "A learner after its method `to`, called with `options`; from the same seed each time"
     set_seed(1)
     data = list(zip(*line()))
-    learn = Learner(DataLoaders.from_dsets(data, data[:16], bs=16, device=torch.device('cpu'), num_workers=0), model(), loss_func=loss, lr=lr, **kwargs)
+    dls = DataLoaders.from_dsets(data, data[:16], bs=16, device=torch.device('cpu'), num_workers=0)
+    learn = Learner(dls, model(), loss_func=loss, lr=lr, **kwargs)
     learn.logger = lambda o: None
     return getattr(learn.remove_cb(ProgressCallback), to)(**options)
 
@@ -84,6 +87,7 @@ def error(f, *args, **kwargs):
 
 def error_name(f, *args, **kwargs): return type(e).__name__ if (e := error(f, *args, **kwargs)) else None
 def weights(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
+def opt_params(learn): return learn.opt.all_params().itemgot(0)
 def dtypes(tensors): return ','.join(sorted({str(o.dtype).removeprefix('torch.') for o in tensors}))
 def is_finite(x): return bool(torch.as_tensor(x).isfinite().all())
 def autocast_on(): return torch.is_autocast_enabled('cpu')
@@ -106,16 +110,19 @@ def scales():
 # --- The rows
 
 @row(dict(autocast_on=False, weights='float32', learns_on=True, others_learn=True),
-     to_fp16=dict(autocast_on=True, learns_on=False, others_learn=False), to_bf16=dict(autocast_on=True, learns_on=False, others_learn=False),
+     to_fp16=dict(autocast_on=True, learns_on=False, others_learn=False),
+     to_bf16=dict(autocast_on=True, learns_on=False, others_learn=False),
      to_non_native_fp16=dict(weights='float16', learns_on=False))
 def interrupted_fit(to):
     "An interrupt in the third batch; then this learner is to go on, and after it another one, in float32"
     learn = learner(to)
     error(learn.fit, 1, cbs=At('after_pred', throw(KeyboardInterrupt)))
-    return dict(autocast_on=autocast_on(), weights=dtypes(learn.model.parameters()), learns_on=learns(learn), others_learn=learns(learner('to_fp32')))
+    return dict(autocast_on=autocast_on(), weights=dtypes(learn.model.parameters()), learns_on=learns(learn),
+                others_learn=learns(learner('to_fp32')))
 
 @row(dict(step=None, autocast_on=False, learns_on=True),
-     to_fp16=dict(step='AssertionError', autocast_on=True, learns_on=False), to_bf16=dict(autocast_on=True, learns_on=False))
+     to_fp16=dict(step='AssertionError', autocast_on=True, learns_on=False),
+     to_bf16=dict(autocast_on=True, learns_on=False))
 def cancelled_batch_or_step(to):
     "A callback raises `CancelStepException` before the step, or `CancelBatchException` after the model was called"
     step = error_name(learner(to).fit, 1, cbs=At('before_step', throw(CancelStepException)))
@@ -123,9 +130,11 @@ def cancelled_batch_or_step(to):
     learn.fit(1, cbs=At('after_pred', throw(CancelBatchException)))
     return dict(step=step, autocast_on=autocast_on(), learns_on=learns(learn))
 
-@row(dict(after_validate=True, after_fit=True, file='float32'), to_non_native_fp16=dict(after_validate=False, after_fit=False, file='float16'))
+@row(dict(after_validate=True, after_fit=True, file='float32'),
+     to_non_native_fp16=dict(after_validate=False, after_fit=False, file='float16'))
 def weights_in_float32(to):
-    "After `validate`, after many fits whose steps are smaller than what float16 resolves, and in the file of `SaveModelCallback`"
+    """After `validate`, after many fits whose steps are smaller than what float16 resolves, and in the file of
+    `SaveModelCallback`"""
     def moved(to):
         learn = learner(to, lr=1e-7, loss=lambda p,y: F.mse_loss(p, y)/100)
         before = weights(learn)
@@ -135,15 +144,18 @@ def weights_in_float32(to):
     learn.model.weight.data[0,:2] = torch.tensor([.1234567, 70000.])
     before = weights(learn)
     learn.validate()
-    res = dict(after_validate=torch.equal(weights(learn), before), after_fit=torch.allclose(moved(to), moved('to_fp32'), rtol=.3))
+    after_validate = torch.equal(weights(learn), before)
+    after_fit = torch.allclose(moved(to), moved('to_fp32'), rtol=.3)
     with TemporaryDirectory() as d:
         learner(to, path=d).fit(1, cbs=SaveModelCallback(every_epoch=True))
-        return dict(res, file=dtypes(torch.load(Path(d)/'models/model_0.pth').values()))
+        file = dtypes(torch.load(Path(d)/'models/model_0.pth').values())
+    return dict(after_validate=after_validate, after_fit=after_fit, file=file)
 
 @row(dict(steps=True, next_fit=True, checkpoint=True),
      to_fp16=dict(steps=False, next_fit=False, checkpoint=False), to_non_native_fp16=dict(checkpoint=False))
 def loss_scale_of_the_next_fit(to):
-    "A loss so steep that its scale needs more than one fit to come down: is there a step in five fits, and where do a second fit, and a learner that has loaded a checkpoint, begin?"
+    """A loss so steep that its scale needs more than one fit to come down: is there a step in five fits, and where do
+    a second fit, and a learner that has loaded a checkpoint, begin?"""
     def make(**kwargs): return learner(to, loss=lambda p,y: 2000*F.mse_loss(p, y), **kwargs)
     with TemporaryDirectory() as d:
         cb,seen = scales()
@@ -155,7 +167,8 @@ def loss_scale_of_the_next_fit(to):
         learn.save('checkpoint')
         cb,new = scales()
         make(path=d, cbs=cb).load('checkpoint').fit(1)
-    return dict(steps=not torch.equal(weights(learn), before), next_fit=next_fit, checkpoint=new[0] in (seen[-1], seen[-1]/2))
+    checkpoint = new[0] in (seen[-1], seen[-1]/2)
+    return dict(steps=not torch.equal(weights(learn), before), next_fit=next_fit, checkpoint=checkpoint)
 
 @row(dict(error='FloatingPointError', named=True, warned=True, scale=True, weights=True),
      **{o: dict(error=None, named=False, warned=False, scale=o=='to_bf16', weights=False) for o in theirs})
@@ -173,9 +186,11 @@ def gradients_that_stay_infinite(to):
     return dict(error=type(e).__name__ if e else None, named=cause in str(e), warned=warned, scale=min(seen)>=1,
                 weights=torch.equal(weights(learn), before) if e else is_finite(weights(learn)))
 
-@row(dict(valid_loss=True, weights=True), to_fp16=dict(valid_loss=False), to_bf16=dict(weights=False), to_non_native_fp16=dict(valid_loss=False))
+@row(dict(valid_loss=True, weights=True), to_fp16=dict(valid_loss=False), to_bf16=dict(weights=False),
+     to_non_native_fp16=dict(valid_loss=False))
 def batch_that_overflows(to):
-    "One batch too large for float16, in a model with `BatchNorm`; and one that is infinite, in a model without: is everything finite afterwards?"
+    """One batch too large for float16, in a model with `BatchNorm`; and one that is infinite, in a model without: is
+    everything finite afterwards?"""
     learn = learner(to, normed(lambda: nn.BatchNorm1d(8)))
     learn.fit(3, cbs=At('before_batch', times(1e6)))
     plain = learner(to)
@@ -192,7 +207,8 @@ def training_loss_shown(to):
 def step_norm(learn):
     "The largest norm of the gradients with which the optimizer of `learn` makes a step, in 8 epochs"
     norms = []
-    def _norm(learn): norms.append(torch.cat([p.grad.flatten() for p in learn.opt.all_params().itemgot(0) if p.grad is not None]).norm().item())
+    def _norm(learn):
+        norms.append(torch.cat([p.grad.flatten() for p in opt_params(learn) if p.grad is not None]).norm().item())
     learn.fit(8, cbs=At('before_step', _norm, every, order=12))
     return max(norms)
 
@@ -204,10 +220,12 @@ def gradientclip(to):
 @row(dict(norm=.1), to_fp16=None, to_bf16=None, to_non_native_fp16=dict(norm=.14))
 def clip(to):
     "The norm of the gradients with `clip=.1`, in a model of two parameter groups"
-    return dict(norm=round(step_norm(learner(to, options=dict(clip=.1), splitter=lambda m: [[m.weight], [m.bias]])), 2))
+    learn = learner(to, options=dict(clip=.1), splitter=lambda m: [[m.weight], [m.bias]])
+    return dict(norm=round(step_norm(learn), 2))
 
 @row(dict(in_half=True, error=None, weights='float32'),
-     to_fp16=dict(in_half=False), to_bf16=dict(in_half=False), to_non_native_fp16=dict(in_half=False, error='AssertionError', weights='float16'))
+     to_fp16=dict(in_half=False), to_bf16=dict(in_half=False),
+     to_non_native_fp16=dict(in_half=False, error='AssertionError', weights='float16'))
 def cpu(to):
     "Does the model compute in half precision, is there an error, and what are the weights afterwards?"
     learn,seen = learner(to, two_layers),[]
@@ -215,7 +233,8 @@ def cpu(to):
     e = error_name(learn.fit, 1)
     return dict(in_half=dtypes(seen) in ('float16','bfloat16'), error=e, weights=dtypes(learn.model.parameters()))
 
-@row(dict(error=None, callbacks=1), to_fp16=dict(error='AssertionError', callbacks=2), to_bf16=dict(callbacks=2), to_non_native_fp16=dict(callbacks=2))
+@row(dict(error=None, callbacks=1), to_fp16=dict(error='AssertionError', callbacks=2), to_bf16=dict(callbacks=2),
+     to_non_native_fp16=dict(callbacks=2))
 def called_twice(to):
     "A second call of the same method; and the callbacks of order 10 after a call of another one"
     learn = learner(to)
@@ -231,11 +250,15 @@ class Returns(nn.Module):
     def __init__(self, f): super().__init__(); self.f,self.lin = f,nn.Linear(4, 1)
     def forward(self, x): return self.f(self.lin(x))
 
-@row(dict(none=None, text=None, namedtuple=None), **{o: dict(none='TypeError', text='TypeError', namedtuple='TypeError') for o in theirs})
+@row(dict(none=None, text=None, namedtuple=None),
+     **{o: dict(none='TypeError', text='TypeError', namedtuple='TypeError') for o in theirs})
 def predictions_other_than_tensors(to):
     "A model that returns a tuple with None in it, a dict with a string, or a namedtuple"
-    def fit(f, get): return error_name(learner(to, lambda: Returns(f), loss=lambda p,y: F.mse_loss(get(p), y)).fit, 1)
-    return dict(none=fit(lambda p: (p,None), itemgetter(0)), text=fit(lambda p: dict(p=p, kind='line'), itemgetter('p')), namedtuple=fit(lambda p: Pair(p, p), attrgetter('first')))
+    def fit(f, get):
+        return error_name(learner(to, lambda: Returns(f), loss=lambda p,y: F.mse_loss(get(p), y)).fit, 1)
+    return dict(none=fit(lambda p: (p,None), itemgetter(0)),
+                text=fit(lambda p: dict(p=p, kind='line'), itemgetter('p')),
+                namedtuple=fit(lambda p: Pair(p, p), attrgetter('first')))
 
 @row(dict(LayerNorm='float32', GroupNorm='float32'), to_non_native_fp16=dict(LayerNorm="float16", GroupNorm="float16"))
 def normalisation_layers(to):
@@ -261,17 +284,22 @@ class Unused(nn.Module):
     def __init__(self): super().__init__(); self.used,self.unused = nn.Linear(4, 1),nn.Linear(4, 1)
     def forward(self, x): return self.used(x)
 
-@row(dict(frozen=True, unused=True, same=True), ours=masters, to_fp16=None, to_bf16=None, to_non_native_fp16=dict(frozen=False, unused=False, same=False))
+@row(dict(frozen=True, unused=True, same=True), ours=masters, to_fp16=None, to_bf16=None,
+     to_non_native_fp16=dict(frozen=False, unused=False, same=False))
 def flat_master(to):
-    "Is there no error with a frozen parameter group, and with a parameter without gradient; and are the weights those of `flat_master=False` where weight decay leaves out norms and biases?"
-    def make(model=two_layers, flat=True, **kwargs): return learner(to, model, dict(flat_master=flat), opt_func=SGD, lr=.01, wd=.3, wd_bn_bias=False, **kwargs)
+    """Is there no error with a frozen parameter group, and with a parameter without gradient; and are the weights those
+    of `flat_master=False` where weight decay leaves out norms and biases?"""
+    opts = dict(opt_func=SGD, lr=.01, wd=.3, wd_bn_bias=False)
+    def make(model=two_layers, flat=True, **kwargs): return learner(to, model, dict(flat_master=flat), **opts, **kwargs)
     frozen = make(splitter=lambda m: [[*o.parameters()] for o in m])
     frozen.freeze()
     both = [make(normed(lambda: nn.BatchNorm1d(8)), o) for o in (True, False)]
     for o in both: o.fit(10)
-    return dict(frozen=not error(frozen.fit, 1), unused=not error(make(Unused).fit, 10), same=torch.equal(*map(weights, both)))
+    same = torch.equal(*map(weights, both))
+    return dict(frozen=not error(frozen.fit, 1), unused=not error(make(Unused).fit, 10), same=same)
 
-@row(dict(error=None), to_fp16=dict(error='AttributeError'), to_bf16=dict(error='AttributeError'), to_non_native_fp16=dict(error='RuntimeError'))
+@row(dict(error=None), to_fp16=dict(error='AttributeError'), to_bf16=dict(error='AttributeError'),
+     to_non_native_fp16=dict(error='RuntimeError'))
 def validate_inside_a_fit(to):
     "And `get_preds`, by a callback, after the third batch"
     def _both(learn): learn.validate(); learn.get_preds()
@@ -279,9 +307,12 @@ def validate_inside_a_fit(to):
 
 @row(dict(kept=True, entries=2), to_non_native_fp16=dict(kept=False, entries=6))
 def optimizers_of_pytorch(to):
-    "Does their state live from fit to fit, and for how many parameters do they have one after three fits of a model with two?"
+    """Does their state live from fit to fit, and for how many parameters do they have one after three fits of a model
+    with two?"""
     learn,steps = learner(to, opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)),[]
-    def _count(learn): steps.append(max([int(s['step']) for p,s in learn.opt.opt.state.items() if any(p is q for q in learn.opt.all_params().itemgot(0))], default=0))
+    def _count(learn):
+        known = {*map(id, opt_params(learn))}
+        steps.append(max([int(s['step']) for p,s in learn.opt.opt.state.items() if id(p) in known], default=0))
     for _ in range(3): learn.fit(8, cbs=At('before_step', _count, every, order=12))
     return dict(kept=steps==[*range(len(steps))], entries=len(learn.opt.opt.state))
 
@@ -292,10 +323,12 @@ def has(o): return [to for to in theirs if o.fastai.get(to, {}) is not None]
 @contextmanager
 def on_cpu():
     "Let fastai's callbacks take the CPU for the device they want"
-    class NonNativeMixedPrecision(fp16.NonNativeMixedPrecision): dls = SimpleNamespace(device=torch.device('cuda')) # asked for this, once, and for nothing else
+    class NonNativeMixedPrecision(fp16.NonNativeMixedPrecision):
+        dls = SimpleNamespace(device=torch.device('cuda')) # asked for this, once, and for nothing else
     with pytest.MonkeyPatch.context() as m:
         m.setattr(fp16, 'NonNativeMixedPrecision', NonNativeMixedPrecision)
-        for o in ('autocast', 'GradScaler'): m.setattr(fp16, o, lambda device, f=getattr(fp16, o), **kwargs: f('cpu', **kwargs))
+        for o in ('autocast', 'GradScaler'):
+            m.setattr(fp16, o, lambda device, f=getattr(fp16, o), **kwargs: f('cpu', **kwargs))
         yield
 
 def close_autocast():
@@ -336,13 +369,6 @@ def tables(nb):
 
 compared = tables(nbs/'explanations/comparison.ipynb')
 version = compared[0][0]
-
-@pytest.fixture(scope='module', autouse=True)
-def one_thread():
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
 
 @pytest.fixture(scope='module')
 def fastai_saw():

@@ -11,15 +11,18 @@ class Scaled(nn.Module):
 
 def norms():
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8,16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16,16), nn.BatchNorm1d(16), nn.GELU(), Scaled(), nn.Linear(16,16), nn.RMSNorm(16), nn.Linear(16,1))
+    return nn.Sequential(nn.Linear(8,16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16,16), nn.BatchNorm1d(16), nn.GELU(),
+                         Scaled(), nn.Linear(16,16), nn.RMSNorm(16), nn.Linear(16,1))
 
 compiled = dict(
     wrapped  = lambda: torch.compile(norms(), backend='aot_eager'),
     in_place = lambda: (m := norms(), m.compile(backend='aot_eager'))[0],
     part     = lambda: nn.Sequential(*norms()[:4], torch.compile(norms()[4:], backend='aot_eager')))
 
-modes = {**modes, 'bf16_flat': lambda learn: learn.to_bf16(flat_master=True), 'bf16_keep': lambda learn: learn.to_bf16(keep=Scaled)}
-moving = dict(fp16=dict(scale_wait=3, max_loss_scale=2.**24, headroom=None), native_fp16=dict(init_scale=2.**24, growth_interval=3)) # overflows, and grows
+modes = {**modes, 'bf16_flat': lambda learn: learn.to_bf16(flat_master=True),
+                  'bf16_keep': lambda learn: learn.to_bf16(keep=Scaled)}
+moving = dict(fp16        = dict(scale_wait=3, max_loss_scale=2.**24, headroom=None), # overflows, and grows
+              native_fp16 = dict(init_scale=2.**24, growth_interval=3))
 
 def graphs(make, mode):
     "The learner, and how many graphs there were after the first and after the last of some fits"

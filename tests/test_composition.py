@@ -1,7 +1,8 @@
 """fastai's own callbacks and methods in each precision, against float32: the same behaviour, the right numbers
 
-Each row of the table is a function here, of the name of what is tried. It is given `make`, for learners in the precision in question, and returns what has to be
-the same as in float32, and what has to be near it: within four times the roundoff of the half dtype, relative to its norm. For the reason why see `test_parity.py`."""
+Each row of the table is a function here, of the name of what is tried. It is given `make`, for learners in the
+precision in question, and returns what has to be the same as in float32, and what has to be near it: within four times
+the roundoff of the half dtype, relative to its norm. For the reason why see `test_parity.py`."""
 from contextlib import redirect_stdout
 from functools import lru_cache
 from io import StringIO
@@ -43,12 +44,19 @@ images = (images.reshape(-1,8,8)*15.9).astype('uint8')
 
 def digits(bs=32):
     "Images of digits to classify, flipped at random while training"
-    dsets = Datasets(range(144), [[At(images),PILImageBW.create], [At(labels),Categorize()]], splits=[range(96),range(96,144)])
-    return dsets.dataloaders(bs=bs, shuffle=False, num_workers=0, device='cpu', after_item=ToTensor(), after_batch=[IntToFloatTensor(), Flip()])
+    tfms,splits = [[At(images),PILImageBW.create], [At(labels),Categorize()]],[range(96),range(96,144)]
+    kwargs = dict(after_item=ToTensor(), after_batch=[IntToFloatTensor(),Flip()], num_workers=0, device='cpu')
+    return Datasets(range(144), tfms, splits=splits).dataloaders(bs=bs, shuffle=False, **kwargs)
 
 def classifier():
     torch.manual_seed(1)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64,32,bias=False), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32,10)) # not ReLU: rounding switches some of its units on or off
+    layers = nn.Linear(64,32,bias=False),nn.BatchNorm1d(32),nn.GELU(),nn.Linear(32,10)
+    return nn.Sequential(nn.Flatten(), *layers) # not ReLU: rounding switches some of its units on or off
+
+def classify(make, model=None, **kwargs):
+    "A learner that classifies digits"
+    if model is None: model = classifier()
+    return make(model, **{'dls':digits(), 'loss_func':CrossEntropyLossFlat(), **kwargs})
 
 def head_and_body(m): return [params(m[:-1]),params(m[-1:])]
 
@@ -99,7 +107,7 @@ def gradient_clip(make):
     norms = []
     class Norm(Callback):
         order = 20
-        def before_step(self): norms.append(torch.cat([p.grad.flatten() for p in self.model.parameters()]).norm().item())
+        def before_step(self): norms.append(flat([p.grad for p in self.model.parameters()]).norm().item())
     learn.fit(2, cbs=Norm())
     return [o<=.05 for o in norms],[went(learn),norms,logged(learn)]
 
@@ -111,7 +119,7 @@ def accumulation_and_clip(make):
 
 @row
 def mixup(make):
-    learn = make(classifier(), dls=digits(), loss_func=CrossEntropyLossFlat(), cbs=MixUp())
+    learn = classify(make, cbs=MixUp())
     loss = learn.loss_func
     learn.fit(2)
     return learn.loss_func is loss,[went(learn),logged(learn)]
@@ -124,15 +132,17 @@ def mixup_of_numbers(make):
 
 @row
 def cutmix(make):
-    learn = make(classifier(), dls=digits(), loss_func=CrossEntropyLossFlat(), cbs=CutMix())
+    learn = classify(make, cbs=CutMix())
     learn.fit(2)
     return None,[went(learn),logged(learn)]
 
 @row
 def losses(make):
     res = []
-    for f in (LabelSmoothingCrossEntropy(), LabelSmoothingCrossEntropyFlat(), FocalLossFlat(), BCEWithLogitsLossFlat(thresh=.2)):
-        learn = make(classifier(), dls=digits(), loss_func=(lambda p,y: f(p, F.one_hot(y, 10))) if isinstance(f, BCEWithLogitsLossFlat) else f)
+    bce = BCEWithLogitsLossFlat(thresh=.2)
+    def one_hot(p, y): return bce(p, F.one_hot(y, 10))
+    for f in (LabelSmoothingCrossEntropy(), LabelSmoothingCrossEntropyFlat(), FocalLossFlat(), one_hot):
+        learn = classify(make, loss_func=f)
         learn.fit(2)
         res += [went(learn),logged(learn)]
     return None,res
@@ -157,14 +167,16 @@ def save_model(make):
     epochs = []
     learn.fit(5, cbs=When('before_epoch', lambda o: epochs.append(went(o)), lambda o: o.epoch in (1,3)))
     with torch.serialization.safe_globals([L]): file = torch.load(learn.path/'models'/'model.pth', weights_only=True)
-    return [torch.equal(went(learn), epochs[1]), *((k,v.dtype,v.shape) for k,v in file['model'].items())],[went(learn),*epochs,logged(learn)]
+    same = [torch.equal(went(learn), epochs[1]), *((k,v.dtype,v.shape) for k,v in file['model'].items())]
+    return same,[went(learn),*epochs,logged(learn)]
 
 @row
 def save_every_epoch(make):
     learn = make(norm=True, cbs=SaveModelCallback(every_epoch=True))
     learn.fit(3)
     files = [torch.load(learn.path/'models'/f'model_{i}.pth', weights_only=True) for i in range(3)]
-    return [(k,v.dtype) for o in files for k,v in o.items()],[flat(o[k] for k in o if 'running' in k) for o in files]+[went(learn)]
+    stats = [flat(o[k] for k in o if 'running' in k) for o in files]
+    return [(k,v.dtype) for o in files for k,v in o.items()],[*stats,went(learn)]
 
 @row
 def terminate_on_nan(make):
@@ -179,7 +191,7 @@ def terminate_on_nan(make):
 
 @row
 def csv_logger(make):
-    learn = make(classifier(), dls=digits(), loss_func=CrossEntropyLossFlat(), metrics=[accuracy,Perplexity()], cbs=CSVLogger())
+    learn = classify(make, metrics=[accuracy,Perplexity()], cbs=CSVLogger())
     learn.fit(2)
     log = learn.csv_logger.read_log()
     return [*log.columns,*log.epoch],[log[o] for o in ('train_loss','valid_loss','perplexity')]
@@ -193,19 +205,21 @@ def show_graph(make):
         order = ProgressCallback.order+1
         def before_fit(self): self.learn.progress.mbar.update_graph = lambda *args: graphs.append(args)
     with redirect_stdout(StringIO()): learn.fit(2, cbs=Draw())
-    return [[len(xs) for xs,_ in g] for g,*_ in graphs],[torch.tensor(ys) for g,*_ in graphs for _,ys in g]+[y for *_,y in graphs]
+    sizes = [[len(xs) for xs,_ in g] for g,*_ in graphs]
+    return sizes,[torch.tensor(ys) for g,*_ in graphs for _,ys in g]+[y for *_,y in graphs]
 
 @row
 def activation_stats(make):
     learn = make(cbs=ActivationStats(with_hist=True))
     learn.fit(2)
     stats = learn.activation_stats
-    return [len(stats.stats), *(o['hist'].shape for s in stats.stats for o in s)],[stats.layer_stats(i)[j] for i in range(3) for j in (0,1)]+[went(learn)]
+    moments = [stats.layer_stats(i)[j] for i in range(3) for j in (0,1)]
+    return [len(stats.stats), *(o['hist'].shape for s in stats.stats for o in s)],[*moments,went(learn)]
 
 @row
 def bn_freeze(make):
     "The statistics of frozen batch norms don't move"
-    learn = make(classifier(), dls=digits(), loss_func=CrossEntropyLossFlat(), splitter=head_and_body, train_bn=False, cbs=BnFreeze())
+    learn = classify(make, splitter=head_and_body, train_bn=False, cbs=BnFreeze())
     learn.freeze()
     norm = learn.model[2]
     before = norm.running_mean.clone()
@@ -219,7 +233,8 @@ def bn_freeze(make):
 def channels_last(make):
     "A convolution's weights are laid out so in the optimizer and in the model"
     torch.manual_seed(1)
-    learn = make(nn.Sequential(nn.Conv2d(1,4,3), nn.GELU(), nn.Conv2d(4,4,3,stride=2), nn.Flatten(), nn.Linear(16,10)), dls=digits(), loss_func=CrossEntropyLossFlat(), cbs=ChannelsLast())
+    layers = nn.Conv2d(1,4,3),nn.GELU(),nn.Conv2d(4,4,3,stride=2),nn.Flatten(),nn.Linear(16,10)
+    learn = classify(make, nn.Sequential(*layers), cbs=ChannelsLast())
     strides = []
     learn.fit(2, cbs=When('after_pred', lambda o: strides.append(o.model[2].weight.stride())))
     return [strides,learn.model[2].weight.stride()],[went(learn),logged(learn)]
@@ -231,7 +246,8 @@ def param_scheduler(make):
     return learn.recorder.hps,[went(learn),logged(learn)]
 
 class Recurrent(nn.Module):
-    "Remembers from batch to batch, until it is reset; returns the last layer and, for regularisation, all activations, as fastai's own do"
+    """Remembers from batch to batch, until it is reset; returns the last layer and, for regularisation, all
+    activations, as fastai's own do"""
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
@@ -329,7 +345,7 @@ def sgdr(make):
 
 @row
 def fine_tune(make):
-    learn = make(classifier(), dls=digits(), loss_func=CrossEntropyLossFlat(), splitter=head_and_body)
+    learn = classify(make, splitter=head_and_body)
     moved = []
     learn.fine_tune(2, .1, cbs=When('after_train', lambda o: moved.append((went(o)[:64*32]!=0).any().item())))
     return [moved,learn.recorder.hps['lr'][-1].tolist()],[went(learn),logged(learn)]
@@ -353,13 +369,16 @@ def freeze_between(make):
     return moved,[went(learn),logged(learn)]
 
 def freeze_and_unfreeze(make, freeze, unfreeze, order=0):
-    "Frozen in event `freeze` of the second batch, unfrozen in event `unfreeze` of the fourth one: which parameters moved in which batch?"
+    """Frozen in event `freeze` of the second batch, unfrozen in event `unfreeze` of the fourth one: which parameters
+    moved in which batch?"""
     learn = make(splitter=head_and_body)
     moved,before = [],weights(learn)
     def see(o):
         moved.append([not torch.equal(a, b) for a,b in zip(weights(o), before)])
         before[:] = weights(o)
-    learn.fit(2, cbs=[When(freeze, lambda o: o.freeze(), lambda o: o.train_iter==1, order), When(unfreeze, lambda o: o.unfreeze(), lambda o: o.train_iter==3, order), When('after_batch', see, order=20)])
+    cbs = [When(freeze, lambda o: o.freeze(), lambda o: o.train_iter==1, order),
+           When(unfreeze, lambda o: o.unfreeze(), lambda o: o.train_iter==3, order), When('after_batch', see, order=20)]
+    learn.fit(2, cbs=cbs)
     return moved,[went(learn),logged(learn)]
 
 @row
@@ -397,23 +416,25 @@ def validate_between(make):
 
 @row
 def tta(make):
-    learn = make(classifier(), dls=digits(), loss_func=CrossEntropyLossFlat())
+    learn = classify(make)
     learn.fit(2)
     set_seed(0)
     return None,[learn.tta()[0],*learn.tta(beta=None)[0],learn.tta(use_max=True)[0]]
 
 @row
 def interpretation(make):
-    learn = make(classifier(), dls=digits(), loss_func=CrossEntropyLossFlat())
+    learn = classify(make)
     learn.fit(6)
     res,cls = Interpretation.from_learner(learn),ClassificationInterpretation.from_learner(learn)
     inps,preds,targs,decoded,loss = cls[[3,1,4]]
     confusion = cls.confusion_matrix()
-    return [list(cls.vocab),confusion.shape,confusion.sum(1).tolist(),inps.tolist(),targs.tolist(),(confusion.diagonal().sum()>24).item()],[res.losses,cls.losses,preds,loss,res.top_losses(5)[0]]
+    same = [list(cls.vocab),confusion.shape,confusion.sum(1).tolist(),inps.tolist(),targs.tolist()]
+    near = [res.losses,cls.losses,preds,loss,res.top_losses(5)[0]]
+    return [*same,(confusion.diagonal().sum()>24).item()],near
 
 @row
 def show_results(make):
-    learn = make(classifier(), dls=digits(), loss_func=CrossEntropyLossFlat())
+    learn = classify(make)
     learn.fit(6)
     learn.show_results(max_n=4, shuffle=False)
     titles = [o.get_title().split('\n')[0] for o in plt.gcf().axes]
@@ -424,14 +445,14 @@ def show_results(make):
 
 @row
 def summary(make):
-    learn = make(classifier(), dls=digits(), loss_func=CrossEntropyLossFlat())
+    learn = classify(make)
     before = str(learn.summary()).split('Callbacks')[0]
     learn.fit(1)
     return [before,str(learn.summary()).split('Callbacks')[0]],[went(learn)]
 
 @row
 def predict(make):
-    learn = make(classifier(), dls=digits(), loss_func=CrossEntropyLossFlat())
+    learn = classify(make)
     learn.fit(6)
     (word,i,preds) = learn.predict(100)
     return [word,i.item(),preds.dtype],[preds]
@@ -484,8 +505,9 @@ def test_row(name, mode, tmp_path):
 
 @pytest.mark.parametrize('mode', modes)
 def test_spoilt_window(mode, tmp_path):
-    "One bad batch of those that are accumulated for a step: the step is skipped, and the others are what they are without it"
-    learn,other = make(mode, tmp_path, cbs=[GradientAccumulation(32),Spoil(2)]),make(None, tmp_path, cbs=GradientAccumulation(32))
+    "One bad batch of those that are accumulated for a step: it is skipped, and the others are what they are without it"
+    learn = make(mode, tmp_path, cbs=[GradientAccumulation(32),Spoil(2)])
+    other = make(None, tmp_path, cbs=GradientAccumulation(32))
     other.dls = DataLoaders(list(other.dls.train)[:2], other.dls.valid, device='cpu')
     for o in (learn,other): o.fit(1)
     assert off(went(learn), went(other))<4*roundoff[mode]
@@ -519,6 +541,9 @@ def test_lr_find(mode, tmp_path):
 
 bads = crossed(modes, [(),(0,),(1,2,3)], fast=lambda mode,bad: (mode,bad)==('fp16',(1,2,3)))
 
+high = dict(fp16=dict(max_loss_scale=2.**24, headroom=None), native_fp16=dict(init_scale=2.**24),
+            fp16_static=dict(loss_scale=2.**10))
+
 class Cancelled(Callback):
     "How many steps were skipped, as `lr_find` leaves no rows in the recorder"
     n = 0
@@ -526,10 +551,11 @@ class Cancelled(Callback):
 
 @pytest.mark.parametrize('mode,bad', bads, ids=str)
 def test_lr_find_overflow(mode, bad, tmp_path):
-    "Batches that overflow in the beginning, whether for their data or for the scale, don't end the search; and the scale is again what it was"
+    """Batches that overflow in the beginning, whether for their data or for the scale, don't end the search; and the
+    scale is again what it was"""
     cancelled = Cancelled()
     learn = make(None, tmp_path, norm=True, cbs=[Spoil(*bad),cancelled])
-    modes[mode](learn, **{'fp16':dict(max_loss_scale=2.**24, headroom=None), 'native_fp16':dict(init_scale=2.**24), 'fp16_static':dict(loss_scale=2.**10)}.get(mode, {}))
+    modes[mode](learn, **high.get(mode, {}))
     learn.create_opt()
     before,scale = settled(learn),learn.mixed_precision.loss_scale
     got = learn.lr_find(suggest_funcs=suggest_funcs, show_plot=False)

@@ -25,7 +25,8 @@ class Everything(nn.Module):
     "One of each: convolution, batch, group and layer norm, attention, recurrence, a float32 table, a recomputed block"
     def __init__(self, d=32):
         super().__init__()
-        self.conv = nn.Sequential(nn.Conv2d(3,d,3,stride=2,padding=1), nn.BatchNorm2d(d), nn.ReLU(), nn.Conv2d(d,d,3,padding=1), nn.GroupNorm(4,d), nn.GELU())
+        self.conv = nn.Sequential(nn.Conv2d(3,d,3,stride=2,padding=1), nn.BatchNorm2d(d), nn.ReLU(),
+                                  nn.Conv2d(d,d,3,padding=1), nn.GroupNorm(4,d), nn.GELU())
         self.attn = nn.TransformerEncoderLayer(d, 4, 64, dropout=0., batch_first=True, norm_first=True)
         self.rnn = nn.LSTM(d, d, batch_first=True)
         self.mlp = nn.Sequential(nn.Linear(d,64), nn.ReLU(), nn.Linear(64,d))
@@ -42,12 +43,18 @@ class Everything(nn.Module):
 class Pairs(list):
     def new_empty(self): return Pairs() # `export` leaves the data behind
 
-def get_learner(model=None, cbs=None, bs=32, n=256, **kwargs):
+def flattened(*layers): return nn.Sequential(nn.Flatten(), *layers)
+def layer_normed(): return flattened(nn.Linear(768,64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64,1))
+def batch_normed(): return flattened(nn.Linear(768,8), nn.BatchNorm1d(8), nn.Linear(8,1))
+
+fused_adamw = partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))
+
+def get_learner(model=Everything, cbs=None, bs=32, n=256, **kwargs):
     set_seed(1)
     x = torch.randn(n,3,16,16)
     y = x.mean((1,2,3))[:,None]*20
     dls = DataLoaders.from_dsets(Pairs(zip(x,y)), Pairs(zip(x,y)), bs=bs, device='cuda', num_workers=0)
-    learn = Learner(dls, (Everything if model is None else model)(), loss_func=MSELossFlat(), lr=3e-3, cbs=cbs, **kwargs)
+    learn = Learner(dls, model(), loss_func=MSELossFlat(), lr=3e-3, cbs=cbs, **kwargs)
     learn.logger,learn.create_mbar = noop,False
     return learn
 
@@ -73,7 +80,8 @@ def test_learns_like_float32(mode):
 
 def test_flat_is_exact():
     def weights(flat):
-        learn = get_learner(lambda: nn.Sequential(nn.Flatten(), nn.Linear(768,33), nn.ReLU(), nn.LayerNorm(33), nn.Linear(33,1))).to_bf16(flat_master=flat)
+        def _model(): return flattened(nn.Linear(768,33), nn.ReLU(), nn.LayerNorm(33), nn.Linear(33,1))
+        learn = get_learner(_model).to_bf16(flat_master=flat)
         learn.fit(2)
         return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
     assert torch.equal(weights(True), weights(False))
@@ -114,14 +122,18 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(lambda t: (self.seen.append((t.dtype,t.numel())), t)[1], lambda t: t)
     def __enter__(self): super().__enter__(); return self
 
-half_kinds = [nn.LayerNorm,nn.GroupNorm]+[nn.RMSNorm]*hasattr(torch.ops.aten, '_fused_rms_norm') # before, an RMS norm was made of other operations
+# before, an RMS norm was made of other operations
+half_kinds = [nn.LayerNorm,nn.GroupNorm]+[nn.RMSNorm]*hasattr(torch.ops.aten, '_fused_rms_norm')
+def new_norm(kind): return kind(*((4,64) if kind is nn.GroupNorm else (64,)))
 
 @pytest.mark.parametrize('dtype', halves)
 @pytest.mark.parametrize('kind', half_kinds)
 def test_norm_saves_no_float32_copy(kind, dtype):
-    "A layer, group or RMS norm reads half precision and adds up in float32; gradients of its weights are float32, without a loss of range or of long sums"
+    """A layer, group or RMS norm reads half precision and adds up in float32; gradients of its weights are float32,
+    without a loss of range or of long sums"""
     torch.manual_seed(0)
-    net,x = nn.Sequential(nn.Linear(64,64), kind(*((4,64) if kind is nn.GroupNorm else (64,))), nn.Linear(64,64)).cuda(),torch.randn(8192,64, device='cuda')*20
+    net = nn.Sequential(nn.Linear(64,64), new_norm(kind), nn.Linear(64,64)).cuda()
+    x = torch.randn(8192,64, device='cuda')*20
     net.double()(x.double()).mean().backward()
     want = [p.grad.clone() for p in net.parameters()]
     net.float().zero_grad()
@@ -141,7 +153,8 @@ def test_norm_saves_no_float32_copy(kind, dtype):
 def test_small_numbers_in_a_norm(kind, dtype):
     "What is added to the variance is as small as in float32"
     torch.manual_seed(0)
-    net,x = nn.Sequential(nn.Identity(), kind(*((4,64) if kind is nn.GroupNorm else (64,))), nn.Linear(64,64)).cuda(),torch.randn(64,64, device='cuda')*.03
+    net = nn.Sequential(nn.Identity(), new_norm(kind), nn.Linear(64,64)).cuda()
+    x = torch.randn(64,64, device='cuda')*.03
     seen = []
     net[1].register_forward_hook(lambda m,i,o: seen.append(o.detach().double()))
     x = x.to(dtype)
@@ -173,7 +186,8 @@ def counting_syncs():
 
 @pytest.mark.parametrize('clip', [None,1.])
 def test_prepare_grads_waits_once(clip):
-    ps = [nn.Parameter(torch.randn(10, device='cuda', dtype=d)) for d in (torch.float32,torch.float16,torch.float32,torch.bfloat16)]
+    dtypes = torch.float32,torch.float16,torch.float32,torch.bfloat16
+    ps = [nn.Parameter(torch.randn(10, device='cuda', dtype=d)) for d in dtypes]
     for p in ps: p.grad = torch.ones_like(p)
     with counting_syncs() as syncs: prepare_grads(ps, 2., clip)
     assert len(syncs)==1
@@ -192,7 +206,8 @@ def syncs_per_batch(mode, opt={}, **kwargs):
     b = torch.randn(32,3,16,16, device='cuda'),torch.randn(32,1, device='cuda')
     learn = get_learner(cbs=(cb := CountSyncs()), **opt)
     getattr(learn, mode)(**kwargs)
-    learn.dls = DataLoaders(DataLoader([b]*8, bs=None, num_workers=0, device='cuda'), DataLoader([b], bs=None, num_workers=0, device='cuda'))
+    def _dl(batches): return DataLoader(batches, bs=None, num_workers=0, device='cuda')
+    learn.dls = DataLoaders(_dl([b]*8), _dl([b]))
     learn.fit(2)
     return cb.counts[-6:]
 
@@ -219,24 +234,26 @@ def test_out_of_memory_in_the_forward(mode):
 
 @pytest.mark.parametrize('mode', modes)
 def test_save_load_export_predict(mode, tmp_path):
-    learn = getattr(get_learner(lambda: nn.Sequential(nn.Flatten(), nn.Linear(768,8), nn.BatchNorm1d(8), nn.Linear(8,1)), path=tmp_path), mode)()
+    def _new(): return getattr(get_learner(batch_normed, path=tmp_path), mode)()
+    learn = _new()
     learn.fit(2)
     learn.save('a')
     before = learn.get_preds()[0]
-    other = getattr(get_learner(lambda: nn.Sequential(nn.Flatten(), nn.Linear(768,8), nn.BatchNorm1d(8), nn.Linear(8,1)), path=tmp_path), mode)().load('a')
+    other = _new().load('a')
     torch.testing.assert_close(other.get_preds()[0], before)
     a,b = (o.mixed_precision for o in (other,learn))
     assert a.state==b.state
     learn.export('e.pkl')
     cpu = load_learner(tmp_path/'e.pkl')
-    assert next(cpu.model.parameters()).device.type=='cpu' and {p.dtype for p in cpu.model.parameters()}=={torch.float32}
+    assert {(p.device.type,p.dtype) for p in cpu.model.parameters()}=={('cpu',torch.float32)}
 
 class Recurrent(nn.Module):
     "Two layers, both ways"
     def __init__(self):
         super().__init__()
         self.rnn,self.head = nn.LSTM(48, 32, 2, batch_first=True, bidirectional=True),nn.Linear(64,1)
-    def forward(self, x): return self.head(self.rnn(x.transpose(1,2).flatten(2))[0].mean(1)) # rows, each with 3 channels of 16
+    def forward(self, x): # rows, each with 3 channels of 16
+        return self.head(self.rnn(x.transpose(1,2).flatten(2))[0].mean(1))
 
 @pytest.mark.parametrize('mode,kwargs', [*((o,{}) for o in modes), ('to_fp16',dict(flat_master=True))])
 def test_recurrent_weights_lie_together(mode, kwargs):
@@ -255,7 +272,8 @@ def test_recurrent_weights_lie_together(mode, kwargs):
 
 @pytest.mark.parametrize('mode', modes)
 def test_recurrent_layers_compute_in_what_they_should(mode):
-    "Autocast makes them float16 whatever it was asked for: beside bfloat16 they are float32, and bear what float16 can't hold"
+    """Autocast makes them float16 whatever it was asked for: beside bfloat16 they are float32, and bear what float16
+    can't hold"""
     learn,inside = getattr(get_learner(Recurrent), mode)(),[]
     class Spy(nn.LSTM):
         def forward(self, x, hx=None):
@@ -273,7 +291,9 @@ def test_recurrent_layers_compute_in_what_they_should(mode):
 
 @pytest.mark.parametrize('mode', modes)
 def test_channels_last(mode):
-    learn = getattr(get_learner(lambda: nn.Sequential(nn.Conv2d(3,8,3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8,1))), mode)()
+    def _model():
+        return nn.Sequential(nn.Conv2d(3,8,3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8,1))
+    learn = getattr(get_learner(_model), mode)()
     learn.model.to(memory_format=torch.channels_last)
     learn.fit(2)
     assert learn.model[0].weight.is_contiguous(memory_format=torch.channels_last)
@@ -282,7 +302,11 @@ def test_channels_last(mode):
 def test_half_saves_memory():
     "A transformer without batch norm: half the activations, and no float32 copies of them"
     class Deep(nn.Module):
-        def __init__(self): super().__init__(); self.inp,self.blocks,self.out = nn.Linear(768,256),nn.Sequential(*[nn.TransformerEncoderLayer(256,4,1024,dropout=0.,batch_first=True,norm_first=True) for _ in range(6)]),nn.Linear(256,1)
+        def __init__(self):
+            super().__init__()
+            def _block(): return nn.TransformerEncoderLayer(256, 4, 1024, dropout=0., batch_first=True, norm_first=True)
+            self.inp,self.blocks = nn.Linear(768,256),nn.Sequential(*[_block() for _ in range(6)])
+            self.out = nn.Linear(256,1)
         def forward(self, x): return self.out(self.blocks(self.inp(x.flatten(1))[:,None].expand(-1,128,-1)).mean(1))
     peak = {}
     for mode in ('to_fp32','to_bf16','to_native_bf16'):
@@ -293,15 +317,15 @@ def test_half_saves_memory():
         del learn
     assert peak['to_bf16']<.8*peak['to_fp32'], peak
 
-def big(): return nn.Sequential(nn.Flatten(), nn.Linear(768,2048), *[nn.Linear(2048,2048) for _ in range(8)], nn.Linear(2048,1))
+def big(): return flattened(nn.Linear(768,2048), *[nn.Linear(2048,2048) for _ in range(8)], nn.Linear(2048,1))
 
 @pytest.mark.parametrize('mode', ['to_fp16','to_bf16'])
 def test_bytes_per_parameter(mode):
-    "Of a model that is nearly all parameters, at the peak, by CUDA's own count: half a byte more than in float32 at most"
-    peak,fused = {},partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))
+    "Of a model that is nearly all parameters, at the peak, by CUDA's count: half a byte more than in float32 at most"
+    peak = {}
     for k in ('to_fp32',mode):
         before = torch.cuda.memory_allocated()
-        learn = getattr(get_learner(big, opt_func=fused, lr=1e-4, bs=8, n=32), k)()
+        learn = getattr(get_learner(big, opt_func=fused_adamw, lr=1e-4, bs=8, n=32), k)()
         torch.cuda.reset_peak_memory_stats()
         learn.fit(2)
         healthy(learn)
@@ -312,32 +336,32 @@ def test_bytes_per_parameter(mode):
 
 @pytest.mark.parametrize('mode', modes)
 def test_compiled_model(mode):
-    learn = getattr(get_learner(lambda: torch.compile(nn.Sequential(nn.Flatten(), nn.Linear(768,64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64,1)))), mode)()
+    learn = getattr(get_learner(lambda: torch.compile(layer_normed())), mode)()
     learn.fit(2)
     healthy(learn)
     assert learn.recorder.values[-1][0]<learn.recorder.values[0][0]
 
 @pytest.mark.parametrize('mode', modes)
 def test_cuda_graphs(mode, monkeypatch):
-    "What `torch.compile` has recorded of the forward and the backward pass, casts of weights included, is replayed in every step"
+    """What `torch.compile` has recorded of the forward and the backward pass, casts of weights included, is replayed in
+    every step"""
     count = dict(recorded=0, replayed=0)
     def _counting(f, what):
         def _f(*args): count[what] += 1; return f(*args)
         return _f
     monkeypatch.setattr(torch.cuda.graph, '__enter__', _counting(torch.cuda.graph.__enter__, 'recorded'))
     monkeypatch.setattr(torch.cuda.CUDAGraph, 'replay', _counting(torch.cuda.CUDAGraph.replay, 'replayed'))
-    net = lambda: nn.Sequential(nn.Flatten(), nn.Linear(768,64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64,1))
     def run(make):
-        learn = getattr(get_learner(make, opt_func=partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))), mode)()
+        learn = getattr(get_learner(make, opt_func=fused_adamw), mode)()
         learn.fit(2)
         first = {**count}
         learn.fit(2)
         healthy(learn)
         return learn,first
-    want,_ = run(net)
+    want,_ = run(layer_normed)
     assert not any(count.values())
     torch._dynamo.reset()
-    learn,first = run(lambda: torch.compile(net(), mode='reduce-overhead'))
+    learn,first = run(lambda: torch.compile(layer_normed(), mode='reduce-overhead'))
     assert count['recorded']==first['recorded']>=2 and count['replayed']-first['replayed']>=2*8*2
     a,b = [o.recorder.values[-1][-1] for o in (learn,want)]
     assert abs(a-b)<.1*b, (a,b)

@@ -48,7 +48,7 @@ gaps.update({(o,bf16): (rnns, 'autocast would use float16') for o in ('T4','V100
 @pytest.mark.parametrize('dtype', [f16,bf16])
 @pytest.mark.parametrize('name', machines)
 def test_gaps(name, dtype):
-    "Exactly the layers that a device lacks stay in float32, with the reason in the policy, with copies and with autocast"
+    "Exactly the layers that a device lacks stay in float32, and the policy says why, with copies and with autocast"
     kinds,why = gaps.get((name,dtype), ((),''))
     device = device_of(name)
     with pretend(machine(name)):
@@ -64,22 +64,25 @@ def test_gaps(name, dtype):
             assert all(why in table.why[o.__name__] for o in kinds)
 
 def test_wrapped_recurrent_layer():
-    "A module that computes the weights of the recurrent layer inside it, as fastai's `WeightDropout`, stays in float32 with it"
+    """A module that computes the weights of the recurrent layer inside it, as fastai's `WeightDropout`, stays in
+    float32 with it"""
     class Drop(nn.Module):
         def __init__(self):
             super().__init__()
             self.module,self.raw = nn.LSTM(2,2),nn.Parameter(torch.ones(2))
         def forward(self, x): return self.module(x)
-    with pretend(machine('AVX2')): assert half_precision(nn.Sequential(Drop(), nn.Linear(2,2)), bf16).policy().why[0]=='no bfloat16 LSTM on this CPU'
+    model = nn.Sequential(Drop(), nn.Linear(2,2))
+    with pretend(machine('AVX2')):
+        assert half_precision(model, bf16).policy().why[0]=='no bfloat16 LSTM on this CPU'
 
 def test_nothing_but_missing_layers():
     "A model of LSTMs alone computes in float32 there, and says so; `keep` isn't to blame"
-    with pretend(machine('AVX2')):
-        with pytest.warns(UserWarning, match=r'stay in float32 \(no bfloat16 LSTM on this CPU\), so half precision changes nothing. Use to_fp32'):
-            half_precision(nn.LSTM(2,2), bf16)
+    match = r'stay in float32 \(no bfloat16 LSTM on this CPU\), so half precision changes nothing. Use to_fp32'
+    with pretend(machine('AVX2')), pytest.warns(UserWarning, match=match): half_precision(nn.LSTM(2,2), bf16)
 
 @pytest.mark.parametrize('name,dtype,use', [
-    ('AVX2',bf16,'to_fp32()'), ('AVX2',f16,'to_fp32()'), ('AVX512',bf16,'to_fp32()'), ('AVX512-BF16, forbidden',bf16,'to_fp32()'),
+    ('AVX2',bf16,'to_fp32()'), ('AVX2',f16,'to_fp32()'), ('AVX512',bf16,'to_fp32()'),
+    ('AVX512-BF16, forbidden',bf16,'to_fp32()'),
     ('AVX512-BF16',f16,'to_bf16() or to_native_bf16()'), ('T4',bf16,'to_fp16() or to_native_fp16()'),
     ('V100',bf16,'to_fp16() or to_native_fp16()'), ('ARM without bfloat16',bf16,'to_fp16() or to_native_fp16()')])
 def test_emulation(name, dtype, use):
@@ -94,7 +97,8 @@ def test_no_faster():
     "Where emulation costs nothing, no number says that it does"
     class Even(Fake):
         def slowdown(self, *_): return 1.02,.6
-    with pretend(Even('cpu', 'this CPU')): assert emulation('cpu', bf16)=='This CPU only emulates bfloat16: it is no faster than float32. Use to_fp32().'
+    with pretend(Even('cpu', 'this CPU')): text = emulation('cpu', bf16)
+    assert text=='This CPU only emulates bfloat16: it is no faster than float32. Use to_fp32().'
 
 def test_slowdown():
     "Of this machine: one thread while it measures, and as many as before afterwards"
@@ -116,7 +120,8 @@ def test_calls_say_it_once(call):
             getattr(learn, call)()
             learn.fit(2)
             learn.fit(1)
-        assert [str(o.message).partition(':')[0] for o in told]==[f'This CPU only emulates {"b" if "bf16" in call else ""}float16']
+        assert [str(o.message).partition(':')[0] for o in told]==[
+            f'This CPU only emulates {"b" if "bf16" in call else ""}float16']
         with pytest.warns(UserWarning, match='Use to_fp32()') as told: getattr(learn, call)()
         assert len(told)==1
 
@@ -139,19 +144,23 @@ def test_refused(call):
     "A device that can't: an error, at the call, and nothing has changed"
     learn = get_learner()
     before = [*learn.cbs]
-    with pretend(Fake('cpu', 'this CPU', no_dtype={f16,bf16})):
-        with pytest.raises(ValueError, match=r"device=cpu doesn't compute in .* Use learn.to_fp32\(\)"): getattr(learn, call)()
+    match = r"device=cpu doesn't compute in .* Use learn.to_fp32\(\)"
+    with pretend(Fake('cpu', 'this CPU', no_dtype={f16,bf16})), pytest.raises(ValueError, match=match):
+        getattr(learn, call)()
     assert [*learn.cbs]==before
 
 # --- Each question is asked once, and leaves nothing behind
 
 def test_remembers():
     with pretend(machine('AVX512-BF16')) as m:
-        for _ in range(3): support('cpu', bf16),support('cpu', 'f16'),missing('cpu', bf16, nn.LSTM(2,2)),missing('cpu', bf16, nn.LSTM(3,3))
+        for _ in range(3):
+            support('cpu', bf16),support('cpu', 'f16')
+            for n in (2,3): missing('cpu', bf16, nn.LSTM(n,n))
         assert len(m.tried)==len({*m.tried})
     assert devices._machine is not m
 
-@pytest.mark.parametrize('error', [torch.OutOfMemoryError('full'), RuntimeError('MPS backend out of memory'), RuntimeError('CUBLAS_STATUS_ALLOC_FAILED')])
+@pytest.mark.parametrize('error', [torch.OutOfMemoryError('full'), RuntimeError('MPS backend out of memory'),
+                                   RuntimeError('CUBLAS_STATUS_ALLOC_FAILED')])
 def test_forgets_a_lack_of_memory(error):
     class Full(Machine):
         full = True
@@ -173,15 +182,17 @@ def test_no_random_numbers():
             emulation('cpu', bf16)
     assert torch.equal(state, torch.get_rng_state())
 
-@pytest.mark.parametrize('inside', [torch.no_grad, torch.inference_mode, lambda: torch.autocast('cpu', f16), lambda: torch.device('meta')])
+@pytest.mark.parametrize('inside', [torch.no_grad, torch.inference_mode, lambda: torch.autocast('cpu', f16),
+                                    lambda: torch.device('meta')])
 def test_whatever_is_on(inside):
     "The answer doesn't depend on where the question is asked first"
-    def _answers(): return [support('cpu', bf16), *[missing('cpu', bf16, o(*layers[o][0], device='cpu')) for o in layers]]
+    def _answers():
+        return [support('cpu', bf16), *[missing('cpu', bf16, o(*layers[o][0], device='cpu')) for o in layers]]
     with pretend(Machine()): want = _answers()
     with pretend(Machine()), inside(): assert _answers()==want
 
 def test_this_machine():
-    "Every layer computes in float32 here, so a layer that is missing in half precision isn't missing for a mistake of the try"
+    "Every layer computes in float32 here, so one that is missing in half precision isn't so for a mistake of the try"
     assert [missing('cpu', f32, o(*args)) for o,(args,_) in layers.items()]==['']*len(layers)
     assert {support('cpu', o) for o in (f16,bf16)}<={'native','emulated'} and support('cpu', 'f64')=='native'
     for kind in rnns+convs: # and what isn't missing, trains
@@ -222,8 +233,9 @@ def recommended(device):
     if support(device, bf16)=='native': return '`to_bf16()`'
     return '`to_fp16()`' if support(device, f16)=='native' else '`to_fp32()`'
 
-@pytest.mark.parametrize('row,names', [('an NVIDIA GPU with bfloat16',['RTX 3090','H100']), ('an older NVIDIA GPU',['V100','T4']),
-                                       ('a CPU with AMX or AVX512-BF16',['AVX512-BF16','AMX']), ('another CPU',['AVX2','AVX512','AVX2-VNNI-2'])])
+@pytest.mark.parametrize('row,names', [
+    ('an NVIDIA GPU with bfloat16',['RTX 3090','H100']), ('an older NVIDIA GPU',['V100','T4']),
+    ('a CPU with AMX or AVX512-BF16',['AVX512-BF16','AMX']), ('another CPU',['AVX2','AVX512','AVX2-VNNI-2'])])
 def test_readme_says_the_same(row, names):
     table = (Path(__file__).parent.parent/'README.md').read_text(encoding='utf-8').splitlines()
     call = next(o for o in table if o.startswith(f'| {row}')).split('|')[2].strip()
@@ -231,7 +243,9 @@ def test_readme_says_the_same(row, names):
         with pretend(machine(name)): assert recommended(device_of(name))==call
 
 def test_odd_devices():
-    assert [support(o, f32) for o in ('abacus', None, 'cuda:99', 'meta', torch.device('cpu'), 'cpu:0')]==['no']*4+['native']*2
+    names = 'abacus',None,'cuda:99','meta',torch.device('cpu'),'cpu:0'
+    assert [support(o, f32) for o in names]==['no']*4+['native']*2
     assert support('cpu', fp8)=='no' and device_name('cpu')=='this CPU'
     with pytest.raises(ValueError, match="dtype='fp16' is not a dtype"): support('cpu', 'fp16')
-    assert inexact('cpu', nn.LayerNorm(2)) and not inexact('cuda', nn.LayerNorm(2)) and not inexact('cpu', nn.GroupNorm(1,1))
+    assert inexact('cpu', nn.LayerNorm(2))
+    assert not inexact('cuda', nn.LayerNorm(2)) and not inexact('cpu', nn.GroupNorm(1,1))

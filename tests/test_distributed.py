@@ -1,8 +1,8 @@
 """`DistributedDataParallel` and FSDP2 in every precision, in two or four processes on this machine
 
 A case runs in all processes and returns numbers, flags and tensors. The test compares bit for bit what ranks have to
-agree on. All cases of a group run in the same processes, because starting them takes seconds. The file takes long because
-its cases train one after the other, in two processes that share the cores.
+agree on. All cases of a group run in the same processes, because starting them takes seconds. The file takes long
+because its cases train one after the other, in two processes that share the cores.
 
 Taken over from the tests of PyTorch: from `torch/testing/_internal/distributed/distributed_test.py`
 `test_ddp_native_mixed_precision_*` and `test_ddp_native_mixed_precision_ignored_params`; from
@@ -30,6 +30,7 @@ from mp_callbacks.callback import read_state
 from mp_callbacks.dtypes import half_dtypes
 from mp_callbacks.fp8 import Fp8
 from mp_callbacks.grads import prepare_grads
+from states import *
 
 checkpointing = dict(none=None, reentrant=True, not_reentrant=False)
 precisions = [o for o in modes if o!='fp16_static']
@@ -62,10 +63,6 @@ def rows(rank, n=64):
 def rank_after_rank(n, bs=16):
     "Order of `n` rows if each rank has its share in batches of `bs`: all first batches, all second ones, and so on"
     return torch.arange(n).view(dist.get_world_size(),-1,bs).transpose(0,1).reshape(-1)
-
-def as_dls(x, y, bs=16):
-    items = [*zip(x, y)]
-    return DataLoaders.from_dsets(items, items, bs=bs, device='cpu', num_workers=0, shuffle=False)
 
 def state(model): return {k:v.clone() for k,v in model.state_dict().items()}
 def params(model): return {n:p.detach().clone() for n,p in model.named_parameters()}
@@ -102,6 +99,8 @@ class Spoil(Callback):
     def before_batch(self):
         if self.training and self.last and self.train_iter==self.i: self.learn.xb = (self.xb[0]*torch.inf,)
 
+fails = Callback(before_step=raises(RuntimeError('as asked')))
+
 # --- Cases: each is called in all processes, with its rank
 
 def loop(rank, dtype, reentrant, copies=True, compiled=False):
@@ -130,13 +129,12 @@ def through_learner(rank, mode, reentrant):
     modes[mode](learn)
     learn.fit(2)
     log = learn.precision_recorder.log
-    with learn.no_bar(), pytest.raises(RuntimeError, match='as asked'):
-        learn.fit(1, cbs=Callback(before_step=lambda cb: (_ for _ in ()).throw(RuntimeError('as asked'))))
+    with learn.no_bar(), pytest.raises(RuntimeError, match='as asked'): learn.fit(1, cbs=fails)
     learn.fit(1)
-    assert all(p is q and p.dtype==torch.float32 for p,q in zip(learn.model.parameters(), own, strict=True))
-    assert not [n for n,m in learn.model.named_modules() if 'forward' in vars(m)]
-    same = params(learn.model),[*log.norm[log.finite]],read_state(learn.opt)
-    return dict(same=same, flags=[*log.finite], want=[True,True,False,True]+[True]*4, dtypes={p.dtype for p in own},
+    assert identical(learn.model.parameters(), own)
+    assert_plain(learn.model)
+    res = params(learn.model),[*log.norm[log.finite]],read_state(learn.opt)
+    return dict(same=res, flags=[*log.finite], want=[True,True,False,True]+[True]*4, dtypes={p.dtype for p in own},
                 own=learn.recorder.losses[0].item())
 
 def three_fits(rank, mode, engine, net={}, ddp={}, cbs=(), compiled=False, opt_func=Adam, **kwargs):
@@ -152,8 +150,8 @@ def three_fits(rank, mode, engine, net={}, ddp={}, cbs=(), compiled=False, opt_f
         learn.fit_one_cycle(1)
         learn.fit(1)
     log = learn.precision_recorder.log
-    same = params(learn.model),[*log.finite],[*log.norm[log.finite]],read_state(learn.opt)
-    return dict(same=same, flags=sum(log.skipped)>0, want=True)
+    res = params(learn.model),[*log.finite],[*log.norm[log.finite]],read_state(learn.opt)
+    return dict(same=res, flags=sum(log.skipped)>0, want=True)
 
 def whole_batch(rank, mode, engine):
     "Three fits, and the same in one process with the rows of all in each batch"
@@ -173,8 +171,7 @@ def whole_batch(rank, mode, engine):
     order = rank_after_rank(n*world)
     def _one(mode): return _fit(Net(norm=nn.LayerNorm), as_dls(x[order], y[order], 16*world), mode)
     def _weights(learn):
-        ps = [p for ps in learn.opt.param_lists for p in ps]
-        return flat([p.full_tensor() if hasattr(p, 'full_tensor') else p for p in ps])
+        return flat([p.full_tensor() if hasattr(p, 'full_tensor') else p for p in opt_params(learn)])
     got,one,float32 = _weights(several),_weights(_one(mode)),_weights(_one('float32'))
     way = float32-flat([*Net(norm=nn.LayerNorm).parameters()])
     def _off(a, b): return ((a-b).norm()/way.norm()).item()
@@ -202,8 +199,8 @@ def fine_tuned(rank, mode):
         learn.freeze()
         learn.fit(1)
     last,n = params(learn.model),'blocks.0.a.weight'
-    assert not equal(start[n], tuned[n]) and equal(tuned[n], last[n])
-    assert not equal(tuned['head.weight'], last['head.weight'])
+    assert not same(start[n], tuned[n]) and same(tuned[n], last[n])
+    assert not same(tuned['head.weight'], last['head.weight'])
     return dict(same=(last,read_state(learn.opt)))
 
 def predictions(rank, mode):
@@ -236,7 +233,7 @@ def saved(rank, mode, path):
             assert read_state(other.opt)['steps']==2*64//16
             other.fit(1, reset_opt=False)
     assert len(writes)==(rank==0)
-    assert equal(params(learn.model), params(other.model)) and read_state(learn.opt)==read_state(other.opt)
+    assert same(params(learn.model), params(other.model)) and read_state(learn.opt)==read_state(other.opt)
     return dict(same=(params(other.model),read_state(other.opt)))
 
 def found_lr(rank, mode, path):
@@ -245,7 +242,7 @@ def found_lr(rank, mode, path):
     modes[mode](learn).fit(1)
     before = params(learn.model),read_state(learn.opt)
     learn.lr_find(num_it=8, stop_div=False, show_plot=False)
-    assert equal(before, (params(learn.model),read_state(learn.opt)))
+    assert same(before, (params(learn.model),read_state(learn.opt)))
     learn.fit(1)
     return dict(same=(params(learn.model),read_state(learn.opt)))
 
@@ -340,11 +337,9 @@ def asked(rank, engine):
         assert (found.where=='inputs') if bad else str(found)=='All 4 batches of dls.train are finite.'
         if bad:
             with pytest.raises(ValueError, match='find_nonfinite'): learn.precision_report()
-        assert type(learn.dls.train) is not DistributedDL and equal(params(learn.model), before)
-        with learn.no_bar(), pytest.raises(RuntimeError, match='stop'): learn.fit(1, cbs=Callback(before_step=_stop))
+        assert type(learn.dls.train) is not DistributedDL and same(params(learn.model), before)
+        with learn.no_bar(), pytest.raises(RuntimeError, match='as asked'): learn.fit(1, cbs=fails)
         learn.find_nonfinite()
-
-    def _stop(cb): raise RuntimeError('stop')
 
     bad = rank==1
     model = Net()
@@ -368,7 +363,7 @@ def asked_gathers(rank):
     if rank==0:
         for f in looks.values():
             with pytest.raises(RuntimeError, match='allreduce_ waits for all processes'): f(learn)
-    assert equal(params(learn.model), before)
+    assert same(params(learn.model), before)
     learn.fit(1)
     return dict(same=params(learn.model))
 
@@ -381,12 +376,13 @@ def rescued(rank, mode):
     torch.manual_seed(0)
     net = DistributedDataParallel(nn.Sequential(nn.Linear(8,16), Softmax(), nn.Linear(16,1)))
     x,y = rows(rank)
-    learn = get_learner(net, as_dls(x*(3 if rank==1 else .01), y), opt_func=adamw)
+    learn = get_learner(net, as_dls(x*(1 if rank==1 else .01), y), opt_func=adamw)
     modes[mode](learn, rescue=True)
     learn.mixed_precision.warn_skips = 6
     learn.fit(5)
-    policy = learn.mixed_precision.policy()
-    return dict(same=(params(learn.model),read_state(learn.opt),[*policy.why]), flags=learn.mixed_precision.state.rescued, want=(('1',6),))
+    cb = learn.mixed_precision
+    res = params(learn.model),read_state(learn.opt),[*cb.policy().why]
+    return dict(same=res, flags=cb.state.rescued, want=(('1',6),))
 
 def as_torchao(rank, recipe):
     "FP8 with torchao's products in place of ours: the same bits"
@@ -402,7 +398,7 @@ def as_torchao(rank, recipe):
         return params(net)
     ours = _train()
     with patched('mp_callbacks.fp8.fp8_linear', side_effect=linear) as called: theirs = _train()
-    assert called.called and equal(ours, theirs)
+    assert called.called and same(ours, theirs)
     return dict(same=ours)
 
 # --- Of PyTorch's tests
@@ -469,7 +465,7 @@ def grad_scaler(rank, has_inf):
     spoil.order = 9 # before the check
     learn.fit(1, cbs=spoil)
     after = [p.to_local() for p in learn.opt.param_lists[0]]
-    assert equal(before, after)==has_inf and (len(learn.opt.opt.state)==0)==has_inf
+    assert same(before, after)==has_inf and (len(learn.opt.opt.state)==0)==has_inf
     scale = learn.mixed_precision.loss_scale
     return dict(same=scale, flags=scale, want=1. if has_inf else 2.)
 
@@ -502,7 +498,7 @@ def validated_first(rank, mode):
     learn.validate()
     learn.fit(1)
     after = [p.full_tensor() for p in learn.model.parameters()]
-    assert not any(equal(a, b) for a,b in zip(before, after))
+    assert not any(same(a, b) for a,b in zip(before, after))
     return dict(same=after)
 
 def sharded(rank, mode, net={}, opt_func=adamw, policy=False, cbs=(), **kwargs):
@@ -519,7 +515,7 @@ def sharded(rank, mode, net={}, opt_func=adamw, policy=False, cbs=(), **kwargs):
     first = learn.opt.param_lists[0][0]
     sizes = {k:v.to_local().numel() for k,v in states[first].items() if hasattr(v, 'to_local')}
     assert {*sizes.values()}=={first.numel()//dist.get_world_size()}
-    weights = [p.full_tensor() for ps in learn.opt.param_lists for p in ps]
+    weights = [p.full_tensor() for p in opt_params(learn)]
     assert all(p.dtype==torch.float32 for p in weights)
     n = len(log.finite)
     return dict(same=(weights,[*log.norm[log.finite]]), flags=[*log.finite],
@@ -543,8 +539,8 @@ def checkpointed(rank, mode, path):
     set_state_dict(other.model, other.opt.opt, model_state_dict=loaded['model'], optim_state_dict=loaded['opt'])
     assert read_state(other.opt)['steps']==8
     other.fit(1, reset_opt=False)
-    got,want = ([p.full_tensor() for ps in o.opt.param_lists for p in ps] for o in (other,learn))
-    assert equal(got, want) and read_state(learn.opt)==read_state(other.opt)
+    got,want = ([p.full_tensor() for p in opt_params(o)] for o in (other,learn))
+    assert same(got, want) and read_state(learn.opt)==read_state(other.opt)
     with pytest.raises(ValueError, match='get_state_dict'): learn.save('m')
     whole = get_model_state_dict(learn.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank==0: Net(norm=nn.LayerNorm).load_state_dict(whole) # an ordinary model takes it
@@ -558,7 +554,7 @@ def no_look(rank, mode):
     for f in (learn.save,learn.export):
         with pytest.raises(ValueError, match=f'learn.{f.__name__} would write one part'): f('part')
     learn.fit(1)
-    return dict(same=[p.full_tensor() for ps in learn.opt.param_lists for p in ps])
+    return dict(same=[p.full_tensor() for p in opt_params(learn)])
 
 def fsdp1(rank):
     "Is refused"
@@ -602,21 +598,15 @@ def run(path, cases, world=2):
     ranks = [torch.load(path/f'{i}.pt', weights_only=False) for i in range(world)]
     return {k:[o.get(k, 'not run, after an error') for o in ranks] for k in cases}
 
-def equal(a, b):
-    if isinstance(a, torch.Tensor): return torch.equal(a, b)
-    if isinstance(a, dict): return a.keys()==b.keys() and all(equal(a[k], b[k]) for k in a)
-    if isinstance(a, (list,tuple)): return len(a)==len(b) and all(map(equal, a, b))
-    return a==b
-
 def check(results):
     "All ranks are done with each case, and agree"
     for k,ranks in results.items():
         for o in ranks: assert isinstance(o, dict), f'{k}: {o}'
         a = ranks[0]
         for i,b in enumerate(ranks):
-            assert equal(a['same'], b['same']), k
+            assert same(a['same'], b['same']), k
             if 'dtypes' in b: assert b['dtypes']=={torch.float32}, k
-            if 'own' in b and i: assert not equal(a['own'], b['own']), k # ranks had other rows
+            if 'own' in b and i: assert not same(a['own'], b['own']), k # ranks had other rows
             if 'off' in b: assert b['off']<=max(b['rounding'], 1e-5), (k,b['off'],b['rounding'])
             if 'flags' in b: assert b['flags']==b['want'], (k,b['flags'],b['want'])
 
@@ -648,7 +638,8 @@ ddp = dict(
 alone = dict(
     accumulate=(accumulate, {}), spoiled_window=(accumulate, dict(spoiled=1)),
     statistics=(statistics, dict(mode='fp16')), unreduced=(unreduced, dict(mode='bf16')),
-    asked_fastai=(asked, dict(engine='fastai')), asked_gathers=(asked_gathers, {}), told=(told, dict(mode='fp16')), reported=(reported, dict(mode='bf16')), fsdp1=(fsdp1, {}),
+    asked_fastai=(asked, dict(engine='fastai')), asked_gathers=(asked_gathers, {}), fsdp1=(fsdp1, {}),
+    told=(told, dict(mode='fp16')), reported=(reported, dict(mode='bf16')),
     **{f'ddp_native {d} {v} {z}': (ddp_native, dict(dtype=d, view=v, to_none=z))
        for d in half_dtypes for v in (True,False) for z in (True,False)},
     **{f'{d} {h}': (compressed, dict(dtype=d, hook=h)) for d in half_dtypes
@@ -670,7 +661,7 @@ slow = dict(
     **{f'{p} {c}': (through_learner, dict(mode=p, reentrant=c)) for p in (*precisions,'fp8') for c in checkpointing},
     **against_one('hand','fastai'), **fits('hand', 'fp8', ['accumulation']),
     **{f'{p} flat': (three_fits, dict(mode=p, engine='fastai', flat_master=True)) for p in ('fp16','bf16')},
-    asked_hand=(asked, dict(engine='hand')), **fits('fastai', 'fp8', options),
+    asked_hand=(asked, dict(engine='hand')), rescued=(rescued, dict(mode='fp16')), **fits('fastai', 'fp8', options),
     **{f'fp8 {f.__name__}': (f, dict(mode='fp8')) for f in (saved,predictions,checkpointed)},
     **{f'sharded fp8 {c}': (sharded, dict(mode='fp8', net=dict(reentrant=r))) for c,r in checkpointing.items()},
     **{'fp8 whole batch': (whole_batch, dict(mode='fp8', engine='hand'))},
@@ -691,7 +682,8 @@ four = dict(
     **against_one('hand','fastai','fsdp2'), **{f'sharded {p}': (sharded, dict(mode=p)) for p in precisions},
     clip_shards=(clip_shards, {}), empty_shard=(empty_shard, {}))
 
-some_fsdp2 = {k:fsdp2[k] for k in ('sharded fp16','sharded native_bf16','sharded fp8','fp16 checkpointed','empty_shard','told_sharded')}
+some_fsdp2 = {k:fsdp2[k] for k in ('sharded fp16','sharded native_bf16','sharded fp8','fp16 checkpointed',
+                                   'empty_shard','told_sharded')}
 quick = {**ddp,**alone,**some_fsdp2}
 slow = {k:v for k,v in {**fsdp2,**slow}.items() if k not in quick}
 

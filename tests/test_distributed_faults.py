@@ -11,6 +11,7 @@ import pytest,torch
 import torch.distributed as dist
 
 from learners import *
+from states import *
 
 try: import resource
 except ImportError: pytest.skip('needs limits of the size of files', allow_module_level=True)
@@ -106,12 +107,6 @@ def run(path, precision, resume=False, fault=None, *args):
 
 def load(path): return torch.load(path, weights_only=False)
 
-def same(a, b):
-    if isinstance(a, torch.Tensor): return torch.equal(a, b)
-    if isinstance(a, dict): return a.keys()==b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list,tuple,L)): return len(a)==len(b) and all(map(same, a, b))
-    return a==b
-
 # --- Tests
 
 @pytest.fixture(scope='module')
@@ -148,9 +143,9 @@ def check(path, whole, name, precision='fp16', rank=1, says=gone):
 
 ends = [(o, 0 if 'save' in o or 'disk' in o else 1) for o in faults if o!='hangs_in_data'] # rank 0 saves
 precisions = 'fp16 bf16 native_fp16 native_bf16 fp32'.split()
-in_short = 'killed_in_save',
+def is_quick(fault, precision): return precision=='fp16' and fault[0]=='killed_in_save'
 
-@pytest.mark.parametrize('fault,precision', crossed(ends, precisions, fast=lambda o,p: p=='fp16' and o[0] in in_short), ids=str)
+@pytest.mark.parametrize('fault,precision', crossed(ends, precisions, fast=is_quick), ids=str)
 def test_rank_ends(fault, precision, tmp_path, whole):
     "The other rank notices at once: its connection is closed"
     check(tmp_path, whole, fault[0], precision, fault[1])
@@ -182,14 +177,14 @@ def test_plain_save_is_cut_off(tmp_path):
 # --- The programs that start several processes
 
 # PyTorch frees the threads of gloo only with the last `DistributedDataParallel`, and sometimes not even then. If one of
-# them still holds a tensor as the interpreter exits, it aborts the process (https://github.com/pytorch/pytorch/pull/179291).
+# them still holds a tensor as the interpreter exits, it aborts the process: github.com/pytorch/pytorch/pull/179291.
 aborted = 'terminate called without an active exception'
 
 def launch(cmd, path, **env):
     "Run `python` with the arguments `cmd`, and again if it was `aborted` at its end"
-    def _run():
-        out = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        return subprocess.run([sys.executable, *cmd], cwd=path, env={**os.environ, 'OMP_NUM_THREADS':'1', **env}, timeout=300, **out)
+    out = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    env = {**os.environ, 'OMP_NUM_THREADS':'1', **env}
+    def _run(): return subprocess.run([sys.executable, *cmd], cwd=path, env=env, timeout=300, **out)
     res = _run()
     return _run() if aborted in res.stdout else res
 

@@ -1,4 +1,6 @@
-"The builder of site and README: what it makes of Markdown and of symbols, and that everything public is documented. It takes long because pages are pasted and run."
+"""The builder of site and README: what it makes of Markdown and of symbols, and that everything public is documented
+
+It takes long because pages are pasted and run."""
 import ast,builtins,importlib.util,inspect,os,re,subprocess,sys
 from importlib import import_module
 from pathlib import Path
@@ -40,7 +42,7 @@ def test_names_become_links():
     assert pages.to_dialect('`cast_tree` casts', deep)=='[`cast_tree`](../dtypes.md#cast_tree) casts'
     assert pages.to_dialect('a `Learner`', site)=='a [`Learner`](https://docs.fast.ai/learner.html#learner)'
     assert pages.to_dialect('`cast_tree` here', site, names=['cast_tree'])=='`cast_tree` here'
-    assert pages.to_dialect('its `module`', site)=='its `module`' # a plain word, though fastai has a function of that name
+    assert pages.to_dialect('its `module`', site)=='its `module`' # a plain word, and one of fastai's functions
     assert pages.to_dialect('`_norms`', site)=='`_norms`' # private
 
 def test_callouts():
@@ -61,7 +63,8 @@ def test_folded_code():
 
 def test_prose_and_columns():
     "Sentences wrap on a narrow screen, columns don't"
-    assert '.prose' in site.text('No step was skipped. The loss\nscale was 1.') and '.prose' not in site.text('a    b\n1    2')
+    assert '.prose' in site.text('No step was skipped. The loss\nscale was 1.')
+    assert '.prose' not in site.text('a    b\n1    2')
     assert '.prose' not in github.text('A sentence.')
 
 def test_formulas():
@@ -83,35 +86,42 @@ def test_symbols():
     assert pages.signature(Pair, 'Pair')=="class Pair(a:int, b:str='x')"
     assert pages.signature(both, 'both')=='both(x:int|str, *, keep=load) -> int'
     assert pages.signature(lambda f, /, *args, **kwargs: 0, 'f')=='f(f, /, *args, **kwargs)'
-    assert pages.param_table(Pair, github).splitlines()[2:]==['| `a` | `int` |  | The first |', "| `b` | `str` | `'x'` | The second |"]
-    assert pages.param_table(both, github).splitlines()[2:]==[r'| `x` | <code>int&#124;str</code> |  | What \| which |',
+    def rows(o): return pages.param_table(o, github).splitlines()[2:]
+    assert rows(Pair)==['| `a` | `int` |  | The first |', "| `b` | `str` | `'x'` | The second |"]
+    assert rows(both)==[r'| `x` | <code>int&#124;str</code> |  | What \| which |',
         '| `keep` |  | `load` | Another `Pair` |', '| *returns* | `int` |  | Their number |']
 
 def test_outputs():
     def save(data): return f'{len(data)} bytes'
     class Out(dict):
         def __getattr__(self, k): return self[k]
-    table = '<style>p{}</style><div>\n  <table border="1" class="dataframe"><tr style="text-align: right;"><td>1</td></tr></table></div>'
-    clean = '<div><table><tr><td>1</td></tr></table></div>'
-    assert pages.output(Out(output_type='display_data', data={'text/html': table}), github, save)==clean
-    assert pages.output(Out(output_type='display_data', data={'image/png': 'AAAA', 'text/plain': 'Figure'}), site, save)=='3 bytes'
-    assert pages.output(Out(output_type='stream', name='stdout', text='hi\n'), github, save)=='```text\nhi\n```'
-    assert pages.output(Out(output_type='stream', name='stderr', text='hi\n'), github, save) is None
+    table = ('<style>p{}</style><div>\n  <table border="1" class="dataframe">'
+             '<tr style="text-align: right;"><td>1</td></tr></table></div>')
+    def displayed(data, dialect): return pages.output(Out(output_type='display_data', data=data), dialect, save)
+    assert displayed({'text/html': table}, github)=='<div><table><tr><td>1</td></tr></table></div>'
+    assert displayed({'image/png': 'AAAA', 'text/plain': 'Figure'}, site)=='3 bytes'
+    def printed(name): return pages.output(Out(output_type='stream', name=name, text='hi\n'), github, save)
+    assert printed('stdout')=='```text\nhi\n```' and printed('stderr') is None
 
 def test_navigation():
     found = [o for part in pages.sidebar.values() for o in part.split()]
     nav = pages.navigation(sorted(found))
-    assert [*nav[0].items(), list(nav[-1].items())[0]]==[('Home', 'index.md'), ('Contributing', ['CONTRIBUTING.md', 'explanations/architecture.md', 'CHANGELOG.md'])]
+    about = ['CONTRIBUTING.md', 'explanations/architecture.md', 'CHANGELOG.md']
+    assert [*nav[0].items(), list(nav[-1].items())[0]]==[('Home', 'index.md'), ('Contributing', about)]
     assert nav[3]['Concepts'][0]=='explanations/training_step.md' and len(nav[2]['How-to'])<=12
-    with pytest.raises(SystemExit, match='somewhere/x: not in the sidebar. Add it'): pages.navigation([*found, 'somewhere/x'])
-    with pytest.raises(SystemExit, match='03_half: in `sidebar`.* no such file'): pages.navigation([o for o in found if o!='03_half'])
+    for names,match in (([*found, 'somewhere/x'], 'somewhere/x: not in the sidebar. Add it'),
+                        ([o for o in found if o!='03_half'], '03_half: in `sidebar`.* no such file')):
+        with pytest.raises(SystemExit, match=match): pages.navigation(names)
 
 def test_root_files(tmp_path):
-    "Links of a file in the repository's root lead to pages of the site, or else to the repository; so do links to such a file"
-    (tmp_path/'X.md').write_text('# Title\n\n> About\n\n[a](nbs/00_dtypes.ipynb#policy) [b](CHANGELOG.md) [c](tests/conftest.py) [d](https://x.org) `[e](f)`\n')
+    """Links of a file in the repository's root lead to pages of the site, or else to the repository; so do links to
+    such a file"""
+    (tmp_path/'X.md').write_text('# Title\n\n> About\n\n[a](nbs/00_dtypes.ipynb#policy) [b](CHANGELOG.md) '
+                                 '[c](tests/conftest.py) [d](https://x.org) `[e](f)`\n')
     title,desc,md = pages.convert_file(tmp_path/'X.md', site)
     assert (title,desc)==('Title', 'About')
-    assert md.strip()==f'[a](dtypes.md#policy) [b](CHANGELOG.md) [c]({pages.blob}tests/conftest.py) [d](https://x.org) `[e](f)`'
+    assert md.strip()==('[a](dtypes.md#policy) [b](CHANGELOG.md) '
+                        f'[c]({pages.blob}tests/conftest.py) [d](https://x.org) `[e](f)`')
     assert deep.link(pages.blob+'CONTRIBUTING.md#layers')=='../CONTRIBUTING.md#layers'
     assert github.link(pages.blob+'CONTRIBUTING.md')==pages.blob+'CONTRIBUTING.md'
 
@@ -132,37 +142,45 @@ class Talk:
 
 def test_members():
     table = pages.member_table(Talk, 'Talk', {'Talk.log'}, github).splitlines()
-    assert table[2:]==['| `say(word, times)` | Say `word` |', '| [`log`](#talk.log) | All that |', r'| `loud()` | A loud \| one |']
+    assert table[2:]==['| `say(word, times)` | Say `word` |', '| [`log`](#talk.log) | All that |',
+                       r'| `loud()` | A loud \| one |']
     assert pages.member_table(Pair, 'Pair', set(), github)==''
 
 # --- What the notebooks need
 
 nbs = {o.relative_to(root/'nbs').with_suffix('').as_posix(): o for o in sorted(pages.nbglob(root/'nbs', as_path=True))}
+guides = [o for o in nbs if re.match('index|tutorials/|howto/|explanations/', o)]
 def cells(name, kind): return [o.source for o in read_nb(nbs[name]).cells if o.cell_type==kind]
 
 @pytest.mark.parametrize('name', [o for o in nbs if re.match('index|1|tutorials/|howto/', o)])
 def test_colab(name):
-    "What users read can be run in Colab: it installs this package there before anything else runs, and the page has no such cell"
+    "What users read can be run in Colab: it installs this package before anything runs, and the page has no such cell"
     assert cells(name, 'code')[0]==f'#| hide\n#| eval: false\n{pages.install}'
 
-# How the blocks of code in README and how-tos that are not cells are run, by page and beginning: a step of .ci/run, or a function of a test file
+# How the blocks of code in README and how-tos that are not cells are run, by page and beginning: a step of .ci/run, or
+# a function of a test file
 block = re.compile(r'^```(\w+)\n(.*?)^```', re.M|re.S)
 several,diffs = 'tests/test_docs.py::test_several_gpus','tests/test_from_other_libraries.py::test_both_sides'
 run_by = {'index': {
-        'git clone':                  '.ci/run::make test',
-        'pip install git+':           '.ci/run::wheel installs'},
+        'git clone':                   '.ci/run::make test',
+        'pip install git+':            '.ci/run::wheel installs'},
     'howto/which_precision': {
-        'python -m mp_callbacks':     '.ci/run::demo runs'},
+        'python -m mp_callbacks':      '.ci/run::demo runs'},
     'howto/accumulation_and_clipping': {
-        'learn.to_bf16(clip=1.)':     'tests/test_docs.py::test_block'},
+        'learn.to_bf16(clip=1.)':      'tests/test_docs.py::test_block'},
     'howto/from_other_libraries': {o: diffs for o in ('-from', '+from', '-import', ' from')},
     'howto/less_memory': {
         'from torch.utils.checkpoint': 'tests/test_docs.py::test_block'},
     'howto/other_trainers': {
-        'import pytorch_lightning':   'tests/test_docs.py::test_lightning'},
+        'import pytorch_lightning':    'tests/test_docs.py::test_lightning'},
     'howto/several_gpus': {
-        'pip install':                'tests/test_packaging.py::test_requirements',
-        **{o: several for o in ('from torch.distributed.fsdp', 'from fastai.vision', 'class Checkpoint', 'import torch.distributed', 'from datetime', 'from accelerate.utils')}}}
+        'pip install':                 'tests/test_packaging.py::test_requirements',
+        'from torch.distributed.fsdp': several,
+        'from fastai.vision':          several,
+        'class Checkpoint':            several,
+        'import torch.distributed':    several,
+        'from datetime':               several,
+        'from accelerate.utils':       several}}
 
 def runners(file):
     "What can run a block: the steps of .ci/run, the functions of a test file"
@@ -193,7 +211,8 @@ def test_block(name):
 def test_several_gpus(tmp_path):
     "The Python blocks of that page, in order, in one process that has a learner as in the example"
     pytest.importorskip('accelerate')
-    blocks = [code for md in cells('howto/several_gpus', 'markdown') for lang,code in block.findall(md) if lang=='python']
+    found = [o for md in cells('howto/several_gpus', 'markdown') for o in block.findall(md)]
+    blocks = [code for lang,code in found if lang=='python']
     start = """from distributed import get_dls,get_model as new_model # fastai has a `get_model`, too
 import fastai.callback.progress as progress
 dls,model = get_dls(64),new_model()
@@ -209,7 +228,7 @@ model = nn.Sequential(OrderedDict(layers=nn.Sequential(new_model())))
     subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env=env, check=True, timeout=300)
 
 def public():
-    "What the notebooks export: each public function and class, and each method that they add to a class of another library"
+    "What the notebooks export: each public function, class, and method that they add to a class of another library"
     from mp_callbacks._modidx import d
     for mod,syms in d['syms'].items():
         for name in (o.removeprefix(mod+'.') for o in syms):
@@ -247,28 +266,32 @@ def defined(tree):
         elif isinstance(o, ast.ExceptHandler) and o.name: res.add(o.name)
         elif isinstance(o, (ast.Import,ast.ImportFrom)):
             for a in o.names:
-                mod = import_module(o.module) if a.name=='*' else None
-                res |= {a.asname or a.name.partition('.')[0]} if mod is None else {*getattr(mod, '__all__', [k for k in vars(mod) if k[0]!='_'])}
+                if a.name!='*': res.add(a.asname or a.name.partition('.')[0])
+                else:
+                    mod = import_module(o.module)
+                    res |= {*getattr(mod, '__all__', [k for k in vars(mod) if k[0]!='_'])}
     return res
 
 yours = {'howto/from_other_libraries': ['model','train_dl','valid_dl']} # as the page says
 
-@pytest.mark.parametrize('name', [o for o in nbs if re.match('index|tutorials/|howto/|explanations/', o)])
+@pytest.mark.parametrize('name', guides)
 def test_names_are_shown(name):
     "Pasted into an interpreter, without the hidden cells, no name is missing"
     tree = ast.parse('\n'.join(o for o in shown(name).splitlines() if not re.match(r'\s*[!%]', o)))
     used = {o.id for o in ast.walk(tree) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Load)}
     assert sorted(used-defined(tree))==yours.get(name, [])
 
+env = {**os.environ, 'MPLBACKEND':'agg', 'OMP_NUM_THREADS':'1', 'PYTHONPATH':str(root)}
+python = [sys.executable, '-W', 'ignore', '-c']
+
 def paste(code, folder):
     "What a plain interpreter prints that runs `code` in `folder`"
-    env = {**os.environ, 'MPLBACKEND':'agg', 'OMP_NUM_THREADS':'1', 'PYTHONPATH':str(root)}
-    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    res = subprocess.run([*python, code], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert res.returncode==0, res.stderr[-2000:]
     return res.stdout
 
-# An interpreter that has imported fastai, which takes longer than most pages, and forks for each folder that it reads from stdin.
-# The fork runs page.py there, in a `__main__` of its own, and writes what is printed to `out`.
+# An interpreter that has imported fastai, which takes longer than most pages, and forks for each folder that it reads
+# from stdin. The fork runs page.py there, in a `__main__` of its own, and writes what is printed to `out`.
 forks = """
 import os,signal,sys,traceback,types
 import fastai.tabular.all,fastai.text.all,fastai.vision.all,mp_callbacks.all
@@ -291,17 +314,17 @@ for folder in sys.stdin:
 
 @pytest.fixture(scope='module')
 def forking():
-    env = {**os.environ, 'MPLBACKEND':'agg', 'OMP_NUM_THREADS':'1', 'PYTHONPATH':str(root)}
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-    with subprocess.Popen([sys.executable, '-W', 'ignore', '-c', forks], **pipes) as process:
+    with subprocess.Popen([*python, forks], **pipes) as process:
         yield process
         process.stdin.close()
 
-long = 'tutorials/underflow','howto/fp8' # they train for long, in test_notebooks: here, only test_names_are_shown reads them
+long = 'tutorials/underflow','howto/fp8' # they train for long, in test_notebooks: test_names_are_shown reads them here
 
 @pytest.mark.slow
-@pytest.mark.skipif(support('cpu', torch.bfloat16)=='emulated', reason='half precision is emulated: pages run once, in test_notebooks')
-@pytest.mark.parametrize('name', [o for o in nbs if re.match('index|tutorials/|howto/|explanations/', o) and shown(o) and o not in (*yours,*long)])
+@pytest.mark.skipif(support('cpu', torch.bfloat16)=='emulated',
+                    reason='half precision is emulated: pages run once, in test_notebooks')
+@pytest.mark.parametrize('name', [o for o in guides if shown(o) and o not in (*yours,*long)])
 def test_pasted(name, tmp_path, request):
     "An interpreter runs what readers see of a page, without the hidden cells. Slow cells run in `nbdev-test` only."
     code = '\n'.join(o for o in shown(name, ['slow']).splitlines() if not re.match(r'\s*[!%]', o))

@@ -19,7 +19,7 @@ each_look = pytest.mark.parametrize('look', looks)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    "An empty folder to be in: `everything` reads all files in that of the learner"
+    "An empty folder to be in: `whole_world` reads all files in that of the learner"
     monkeypatch.chdir(tmp_path)
 
 # --- Everything there is of a learner
@@ -36,7 +36,7 @@ def frozen(o):
 
 def attributes(o): return {k:frozen(v) for k,v in vars(o).items() if k!='_parameters'}
 
-def everything(learn):
+def whole_world(learn):
     "All that a learner, its model, its optimizer, its callbacks, its data and the world around have"
     opt,dl = learn.opt,learn.dls.train
     while hasattr(opt, 'opt'): opt = opt.opt
@@ -59,15 +59,15 @@ def everything(learn):
         rng       = frozen([torch.get_rng_state(), *np.random.get_state(), random.getstate()]),
         files     = {str(o):o.read_bytes() for o in sorted(Path(learn.path).rglob('*')) if o.is_file()})
 
-def same(before, learn):
-    after = everything(learn)
+def assert_untouched(learn, before):
+    after = whole_world(learn)
     assert not [k for k in before if before[k]!=after[k]]
 
 def looked(learn, look):
     "The same learner, looked at; nothing has changed"
-    before = everything(learn)
+    before = whole_world(learn)
     res = looks[look](learn)
-    same(before, learn)
+    assert_untouched(learn, before)
     return res
 
 # --- Learners
@@ -165,20 +165,13 @@ def test_nothing_changes(name, mode, look):
     assert frozen([*learn.model.buffers()])==frozen([*other.model.buffers()])
     if mode!='fp32': assert learn.precision_recorder.rows==other.precision_recorder.rows
 
-class Stop(Callback):
-    "Raise `e` in the middle of the second batch"
-    order = 60
-    def __init__(self, e, event): setattr(self, event, partial(self.stop, e))
-    def stop(self, e):
-        if self.training and self.iter==1: raise e
-
 @each_look
 @pytest.mark.parametrize('mode,event', [('fp16','after_backward'), ('native_bf16','after_pred')])
 @pytest.mark.parametrize('e', [RuntimeError('as asked'),KeyboardInterrupt(),CancelFitException()], ids=repr)
 def test_after_an_error(e, event, mode, look):
     learn = make('accumulation', mode)
     learn.fit(1)
-    try: learn.fit(1, cbs=Stop(e, event))
+    try: learn.fit(1, cbs=Now(event, raises(e), 60))
     except BaseException as got: assert type(got) is type(e)
     looked(learn, look)
 
@@ -201,10 +194,10 @@ def test_interrupted_look(e, at, fitted, look):
     model = nn.Sequential(nn.Linear(8,8), nn.BatchNorm1d(8), Trap(), nn.Dropout(.5), nn.Linear(8,1))
     learn = shuffled(model=model).to_fp16()
     if fitted: learn.fit(1)
-    before = everything(learn)
+    before = whole_world(learn)
     model[2].errors += [*[None]*(at-1),e]
     with pytest.raises(type(e)): looks[look](learn)
-    same(before, learn)
+    assert_untouched(learn, before)
     assert not any(isinstance(o, StandIn) for m in model.modules() for o in vars(m).values())
     learn.fit(1)
 
@@ -341,9 +334,9 @@ def test_no_batch(look):
         learn = get_learner().to_bf16()
         learn.dls = DataLoaders(batches, batches)
         learn.dls.n_inp = 1
-        before = everything(learn)
+        before = whole_world(learn)
         with pytest.raises(ValueError, match='no batch with targets.*dls.train'): looks[look](learn)
-        same(before, learn)
+        assert_untouched(learn, before)
     with pytest.raises(ValueError, match='no batch with targets'): get_learner().to_bf16().find_nonfinite((x[:16],))
 
 @pytest.mark.parametrize('n', [0,-1,True,1.5,'4',None])
@@ -402,7 +395,8 @@ def test_plan_needs_items_first():
         def forward(self, images): return self.layer(torch.stack([o.mean((0,1)) for o in images]))
     learn = get_learner(Images()).to_bf16()
     batch = [torch.rand(3,4,4) for _ in range(2)],torch.rand(2,1)
-    with pytest.raises(ValueError, match=r'first dimensions of the tensors of this batch are \[2, 3\]'): learn.precision_plan(batch)
+    match = r'first dimensions of the tensors of this batch are \[2, 3\]'
+    with pytest.raises(ValueError, match=match): learn.precision_plan(batch)
     assert learn.find_nonfinite(batch).where=='nothing'
 
 def test_sweep_is_no_training():

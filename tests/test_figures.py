@@ -1,4 +1,5 @@
-"The sentences below have the figures of the csv files in bench/results, no other has milliseconds, and what cells show of files is saved so"
+"""The sentences below have the figures of the csv files in bench/results, no other has milliseconds, and what cells
+show of files is saved so"""
 import re
 from pathlib import Path
 
@@ -15,6 +16,10 @@ def medians(name, metric='step_ms', part=None):
     df = df[(df.metric==metric) & (True if part is None else df.part==part)]
     return df.groupby(['case','size','loop','opt','precision']).value.median()
 
+def one(ms, *key):
+    "That of `medians` with this case, loop, optimizer and precision, of whatever size"
+    return ms.xs(key, level=['case','loop','opt','precision']).iloc[0]
+
 def text(name):
     "What readers see of a page but code and outputs: its Markdown and its alternative texts"
     if name.endswith('.md'): return (root/name).read_text(encoding='utf-8')
@@ -25,8 +30,7 @@ def text(name):
 def over_float32(name, cases, call=('fused','bf16'), part=None, metric='step_ms'):
     "What `call` of ours takes in each of `cases`, over fastai's float32"
     ms = medians(name, metric, part)
-    def _of(case, loop, opt, precision): return ms.xs((case,loop,opt,precision), level=['case','loop','opt','precision']).iloc[0]
-    return [_of(o, 'ours', *call)/_of(o, 'fastai', 'fused', 'fp32') for o in cases]
+    return [one(ms, o, 'ours', *call)/one(ms, o, 'fastai', 'fused', 'fp32') for o in cases]
 
 cpu,on_gpu = ['mlp','conv','vit','gpt'],['vit-base','gpt-124M','resnet50-nhwc','mlp-8x2048']
 halves = ('fused','bf16'),('fused','fp16'),('fused','autocast-bf16')
@@ -42,8 +46,9 @@ def step_cost(case, size, *loops):
 flat = lambda: step_cost('240 tensors', 10**5, ('ours','flat','fp16'), ('ours','fused','fp16'))
 many = [('fastai','fused','fp32'), ('fastai','fused','autocast-bf16'), ('lightning','fused','autocast-bf16'),
         ('ours','fused','autocast-bf16'), ('ours','fused','bf16')]
-batches = lambda case, *sizes: [1/o for size in sizes for o in [medians('gpu', part='mpx')[case,size]['ours','fused','bf16']
-                                                                /medians('gpu', part='mpx')[case,size]['fastai','fused','fp32']]]
+def batches(case, *sizes):
+    ms = medians('gpu', part='mpx')[case]
+    return [ms[o]['fastai','fused','fp32']/ms[o]['ours','fused','bf16'] for o in sizes]
 
 def less_time():
     "Time with fastai's Adam over that of the older version, which had page faults"
@@ -51,19 +56,22 @@ def less_time():
     return [ms['ours','fastai','bf16']/o for (loop,*_),o in ms.items() if loop not in ('ours','fastai')]
 
 claims = [ # page, the figures in a sentence of it, and where they are from
-    ('results', r'an MLP takes ([\d.]+) of the time of float32, a convolutional net ([\d.]+), and two small transformers take (.\.\d+) and (.\.\d+)',
-        lambda: over_float32('train_cpu', cpu)),
+    ('results', r'an MLP takes ([\d.]+) of the time of float32, a convolutional net ([\d.]+), and two small '
+                r'transformers take (.\.\d+) and (.\.\d+)', lambda: over_float32('train_cpu', cpu)),
     ('results', r'Time is (.\.\d+) for an MLP, (.\.\d+) for a ConvNet, (.\.\d+) for a ViT and (.\.\d+) for a GPT',
         lambda: over_float32('train_cpu', cpu)),
     ('index', r'Time is (.\.\d+) for an MLP, (.\.\d+) for a ConvNet, (.\.\d+) for a ViT and (.\.\d+) for a GPT',
         lambda: over_float32('train_cpu', cpu)),
     ('results', r'took (\d+) to (\d+) % of the time of float32', lambda: spread(gpu('step_ms', on_gpu[:3]))),
-    ('results', r'and (\d+) to (\d+) % less memory. TensorFloat', lambda: spread([1-o for o in gpu('peak_mb', on_gpu[:3])])),
-    ('results', r'takes only (\d+) ms in float32', lambda: [medians('gpu', part='train').xs(('mlp-8x2048','fastai','fused','fp32'), level=[0,2,3,4]).iloc[0]]),
+    ('results', r'and (\d+) to (\d+) % less memory. TensorFloat',
+        lambda: spread([1-o for o in gpu('peak_mb', on_gpu[:3])])),
+    ('results', r'takes only (\d+) ms in float32',
+        lambda: [one(medians('gpu', part='train'), 'mlp-8x2048', 'fastai', 'fused', 'fp32')]),
     ('results', r'ViT-base rises from ([\d.]+) at 16 images to ([\d.]+) at 256', lambda: batches('vit-base', 16, 256)),
-    ('results', r'a ViT with 256 features from ([\d.]+) at 64 images to ([\d.]+) at 1024', lambda: batches('vit-256-800', 64, 1024)),
-    ('results', r'With 1000 tensors float32 takes (\d+) ms, autocast of fastai (\d+), of Lightning (\d+), ours (\d+) and to_bf16 (\d+)',
-        lambda: step_cost('1000 tensors', 10**5, *many)),
+    ('results', r'a ViT with 256 features from ([\d.]+) at 64 images to ([\d.]+) at 1024',
+        lambda: batches('vit-256-800', 64, 1024)),
+    ('results', r'With 1000 tensors float32 takes (\d+) ms, autocast of fastai (\d+), of Lightning (\d+), ours (\d+) '
+                r'and to_bf16 (\d+)', lambda: step_cost('1000 tensors', 10**5, *many)),
     ('CHANGELOG.md', r"An MLP with fastai's `Adam` takes (.\.\d+) of the time", less_time)]
 
 def figures(pattern, s):
@@ -95,7 +103,8 @@ made = { # page -> cells that show a file of the repository, after those that re
     'which_precision': (['1d86b290'], ['82b356e1','82b356e2']),
     '05_flat':         ([], ['7866ee40','7866ee41']),
     'index':           (['5a1f3c06','f1r57m01'], ['f1r57m02']),
-    'several_gpus':    ([], ['gpus0011'])}
+    'several_gpus':    ([], ['gpus0011']),
+    'architecture':    ([], ['7e575f01'])}
 
 @pytest.mark.parametrize('page', made)
 def test_tables(page, monkeypatch):

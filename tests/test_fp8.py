@@ -25,7 +25,8 @@ def has_kernels():
     try: return fp8_linear(torch.ones(16,16), torch.ones(16,16)) is not None
     except NotImplementedError: return False
 
-kernels = patched('mp_callbacks.fp8.check_fp8', lambda device: None) # PyTorch's CPU kernels take everything, so they show the bits only
+# PyTorch's CPU kernels take everything, so they show the bits only
+kernels = patched('mp_callbacks.fp8.check_fp8', lambda device: None)
 
 with kernels: emulations = [True] if not has_kernels() else [True,False] # PyTorch 2.6 has no kernel for a CPU
 each_emulation = pytest.mark.parametrize('emulate', emulations)
@@ -46,9 +47,11 @@ def torchao(recipe, emulate=True):
         try:
             import torchao.float8 as ao
             from torchao.float8.float8_linear import Float8Linear,matmul_with_hp_or_float8_args
-        except (ImportError,AttributeError) as e: pytest.skip(f'torchao is not installed, or too new for this PyTorch: {e}')
+        except (ImportError,AttributeError) as e:
+            pytest.skip(f'torchao is not installed, or too new for this PyTorch: {e}')
     config = dataclasses.replace(ao.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, pad_inner_dim=True)
-    if config.round_scales_to_power_of_2!=fp8_recipes[recipe].power_of_2: pytest.skip('this version of torchao has another rule')
+    same_rule = config.round_scales_to_power_of_2==fp8_recipes[recipe].power_of_2
+    if not same_rule: pytest.skip('this version of torchao has another rule')
     mm_config = Float8Linear.from_float(nn.Linear(16,16), config).linear_mm_config
     def _linear(x, weight, bias=None, *args):
         res = matmul_with_hp_or_float8_args.apply(x, weight.t(), mm_config, config)
@@ -240,16 +243,19 @@ def test_tied_and_used_twice():
     assert (got-model.b.weight.grad).norm()<.1*got.norm()
 
 def test_refused():
-    for match,call in (('needs bfloat16 copies', lambda: half_precision(mlp(), fp8=Fp8(emulate=True))),
-                       ('needs bfloat16 copies', lambda: half_precision(mlp(), torch.bfloat16, copies=False, fp8=Fp8())),
+    def _half(*args, **kwargs): return half_precision(mlp(), *args, **kwargs)
+    for match,call in (('needs bfloat16 copies', lambda: _half(fp8=Fp8(emulate=True))),
+                       ('needs bfloat16 copies', lambda: _half(torch.bfloat16, copies=False, fp8=Fp8())),
                        ('24 is no multiple of 16', lambda: ways(mlp(24))),
                        ('there is none', lambda: ways(nn.Sequential(nn.Conv2d(1,1,1)))),
                        ("keep={'2': 'bfloat16'} leaves no layer", lambda: in_fp8(learner(), keep={'2':'bfloat16'})),
-                       ("x has 33 numbers in its last dimension, and weight takes 32", lambda: grads_of('rowwise', torch.randn(8,33))),
+                       ('x has 33 numbers in its last dimension, and weight takes 32',
+                        lambda: grads_of('rowwise', torch.randn(8,33))),
                        ("recipe='row' must be one of", lambda: learner().to_fp8('row')),
                        (r"recipe=\['rowwise'\] must be one of", lambda: learner().to_fp8(['rowwise'])),
-                       ('tolerance=-1 must be a positive number', lambda: in_fp8(learner()).precision_report(tolerance=-1)),
-                       ("The model isn't in FP8", lambda: measure_fp8(Fp8Report(Fp8()), mlp(), None, half_precision(mlp())))):
+                       ('tolerance=-1 must be a positive number',
+                        lambda: in_fp8(learner()).precision_report(tolerance=-1)),
+                       ("The model isn't in FP8", lambda: measure_fp8(Fp8Report(Fp8()), mlp(), None, _half()))):
         with pytest.raises(ValueError, match=match): call()
     for match,call in (("fp8='rowwise' must be an Fp8", lambda: half_precision(mlp(), torch.bfloat16, fp8='rowwise')),
                        ("emulate='no' must be True or False", lambda: learner().to_fp8(emulate='no')),
@@ -312,9 +318,11 @@ def test_resumes_exactly(tmp_path):
 
 def test_clip():
     learn = in_fp8(learner(), clip=1e-3)
-    norms,look = [],Callback(before_step=lambda cb: norms.append(flat([p.grad for p in cb.model.parameters()]).norm().item()))
-    look.order = 80 # after the check
-    learn.fit(1, cbs=look)
+    norms = []
+    class Look(Callback):
+        order = 80 # after the check
+        def before_step(self): norms.append(flat([p.grad for p in self.model.parameters()]).norm().item())
+    learn.fit(1, cbs=Look())
     assert learn.precision_recorder.log.norm.min()>1e-3 and max(norms)<=1e-3*(1+1e-5)
 
 def test_accumulates():
@@ -400,7 +408,8 @@ def test_exports(tmp_path):
 def test_carried_along():
     "Whatever makes another `half_precision` keeps it"
     half = half_precision(Net(), torch.bfloat16, fp8=Fp8('rowwise', True))
-    made = half.replace(keep='first'),half.keeping(['first']),half.keeping(['layers.0'], torch.bfloat16),pickle.loads(pickle.dumps(half))
+    kept = half.replace(keep='first'),half.keeping(['first']),half.keeping(['layers.0'], torch.bfloat16)
+    made = *kept,pickle.loads(pickle.dumps(half))
     for o in made:
         o.refresh()
         assert o.fp8==half.fp8 and o.ways['layers.1'].name=='fp8'
@@ -485,7 +494,9 @@ def planted(i, factor=3000):
 @pytest.mark.parametrize('factor', [3000,1/3000,3e5])
 def test_finds_the_outlier(recipe, factor):
     for i in range(3):
-        def _report(**kwargs): return in_fp8(learner(planted(i, factor), dls=get_dls(64)), recipe=recipe, **kwargs).precision_report()
+        def _report(**kwargs):
+            learn = learner(planted(i, factor), dls=get_dls(64))
+            return in_fp8(learn, recipe=recipe, **kwargs).precision_report()
         report = _report()
         assert report.keep=={f'layers.{i}':'bfloat16'}
         clean = _report(keep=report.keep)
@@ -513,7 +524,8 @@ def test_compares_with_float32():
         with half: F.mse_loss(learn.model(x), y).backward()
         grads.append({n:p.grad for n,p in learn.model.named_parameters()})
     learn.model.zero_grad()
-    off = {n:((grads[0][f'{n}.weight']-g).norm()/g.norm()).item() for n in ('layers.0','layers.2') for g in [grads[1][f'{n}.weight']]}
+    def _off(n): return ((grads[0][n]-grads[1][n]).norm()/grads[1][n].norm()).item()
+    off = {n:_off(f'{n}.weight') for n in ('layers.0','layers.2')}
     before = weights(learn)
     table = learn.precision_report(batches=1).table
     for n,error in off.items(): assert abs(table.loc[n,'gradient error']/error-1)<.2 # with the bias

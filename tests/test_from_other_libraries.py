@@ -40,8 +40,8 @@ def valid_loss(model):
 def run(code):
     "Validation loss of the model that `code` trains"
     model = get_model()
-    ns = dict(torch=torch, nn=nn, F=F, device='cpu', epochs=5, model=model, train_dl=loader(train), valid_dl=loader(valid),
-              opt=torch.optim.AdamW(model.parameters(), lr=1e-3), __name__='script')
+    ns = dict(torch=torch, nn=nn, F=F, device='cpu', epochs=5, model=model, train_dl=loader(train),
+              valid_dl=loader(valid), opt=torch.optim.AdamW(model.parameters(), lr=1e-3), __name__='script')
     try: exec(code, ns)
     finally: AcceleratorState._reset_state(reset_partial_state=True) # it keeps the precision of the first `Accelerator`
     return valid_loss(model)
@@ -57,7 +57,8 @@ def test_both_sides(title, monkeypatch, tmp_path):
     assert before<.3*valid_loss(get_model())
 
 def test_all_libraries():
-    assert [*diffs()]==['PyTorch, float16: keep the loop', 'PyTorch, bfloat16: keep the loop', 'PyTorch: move to a Learner', 'Lightning', 'Accelerate']
+    assert [*diffs()]==['PyTorch, float16: keep the loop', 'PyTorch, bfloat16: keep the loop',
+                        'PyTorch: move to a Learner', 'Lightning', 'Accelerate']
 
 two_processes = """
 import gc,sys
@@ -71,8 +72,8 @@ exec(code, ns)
 total = sum(p.double().sum().item() for p in model.parameters())
 Path(f"{{ns['accelerator'].process_index}}.txt").write_text(str(total))
 assert type(ns['model']).__name__=='DistributedDataParallel'
-# `end_training` destroys the group, but its threads end only when nothing holds it any more. As the interpreter exits, a
-# thread of gloo that still holds a tensor aborts the process (https://github.com/pytorch/pytorch/pull/179291).
+# `end_training` destroys the group, but its threads end only when nothing holds it any more. As the interpreter exits,
+# a thread of gloo that still holds a tensor aborts the process (https://github.com/pytorch/pytorch/pull/179291).
 del model
 ns.clear()
 gc.collect()

@@ -1,7 +1,8 @@
-"""The start: a scale that measures the largest gradient once skips no more steps than it must, and is an ordinary scale from then on
+"""The start: a scale that measures the largest gradient once skips no more steps than it must, and then is an ordinary
+scale
 
-What is compared with is the rule without a `headroom`, from 2**24, as in fastai. The models have linear layers only: float16 convolutions are slow on a CPU.
-The file takes long because the rules are compared over whole trainings."""
+What is compared with is the rule without a `headroom`, from 2**24, as in fastai. The models have linear layers only:
+float16 convolutions are slow on a CPU. The file takes long because the rules are compared over whole trainings."""
 import math
 from dataclasses import asdict,replace
 from itertools import accumulate
@@ -10,6 +11,7 @@ import mp_callbacks.grads,pytest
 from learners import *
 from mp_callbacks.callback import state_prefix
 from mp_callbacks.loss_scale import as_loss_scale,loss_scale_presets
+from test_recorder import log
 from torch.nn import functional as F
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
@@ -23,7 +25,9 @@ class Residual(nn.Module):
     def forward(self, x): return x+self.layers(x)
 
 class Attention(nn.Module):
-    def __init__(self, d, causal): super().__init__(); self.qkv,self.out,self.causal = nn.Linear(d, 3*d),nn.Linear(d, d),causal
+    def __init__(self, d, causal):
+        super().__init__()
+        self.qkv,self.out,self.causal = nn.Linear(d, 3*d),nn.Linear(d, d),causal
     def forward(self, x):
         q,k,v = self.qkv(x).chunk(3, -1)
         scores = q@k.mT/q.shape[-1]**.5
@@ -31,10 +35,15 @@ class Attention(nn.Module):
         return self.out(scores.softmax(-1)@v)
 
 def blocks(d, causal):
-    return nn.Sequential(*[Residual(nn.LayerNorm(d), o) for _ in range(2) for o in (Attention(d, causal), nn.Sequential(nn.Linear(d, 4*d), nn.GELU(), nn.Linear(4*d, d)))], nn.LayerNorm(d))
+    def _mlp(): return nn.Sequential(nn.Linear(d, 4*d), nn.GELU(), nn.Linear(4*d, d))
+    res = [Residual(nn.LayerNorm(d), o) for _ in range(2) for o in (Attention(d, causal), _mlp())]
+    return nn.Sequential(*res, nn.LayerNorm(d))
 
 class Transformer(nn.Module):
-    def __init__(self, d=16): super().__init__(); self.embed,self.pos,self.blocks,self.head = nn.Linear(1, d),nn.Parameter(torch.randn(8, d)/8),blocks(d, False),nn.Linear(d, 1)
+    def __init__(self, d=16):
+        super().__init__()
+        self.embed,self.pos = nn.Linear(1, d),nn.Parameter(torch.randn(8, d)/8)
+        self.blocks,self.head = blocks(d, False),nn.Linear(d, 1)
     def forward(self, x): return self.head(self.blocks(self.embed(x[...,None])+self.pos).mean(1))
 
 class GPT(nn.Module):
@@ -69,21 +78,24 @@ def make(name, n, k=1., seed=1, to=Learner.to_fp16, cbs=None, **kwargs):
     data = list(zip(*[o.split(16) for o in (words if name=='gpt' else numbers)(16*n)]))
     loss = CrossEntropyLossFlat() if name=='gpt' else MSELossFlat()
     torch.manual_seed(seed)
-    return to(get_learner(models[name](), DataLoaders(data, data[:8]), loss_func=Times(loss, k), lr=3e-3, cbs=cbs), **kwargs)
+    learn = get_learner(models[name](), DataLoaders(data, data[:8]), loss_func=Times(loss, k), lr=3e-3, cbs=cbs)
+    return to(learn, **kwargs)
 
-def log(learn): return learn.precision_recorder.log
-def before_training(learn): return [*log(learn).finite, True].index(True) # steps that were skipped before the first that was not
+def before_training(learn): return [*log(learn).finite, True].index(True) # steps skipped before the first that was not
 
 # --- The start
 
-@pytest.mark.parametrize('name,k', crossed(models, [1e-6,1e-3,1.,1e3,1e6], fast=lambda name,k: name==('gpt' if k==1 else 'mlp')))
+@pytest.mark.parametrize('name,k', crossed(models, [1e-6,1e-3,1.,1e3,1e6],
+                                           fast=lambda name,k: name==('gpt' if k==1 else 'mlp')))
 def test_start(name, k):
-    "At most one step is skipped before training starts, whatever the size of the loss, and few soon after; the other rule skips as many or more"
-    bounds = dict(min_loss_scale=2.**-20) if k>1 else {} # there is no scale above 1 with which a loss of millions does not overflow
+    """At most one step is skipped before training starts, whatever the size of the loss, and few soon after; the other
+    rule skips as many or more"""
+    bounds = dict(min_loss_scale=2.**-20) if k>1 else {} # a loss of millions overflows with every scale above 1
     learn,other = make(name, 40, k, **bounds),make(name, 40, k, headroom=None, **bounds)
     for o in (learn,other): o.fit(1)
-    assert before_training(learn)<=(k>1) and before_training(learn)<=before_training(other) and (k<1 or before_training(other)>=3)
-    assert skipped(learn)<=before_training(learn)+1 and skipped(learn)<=skipped(other)
+    late,late_other = map(before_training, (learn,other))
+    assert late<=(k>1) and late<=late_other and (k<1 or late_other>=3)
+    assert skipped(learn)<=late+1 and skipped(learn)<=skipped(other)
     assert not learn.mixed_precision.scaling.wants_amax
 
 @each_model
@@ -92,9 +104,11 @@ def test_where_it_goes(name):
     seen = []
     class Look(Callback):
         order = 11
-        def before_step(self): seen.append(max(p.grad.abs().max().item() for p in self.model.parameters() if p.grad is not None))
+        def before_step(self):
+            seen.append(max(p.grad.abs().max().item() for p in self.model.parameters() if p.grad is not None))
     own = DynamicLossScale(2.**9, headroom=0)
-    for kwargs in (dict(), dict(flat_master=True), dict(headroom=5.), dict(loss_scale=own), dict(to=Learner.to_native_fp16, init_scale=own)):
+    for kwargs in (dict(), dict(flat_master=True), dict(headroom=5.), dict(loss_scale=own),
+                   dict(to=Learner.to_native_fp16, init_scale=own)):
         seen.clear()
         learn = make(name, 2, cbs=Look(), **kwargs)
         room = learn.mixed_precision.scaling.headroom
@@ -150,15 +164,18 @@ def test_without(name):
     want = DynamicLossScale(2.**24, period=9)
     assert learn.mixed_precision.scaling==want
     learn.fit(1)
-    assert list(accumulate(log(learn).finite, DynamicLossScale.adjust, initial=want))[-1]==learn.mixed_precision.scaling
-    assert [o.loss_scale for o in accumulate(log(learn).finite, DynamicLossScale.adjust, initial=want)][:-1]==log(learn).scale.tolist()
+    scales = list(accumulate(log(learn).finite, DynamicLossScale.adjust, initial=want))
+    assert scales[-1]==learn.mixed_precision.scaling
+    assert [o.loss_scale for o in scales[:-1]]==log(learn).scale.tolist()
 
 def test_who_decides():
-    "A value or a preset says it all; a static scale and bfloat16 measure nothing, nor does native float16 unless it is told to"
+    """A value or a preset says it all; a static scale and bfloat16 measure nothing, nor does native float16 unless it
+    is told to"""
     for o in (*loss_scale_presets, DynamicLossScale(), DynamicLossScale(8., headroom=3.), StaticLossScale(8.)):
         assert get_learner().to_fp16(o).mixed_precision.scaling==as_loss_scale(o)
     assert get_learner().to_fp16(64., dynamic=False).mixed_precision.scaling==StaticLossScale(64.)
-    for o in ('to_bf16','to_native_bf16','to_native_fp16'): assert not getattr(get_learner(), o)().mixed_precision.scaling.wants_amax
+    for o in ('to_bf16','to_native_bf16','to_native_fp16'):
+        assert not getattr(get_learner(), o)().mixed_precision.scaling.wants_amax
     for lo,hi,want in ((1,2**24,2**10), (1,2**4,2**4), (2**12,2**24,2**12), (1,1000,1000)):
         assert get_learner().to_fp16(min_loss_scale=lo, max_loss_scale=hi).mixed_precision.loss_scale==want
     learn = make_and_fit('mlp', 3)
@@ -175,10 +192,12 @@ class Bad(Callback):
     def before_step(self):
         if self.iter+self.done in self.at: self.model[0].weight.grad.fill_(inf)
 
-def states(learn): return [o.tolist() for o in weights(learn)]+[learn.mixed_precision.scaling,learn.opt.state_dict()['state'][0]['grad_avg'].tolist()]
+def states(learn):
+    avg = learn.opt.state_dict()['state'][0]['grad_avg']
+    return [o.tolist() for o in weights(learn)]+[learn.mixed_precision.scaling,avg.tolist()]
 
 def test_resume(tmp_path):
-    "Stopped after any step, in the middle of a search for the scale too, it goes on in another learner as if it had not been"
+    "Stopped after any step, while it searches for the scale too, it goes on in another learner as if it had not been"
     n,at = 12,(0,1,4,5,6,9)
     batches = list(zip(*[o.split(16) for o in numbers(16*n)]))
     def learner(bs): return get_learner(dls=DataLoaders(bs, bs[:1]), path=tmp_path, opt_func=Adam).to_fp16()
@@ -219,22 +238,29 @@ try: from hypothesis import HealthCheck,given,settings,strategies as st
 except ImportError: st = None
 
 if st is not None:
-    def examples(n): return settings(max_examples=n, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    def examples(n):
+        return settings(max_examples=n, derandomize=True, deadline=None, database=None,
+                        suppress_health_check=list(HealthCheck))
     powers = st.integers(-20, 30).map(lambda k: 2.**k)
 
     @st.composite
     def scales(draw):
         lo,s,hi = sorted(draw(st.tuples(powers, powers, powers)))
-        return DynamicLossScale(s, min_loss_scale=lo, max_loss_scale=hi, headroom=draw(st.integers(0, 6) | st.floats(0, 6)), period=draw(st.integers(1, 5)), factor=draw(st.sampled_from([2.,4.])),
-            consecutive=draw(st.booleans()), hysteresis=draw(st.integers(1, 3)), found=draw(st.booleans()))
-    steps = st.lists(st.tuples(st.sampled_from([True,True,True,False]), st.just(0.) | st.floats(1e-12, 1e6)), max_size=40)
+        options = dict(headroom=st.integers(0, 6) | st.floats(0, 6), period=st.integers(1, 5),
+                       factor=st.sampled_from([2.,4.]), consecutive=st.booleans(), hysteresis=st.integers(1, 3),
+                       found=st.booleans())
+        drawn = {k:draw(v) for k,v in options.items()}
+        return DynamicLossScale(s, min_loss_scale=lo, max_loss_scale=hi, **drawn)
+    amaxes = st.just(0.) | st.floats(1e-12, 1e6)
+    steps = st.lists(st.tuples(st.sampled_from([True,True,True,False]), amaxes), max_size=40)
 
     def ordinary(s): return replace(s, headroom=None, found=False)
 
     @given(scales(), steps)
     @examples(300)
     def test_any_course(s, steps):
-        "Within its bounds, in powers of two. It falls by 2**16 only until it is found; from then on it is an ordinary scale."
+        """Within its bounds, in powers of two. It falls by 2**16 only until it is found; from then on it is an ordinary
+        scale."""
         start = s.loss_scale
         for ok,amax in steps:
             new = s.adjust(ok, amax if s.wants_amax else None)
@@ -248,7 +274,8 @@ if st is not None:
     @given(scales(), st.floats(2.**-18, 2.**40))
     @examples(200)
     def test_any_limit(s, limit):
-        "Where gradients overflow above `limit`, at most one step is skipped if that is within 2**16 of the first scale, and the headroom is what was asked for, or the scale at its bounds"
+        """Where gradients overflow above `limit`, at most one step is skipped if that is within 2**16 of the first
+        scale, and the headroom is what was asked for, or the scale at its bounds"""
         s,bad = replace(s, found=False, period=100),0
         first = s.loss_scale
         for _ in range(4):

@@ -17,9 +17,10 @@ from learners import *
 from machines import Fake
 from mp_callbacks.devices import pretend
 
-pytestmark = [pytest.mark.filterwarnings('ignore:.*only emulates'), pytest.mark.filterwarnings('ignore:load_learner')]
+pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:load_learner')
 
 half_dtype = {o: torch.float16 if 'fp16' in o else torch.bfloat16 for o in modes}
+nan,inf = float('nan'),float('inf')
 
 each_mode = pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','native_fp16')))
 each_call = pytest.mark.parametrize('call', calls)
@@ -27,7 +28,8 @@ each_call = pytest.mark.parametrize('call', calls)
 def state(learn): return [p for p in learn.model.parameters()],weights(learn),list(learn.cbs)
 
 def unchanged(learn, before, named=True):
-    "Has `learn` the same parameters, weights and callbacks (each under its name, if they are `named` apart) as when `state` was taken?"
+    """Has `learn` the same parameters, weights and callbacks (each under its name, if they are `named` apart) as when
+    `state` was taken?"""
     ps,ws,cbs = before
     assert all(p is q for p,q in zip(learn.model.parameters(), ps, strict=True))
     assert all(torch.equal(p, w) and p.dtype==w.dtype for p,w in zip(ps, ws, strict=True))
@@ -39,7 +41,8 @@ def trains(learn):
     "Does a fit change all trainable weights, finitely, and leave them float32?"
     before = weights(learn)
     learn.fit(2)
-    assert all(not torch.equal(p, w) and p.isfinite().all() and p.dtype==torch.float32 for p,w in zip(learn.model.parameters(), before, strict=True))
+    for p,w in zip(learn.model.parameters(), before, strict=True):
+        assert not torch.equal(p, w) and p.isfinite().all() and p.dtype==torch.float32
 
 # --- Models
 
@@ -100,10 +103,8 @@ def test_frozen_parts(mode):
 def test_outside_the_optimizer(mode):
     "Gradients of parameters that no optimizer holds are not scaled, and a batch that overflows leaves nothing in them"
     def run(mode, poisoned, cbs):
-        class Poison(Callback):
-            def before_batch(self):
-                if self.training and self.train_iter in poisoned: self.learn.xb = (self.x*float('inf'),)
-        learn = get_learner(opt_func=SGD, lr=.05, splitter=lambda m: [params(m[-1])], cbs=[Poison(), *cbs])
+        cbs = [*map(InfiniteAt, poisoned),*cbs]
+        learn = get_learner(opt_func=SGD, lr=.05, splitter=lambda m: [params(m[-1])], cbs=cbs)
         if mode: modes[mode](learn)
         learn.fit(1)
         return learn.model[0].weight.grad,learn.model[-1].weight.detach()
@@ -151,7 +152,8 @@ def test_unsupported_device(call):
     learn = get_learner()
     before = state(learn)
     learn.dls._device = torch.device('meta')
-    with pytest.raises(ValueError, match="device=meta doesn't compute in .* Use learn.to_fp32()"): getattr(learn, call)()
+    match = r"device=meta doesn't compute in .* Use learn.to_fp32\(\)"
+    with pytest.raises(ValueError, match=match): getattr(learn, call)()
     unchanged(learn, before)
     learn.dls._device = torch.device('cpu')
     trains(learn)
@@ -161,7 +163,8 @@ def test_unsupported_device_later(mode):
     "The data may move after the call, to a device that can't: then the fit refuses, before anything has changed"
     learn = modes[mode](get_learner())
     before = state(learn)
-    with pretend(Fake('cuda', 'Tesla T4', (7,5))), pytest.raises(ValueError, match="device=cpu doesn't compute in"): learn.fit(1)
+    t4 = pretend(Fake('cuda', 'Tesla T4', (7,5)))
+    with t4, pytest.raises(ValueError, match="device=cpu doesn't compute in"): learn.fit(1)
     unchanged(learn, before)
 
 @pytest.mark.cuda
@@ -181,18 +184,22 @@ def test_moved(mode):
 
 # --- Arguments
 
-nan,inf = float('nan'),float('inf')
-
 bad = dict( # call -> argument -> values
-    to_fp16 = dict(loss_scale=[0,-1.,nan,'auto'], max_loss_scale=[0,-2.,inf,nan,'2**24',None,.5], min_loss_scale=[0,2.**25,'low'], div_factor=[1,.5,inf,None], scale_wait=[0,-1,1.5,True],
-                   clip=[0,-1.,nan,inf,'1',True], headroom=[-1.,31,nan,'2',True], max_skips=[0,1.5,None,True], keep=[3,None,'head*',[3]]),
+    to_fp16 = dict(loss_scale=[0,-1.,nan,'auto'], max_loss_scale=[0,-2.,inf,nan,'2**24',None,.5],
+                   min_loss_scale=[0,2.**25,'low'], div_factor=[1,.5,inf,None], scale_wait=[0,-1,1.5,True],
+                   clip=[0,-1.,nan,inf,'1',True], headroom=[-1.,31,nan,'2',True], max_skips=[0,1.5,None,True],
+                   keep=[3,None,'head*',[3]]),
     to_bf16 = dict(clip=[0,nan], max_skips=[-1,'9'], keep=[1.,('*.nothing',)]),
-    to_native_fp16 = dict(init_scale=[0,inf,'x',2.**25], growth_factor=[1.,'x'], backoff_factor=[1.,0,2], growth_interval=[0,2.5], min_loss_scale=[-1,2.**17], max_loss_scale=[0,2.],
-                          max_skips=[0]),
+    to_native_fp16 = dict(init_scale=[0,inf,'x',2.**25], growth_factor=[1.,'x'], backoff_factor=[1.,0,2],
+                          growth_interval=[0,2.5], min_loss_scale=[-1,2.**17], max_loss_scale=[0,2.], max_skips=[0]),
     to_native_bf16 = dict(max_skips=[0,'many']))
-wrong = [pytest.param(call, name, value, {}, id=f'{call}-{name}={value!r}') for call,args in bad.items() for name,values in args.items() for value in values]
+
+def wrong_case(call, name, value, end='', **others):
+    return pytest.param(call, name, value, others, id=f'{call}-{name}={value!r}{end}')
+
+wrong = [wrong_case(call, k, v) for call,args in bad.items() for k,vs in args.items() for v in vs]
 # a scale that is to move doesn't need the one that doesn't, and yet says what is wrong with it
-wrong += [pytest.param('to_fp16', 'loss_scale', o, dict(dynamic=False), id=f'to_fp16-loss_scale={o!r}-static') for o in bad['to_fp16']['loss_scale']]
+wrong += [wrong_case('to_fp16', 'loss_scale', o, '-static', dynamic=False) for o in bad['to_fp16']['loss_scale']]
 
 @pytest.mark.parametrize('call,name,value,others', wrong)
 def test_bad_argument(call, name, value, others):
@@ -212,7 +219,8 @@ def test_unknown_argument():
         with pytest.raises(TypeError, match='unexpected keyword'): getattr(learn, call)(loss_scael=2)
     unchanged(learn, before)
 
-@pytest.mark.parametrize('kind', [ModelToHalf, lambda dtype: NativeMixedPrecision(dtype=dtype)], ids='ModelToHalf NativeMixedPrecision'.split())
+@pytest.mark.parametrize('kind', [ModelToHalf, lambda dtype: NativeMixedPrecision(dtype=dtype)],
+                         ids='ModelToHalf NativeMixedPrecision'.split())
 @pytest.mark.parametrize('dtype', [torch.float32, torch.int8, 'float8', 16, None])
 def test_bad_dtype(kind, dtype):
     with pytest.raises(ValueError, match=re.escape(str(dtype))): kind(dtype)
@@ -315,7 +323,9 @@ def test_predictions(mode, structure):
 @each_mode
 def test_other_dtypes(mode):
     "What the model makes float64, complex, integer or bool stays so"
-    make = lambda p: (p.double(), p.detach().float().to(torch.complex64), p.detach().long(), p.detach()>0, p.detach().half(), p.detach().bfloat16())
+    def make(p):
+        q = p.detach()
+        return p.double(),q.float().to(torch.complex64),q.long(),q>0,q.half(),q.bfloat16()
     learn = get_learner(Structured(make), loss_func=Loss(lambda o: o[0].float()))
     modes[mode](learn)
     trains(learn)
@@ -381,9 +391,7 @@ def test_wide_inputs(mode):
     "Columns that float16 can't hold, before a batch norm, as in tabular data: the norm sees every bit"
     x,y = numbers()
     x = x*torch.tensor([1e6,1e-9,1,1,1,1,1,1])
-    items = list(zip(x, y))
-    dls = DataLoaders.from_dsets(items, items, bs=16, device='cpu', num_workers=0, shuffle=False)
-    learn = get_learner(nn.Sequential(nn.BatchNorm1d(8), mlp()), dls=dls)
+    learn = get_learner(nn.Sequential(nn.BatchNorm1d(8), mlp()), dls=as_dls(x, y))
     modes[mode](learn).fit(1)
     norm = nn.BatchNorm1d(8)
     for o in x.split(16): norm(o)
@@ -446,30 +454,31 @@ def test_export_inside_a_batch(mode, tmp_path):
         order = 80
         def after_batch(self):
             if self.training and self.iter==1: self.learn.export()
-    class Poison(Callback):
-        def before_batch(self):
-            if self.training and self.iter==0: self.learn.xb = (self.x*inf,)
     learn = modes[mode](get_learner(norm=True, path=tmp_path, cbs=GradientAccumulation(64)))
-    with learn.removed_cbs(learn.cbs.filter(lambda o: isinstance(o, PrecisionRecorder))): learn.fit(1, cbs=Now())
+    recorders = learn.cbs.filter(lambda o: isinstance(o, PrecisionRecorder))
+    with learn.removed_cbs(recorders): learn.fit(1, cbs=Now())
     loaded = load_learner(tmp_path/'export.pkl', cpu=False)
     loaded.remove_cbs([ProgressCallback,Now,GradientAccumulation])
     loaded.dls = get_dls()
     loaded.validate()
     assert {p.dtype for p in loaded.model.parameters()}=={torch.float32}
     assert not [n for n,m in loaded.model.named_modules() if 'forward' in vars(m)]
-    loaded.fit(1, cbs=Poison())
+    loaded.fit(1, cbs=InfiniteAt(0))
     assert all(o.isfinite().all() for o in loaded.model.state_dict().values())
     trains(loaded)
 
 @each_mode
-@pytest.mark.parametrize('event,training', [('before_step',True), ('after_step',True), ('after_batch',True), ('after_batch',False)], ids=str)
+@pytest.mark.parametrize('event,training', [('before_step',True), ('after_step',True), ('after_batch',True),
+                                            ('after_batch',False)], ids=str)
 def test_model_inside_a_batch(event, training, mode):
-    "From the step on, and at the end of a validation batch, who copies or saves the model gets the real weights, and no more than a model"
+    """From the step on, and at the end of a validation batch, who copies or saves the model gets the real weights, and
+    no more than a model"""
     class Copy(Callback):
         order = 80
         def __init__(self): setattr(self, event, self._copy)
         def _copy(self):
-            if self.training==training and self.iter==1: self.got,self.want = deepcopy(self.model),[p.detach().clone() for pg in self.opt.param_lists for p in pg]
+            if self.training!=training or self.iter!=1: return
+            self.got,self.want = deepcopy(self.model),[p.detach().clone() for pg in self.opt.param_lists for p in pg]
     learn = modes[mode](get_learner())
     learn.fit(1, cbs=(cb := Copy()))
     assert all(torch.equal(p, q) and p.dtype==q.dtype for p,q in zip(cb.got.parameters(), cb.want, strict=True))
@@ -477,11 +486,12 @@ def test_model_inside_a_batch(event, training, mode):
 
 @pytest.fixture(scope='module')
 def unpatched(tmp_path_factory):
-    "What another process sees of an exported learner: one that imports a little of fastai, or all callbacks, and never our patches"
+    """What another process sees of an exported learner: one that imports a little of fastai, or all callbacks, and
+    never our patches"""
     path = tmp_path_factory.mktemp('export')
     learn = modes['fp16'](get_learner(norm=True, path=path))
     learn.fit(1)
-    cloudpickle.register_pickle_by_value(learners) # so that the other process needn't import it, and with it all of ours
+    cloudpickle.register_pickle_by_value(learners) # so that the other process needn't import it, and with it all ours
     try: learn.export()
     finally: cloudpickle.unregister_pickle_by_value(learners)
     code = '''if True:
@@ -492,7 +502,8 @@ def unpatched(tmp_path_factory):
             try:
                 learn = load_learner(sys.argv[1])
                 learn.logger,learn.create_mbar = lambda *args: None,False
-                return dict(preds=[learn.predict(i)[2].tolist() for i in (3,4)], dtypes=sorted({str(p.dtype) for p in learn.model.parameters()}))
+                dtypes = sorted({str(p.dtype) for p in learn.model.parameters()})
+                return dict(preds=[learn.predict(i)[2].tolist() for i in (3,4)], dtypes=dtypes)
             except Exception as e: return dict(error=f'{type(e).__name__}: {e}')
         res = dict(little=see())
         from fastai.callback.all import *
@@ -521,7 +532,8 @@ def test_mixed_alone():
     "MixedPrecision is autocast in fastai, and needs ModelToHalf here: the error names both ways out"
     learn = get_learner(cbs=MixedPrecision())
     before = state(learn)
-    with pytest.raises(ValueError, match=r'needs ModelToHalf: call learn.to_fp16\(\).*use NativeMixedPrecision'): learn.fit(1)
+    match = r'needs ModelToHalf: call learn.to_fp16\(\).*use NativeMixedPrecision'
+    with pytest.raises(ValueError, match=match): learn.fit(1)
     unchanged(learn, before)
     trains(learn.to_bf16())
 
@@ -530,7 +542,8 @@ def test_both_by_hand(how):
     "ModelToHalf and MixedPrecision through `cbs=` are to_fp16 to the bit, whichever comes first"
     learn = modes['fp16'](get_learner(norm=True))
     learn.fit(2)
-    for cbs in ([ModelToHalf(),MixedPrecision(max_loss_scale=2.**10)], [MixedPrecision(max_loss_scale=2.**10),ModelToHalf()]):
+    def _mixed(): return MixedPrecision(max_loss_scale=2.**10)
+    for cbs in ([ModelToHalf(),_mixed()], [_mixed(),ModelToHalf()]):
         other = get_learner(norm=True, cbs=cbs if how=='learner' else None)
         other.fit(2, cbs=None if how=='learner' else cbs)
         assert all(map(torch.equal, weights(learn), weights(other)))
@@ -538,12 +551,14 @@ def test_both_by_hand(how):
 
 ours = dict(half=ModelToHalf, half2=lambda: ModelToHalf('bf16'), native=NativeMixedPrecision,
     mixed=lambda: MixedPrecision(max_loss_scale=2.**10), mixed2=lambda: MixedPrecision(dynamic=False))
-theirs = dict(amp=fp16.MixedPrecision, amp_bf16=lambda: fp16.MixedPrecision('bf16'), non_native=fp16.NonNativeMixedPrecision)
+theirs = dict(amp=fp16.MixedPrecision, amp_bf16=lambda: fp16.MixedPrecision('bf16'),
+    non_native=fp16.NonNativeMixedPrecision)
 made = {**ours, **theirs}
 
-@pytest.mark.parametrize('names', ['mixed mixed2', 'mixed native', 'native mixed', 'native native', 'half mixed native', 'half mixed mixed2',
-    'half half2 mixed', 'half native',
-    *(f'{o} {t}' for o in ('mixed', 'native', 'half mixed') for t in theirs), 'amp mixed'])
+@pytest.mark.parametrize('names', [
+    'mixed mixed2', 'mixed native', 'native mixed', 'native native', 'half mixed native', 'half mixed mixed2',
+    'half half2 mixed', 'half native', *(f'{o} {t}' for o in ('mixed', 'native', 'half mixed') for t in theirs),
+    'amp mixed'])
 def test_two_precisions(names):
     "Are refused when a fit begins, before anything has been converted"
     learn = get_learner()
@@ -571,7 +586,8 @@ starts = {**{o: methodcaller(o) for o in calls},
     'by hand subclass': lambda learn: learn.add_cb(Subclass()),
     'by hand non-native': lambda learn: learn.add_cbs([fp16.ModelToHalf(),fp16.NonNativeMixedPrecision()])}
 
-def precisions(learn): return [cb for cb in learn.cbs if isinstance(cb, (PrecisionCallback,ModelToHalf)) or any(c.__module__==fp16.__name__ for c in type(cb).__mro__)]
+def fastais(cb): return any(c.__module__==fp16.__name__ for c in type(cb).__mro__)
+def precisions(learn): return [o for o in learn.cbs if isinstance(o, (PrecisionCallback,ModelToHalf)) or fastais(o)]
 
 cases = crossed(calls, starts, fast=lambda call,first: call=='to_fp16' and 'by hand' in first)
 
@@ -593,7 +609,8 @@ def test_one_precision(first, call):
     for a,b in zip(*(map(vars, o.model.modules()) for o in (learn,plain)), strict=True):
         assert a.keys()==b.keys() and all(len(a[k])==len(b[k]) for k in a if k.endswith('hooks'))
     for p in learn.model.parameters(): assert p.dtype==torch.float32 and not vars(p) and not p._backward_hooks
-    assert vars(learn.opt).keys()==vars(plain.opt).keys() and {*map(id, learn.opt.state)}<={*map(id, learn.model.parameters())}
+    known = {*map(id, learn.model.parameters())}
+    assert vars(learn.opt).keys()==vars(plain.opt).keys() and {*map(id, learn.opt.state)}<=known
     trains(learn)
 
 @each_call
@@ -645,7 +662,8 @@ class Special(nn.Linear):
     ((),                                    set())])
 def test_keep(keep, kept):
     "By type, pattern, function, or some of each: float32 there, half precision everywhere else"
-    model = nn.Sequential(OrderedDict(body=nn.Sequential(nn.Linear(8,16), nn.GELU(), Special(16,16)), norm=nn.LayerNorm(16), head=nn.Linear(16,1)))
+    body = nn.Sequential(nn.Linear(8,16), nn.GELU(), Special(16,16))
+    model = nn.Sequential(OrderedDict(body=body, norm=nn.LayerNorm(16), head=nn.Linear(16,1)))
     learn = get_learner(model).to_bf16(keep=keep)
     res = dtypes_returned(learn)
     assert (res['norm']==torch.float32)==bool(kept&{'norm','body.2'}) # a norm that isn't kept returns what it is given
@@ -670,15 +688,12 @@ def test_keep_all(call):
 @each_mode
 def test_changed_model(mode):
     "Layers may be replaced between two fits: the new ones are treated like the old ones"
-    class Poison(Callback):
-        def before_batch(self):
-            if self.training and self.train_iter==2: self.learn.xb = (self.x*inf,)
     learn = modes[mode](get_learner(norm=True))
     learn.fit(1)
     learn.model[1],learn.model[3] = nn.BatchNorm1d(16),nn.Linear(16,16)
     learn.create_opt()
     before = state(learn)
-    learn.fit(1, cbs=Poison())
+    learn.fit(1, cbs=InfiniteAt(2))
     assert skipped(learn)==1
     assert all(o.isfinite().all() for o in learn.model.state_dict().values())
     assert not torch.equal(learn.model[3].weight, before[1][4]) and math.isfinite(learn.validate()[0])
@@ -724,21 +739,21 @@ odds = Expanded,Late,Replaced,Grown
 @pytest.mark.parametrize('mode,odd', crossed(modes, odds, fast=lambda mode,odd: mode=='fp16'))
 def test_odd_buffers(mode, odd):
     "A skipped step leaves no trace in buffers of any kind"
-    class Poison(Callback):
-        def before_batch(self):
-            if self.training and self.train_iter in (2,5): self.learn.xb = (self.x*inf,)
     learn = modes[mode](get_learner(nn.Sequential(nn.BatchNorm1d(8), odd(), mlp())))
-    learn.fit(2, cbs=Poison())
+    learn.fit(2, cbs=[InfiniteAt(2),InfiniteAt(5)])
     assert skipped(learn)==2
     assert all(o.isfinite().all() for o in learn.model.state_dict().values())
     if odd is Grown: assert len(learn.model[1].b)==learn.model[1].n==6
 
 @pytest.mark.parametrize('piece', ['prepare_grads','flat_step'])
 def test_default_device(piece):
-    "A loop by hand may have `torch.set_default_device('cuda')`: what has to be on the CPU stays there. Here it is 'meta', for a `with`."
+    """A loop by hand may have `torch.set_default_device('cuda')`: what has to be on the CPU stays there
+
+    Here it is 'meta', for a `with`: `set_default_device(None)` doesn't undo all of it, and `get_default_device` of
+    PyTorch before 2.10 fails after it."""
     ps = [nn.Parameter(torch.ones(n, device='cpu')) for n in (5,3000)] # few and many numbers are handled differently
     for p in ps: p.grad = torch.ones_like(p)
-    with torch.device('meta'): # `set_default_device(None)` doesn't undo all of it: `get_default_device` of PyTorch before 2.10 fails after it
+    with torch.device('meta'):
         if piece=='flat_step': flat_step(Adam(ps, lr=.1))
         norm = prepare_grads(ps, 2., 1.).norm
     assert norm==pytest.approx(3005**.5/2)

@@ -1,4 +1,7 @@
-"""The layout is the architecture: numbers of notebooks are layers, imports point to lower ones, and only one module changes fastai"""
+"""The layout is the architecture
+
+Numbers of notebooks are layers, imports point to lower ones, only one module changes fastai, and a class is one piece.
+Lines are short, in the tests, too, and no helper of theirs stands twice."""
 import ast,functools,json,re,subprocess,sys
 from functools import cache
 from importlib import import_module
@@ -15,6 +18,11 @@ def numbered(): return {o:m for o in sorted(nbs.glob('*.ipynb')) if (m := re.ful
 layers = {m[2]:m[1] for m in numbered().values()} # such as '03', and '02a' between '02' and '03'
 each_module = pytest.mark.parametrize('name', sorted(layers, key=layers.get))
 
+def called(o):
+    "Name of the function that the call or decorator `o` calls"
+    f = getattr(o, 'func', o)
+    return getattr(f, 'id', getattr(f, 'attr', ''))
+
 @cache
 def imports(name):
     "Everything that module `name` imports, anywhere in it: dotted names, ours without the package's"
@@ -25,7 +33,7 @@ def imports(name):
             assert o.level<2, f'{name} imports from outside the package'
             base = '.'.join(filter(None, ['mp_callbacks' if o.level else '', o.module]))
             res |= {f'{base}.{a.name}' for a in o.names} if base=='mp_callbacks' else {base}
-        elif isinstance(o, ast.Call) and getattr(o.func, 'id', getattr(o.func, 'attr', '')) in ('import_module', '__import__'):
+        elif isinstance(o, ast.Call) and called(o) in ('import_module', '__import__'):
             assert isinstance(o.args[0], ast.Constant), f'{name} imports what only running it would tell'
             res.add(re.sub(r'^\.', 'mp_callbacks.', o.args[0].value))
     return {o.removeprefix('mp_callbacks.') if o.startswith('mp_callbacks') else f'::{o}' for o in res}
@@ -43,7 +51,8 @@ def test_one_number_each():
 def test_notebook_for_each_module():
     "Each numbered notebook exports the module that it is named after, and nothing else exports one"
     for path,m in numbered().items():
-        src = [''.join(c['source']) for c in json.loads(path.read_text(encoding='utf-8'))['cells'] if c['cell_type']=='code']
+        cells = json.loads(path.read_text(encoding='utf-8'))['cells']
+        src = [''.join(c['source']) for c in cells if c['cell_type']=='code']
         assert re.findall(r'^#\s*\|\s*default_exp\s+(\S+)', '\n'.join(src), re.M)==[m[2]], path.name
         assert f'../nbs/{path.name}' in (pkg/f'{m[2]}.py').read_text(encoding='utf-8')
     assert {o.stem for o in pkg.glob('*.py')}==layers.keys()|by_hand
@@ -78,7 +87,8 @@ def test_imports_are_seen(tmp_path, monkeypatch):
     (tmp_path/'probe.py').write_text('if True:'+src)
     monkeypatch.setattr(sys.modules[__name__], 'pkg', tmp_path)
     assert ours('probe')==set('abcdegh')
-    assert {o for o in imports('probe') if o[:2]=='::'}=={'::fastai.learner','::torch','::fastai.callback.core','::fastai'}
+    theirs = {o for o in imports('probe') if o[:2]=='::'}
+    assert theirs=={'::fastai.learner','::torch','::fastai.callback.core','::fastai'}
 
 def run(code, *args):
     "What `code` prints as JSON in a process of its own"
@@ -110,28 +120,31 @@ def test_lines_are_short(name): assert [o for o in source(name).splitlines() if 
 def test_a_class_is_one_piece(name):
     "`@patch` adds to fastai's `Learner`, never to a class of this package"
     patched = [o for o in ast.walk(ast.parse(source(name))) if isinstance(o, ast.FunctionDef)
-               and any(getattr(d, 'id', getattr(getattr(d, 'func', None), 'id', ''))=='patch' for d in o.decorator_list)]
+               and 'patch' in map(called, o.decorator_list)]
     assert {ast.unparse(o.args.args[0].annotation) for o in patched}<={'Learner'}
 
 def private(name): return name.startswith('_') and not name.startswith('__')
 
 @functools.cache
 def own_private(src):
-    "Private names that a module of source `src` defines: functions, classes, variables, and attributes that it sets on objects"
+    "Private names that a module of source `src` defines: functions, classes, variables, attributes that it sets"
     res = set()
     for o in ast.walk(ast.parse(src)):
         if isinstance(o, (ast.FunctionDef,ast.ClassDef)): res.add(o.name)
-        elif isinstance(o, (ast.Name,ast.Attribute)) and isinstance(o.ctx, ast.Store): res.add(getattr(o, 'id', getattr(o, 'attr', None)))
+        elif isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store): res.add(o.id)
+        elif isinstance(o, ast.Attribute) and isinstance(o.ctx, ast.Store): res.add(o.attr)
     return {o for o in res if private(o)}
 
 def theirs_used(name):
     "Private names of our other modules that module `name` imports, or reads as an attribute or by `getattr`"
-    tree,others = ast.parse(source(name)),set().union(*(own_private(source(o)) for o in layers if o!=name))-own_private(source(name))
-    used = set()
+    others = set().union(*(own_private(source(o)) for o in layers if o!=name))-own_private(source(name))
+    tree,used = ast.parse(source(name)),set()
     for o in ast.walk(tree):
-        if isinstance(o, ast.ImportFrom) and (o.level or (o.module or '').startswith('mp_callbacks')): used |= {a.name for a in o.names if private(a.name)}
+        if isinstance(o, ast.ImportFrom) and (o.level or (o.module or '').startswith('mp_callbacks')):
+            used |= {a.name for a in o.names if private(a.name)}
         elif isinstance(o, ast.Attribute) and o.attr in others: used.add(o.attr)
-        elif isinstance(o, ast.Call) and getattr(o.func, 'id', '')=='getattr' and isinstance(o.args[1], ast.Constant) and o.args[1].value in others: used.add(o.args[1].value)
+        elif isinstance(o, ast.Call) and called(o)=='getattr' and isinstance(o.args[1], ast.Constant):
+            used |= {o.args[1].value}&others
     return used-of_torch_and_fastai
 
 # names that we set on their objects, and that are theirs
@@ -143,22 +156,25 @@ def test_no_private_name_of_another(name):
     assert theirs_used(name)==set()
 
 def test_private_names_are_seen(monkeypatch, tmp_path):
-    for n,src in dict(low='def _f(): pass\nclass A:\n    _state = 0', high='from .low import _f\nx = A()._state\ny = getattr(x, "_state", 1)', fine='from .low import A\n_own = A()._own').items():
+    sources = dict(low='def _f(): pass\nclass A:\n    _state = 0', fine='from .low import A\n_own = A()._own',
+                   high='from .low import _f\nx = A()._state\ny = getattr(x, "_state", 1)')
+    for n,src in sources.items():
         (tmp_path/f'{n}.py').write_text(src)
     monkeypatch.setattr(sys.modules[__name__], 'pkg', tmp_path)
     monkeypatch.setattr(sys.modules[__name__], 'layers', dict(low='00', high='01', fine='02'))
     assert theirs_used('high')=={'_f', '_state'} and theirs_used('fine')==theirs_used('low')==set()
 
 def states(name):
-    "Class -> names of the attributes that its methods, but for `__init__`, set on `self`; patched methods are its own, too"
+    "Class -> names of the attributes that its methods, but for `__init__`, set on `self`"
     res,tree = {},ast.parse((pkg/f'{name}.py').read_text(encoding='utf-8'))
-    methods = [(c.name,f) for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for f in c.body if isinstance(f, ast.FunctionDef)]
-    methods += [(f.args.args[0].annotation.id,f) for f in tree.body if isinstance(f, ast.FunctionDef) and f.args.args and isinstance(f.args.args[0].annotation, ast.Name)]
+    classes = [c for c in ast.walk(tree) if isinstance(c, ast.ClassDef)]
+    methods = [(c.name,f) for c in classes for f in c.body if isinstance(f, ast.FunctionDef)]
     for c,f in methods:
         own = f.args.args[0].arg if f.args.args else None
         if f.name=='__init__': continue
         for o in ast.walk(f):
-            if isinstance(o, ast.Attribute) and isinstance(o.ctx, ast.Store) and getattr(o.value, 'id', None)==own: res.setdefault(c, set()).add(o.attr)
+            is_set = isinstance(o, ast.Attribute) and isinstance(o.ctx, ast.Store)
+            if is_set and getattr(o.value, 'id', None)==own: res.setdefault(c, set()).add(o.attr)
     return res
 
 @each_module
@@ -168,8 +184,9 @@ def test_classes_have_little_state(name):
 
 # --- Changes to fastai
 
-methods = ('to_fp16 to_bf16 to_fp8 to_native_fp16 to_native_bf16 to_fp32 to_native_fp32 to_non_native_fp16 to_non_native_fp32 '
-           'one_batch _backward _step save export to_contiguous find_nonfinite precision_plan precision_report').split()
+methods = ('to_fp16 to_bf16 to_fp8 to_native_fp16 to_native_bf16 to_fp32 to_native_fp32 to_non_native_fp16 '
+           'to_non_native_fp32 one_batch _backward _step save export to_contiguous find_nonfinite precision_plan '
+           'precision_report').split()
 
 changes = '''if True:
     import json,sys
@@ -179,14 +196,17 @@ changes = '''if True:
     if '--all' in sys.argv: import fastai.basics,fastai.callback.all
     mods = {n:m for n,m in sys.modules.items() if m is not None and n.partition('.')[0] in ('fastai','fastcore')}
     def snapshot():
-        res = {'defaults':dict(vars(fastai.learner.defaults)), 'callbacks':dict(enumerate(fastai.learner.defaults.callbacks))}
+        defaults = fastai.learner.defaults
+        res = {'defaults':dict(vars(defaults)), 'callbacks':dict(enumerate(defaults.callbacks))}
         for n,m in mods.items():
             res[n] = {k:v for k,v in vars(m).items() if not isinstance(v, ModuleType) and k[:2]!='__'}
             for k,c in vars(m).items():
                 if isinstance(c, type) and c.__module__==n: res[f'{n}.{k}'] = dict(vars(c))
-        for c in (torch.nn.Module, torch.Tensor, torch.autocast, torch.amp.GradScaler, torch.optim.Optimizer): res[f'torch.{c.__name__}'] = dict(vars(c))
+        for c in (torch.nn.Module, torch.Tensor, torch.autocast, torch.amp.GradScaler, torch.optim.Optimizer):
+            res[f'torch.{c.__name__}'] = dict(vars(c))
         return res
-    def changes(a, b): return sorted(f'{n}.{k}' for n in a for k in a[n].keys()|b[n].keys() if a[n].get(k, a) is not b[n].get(k, b))
+    def differ(x, y): return [k for k in x.keys()|y.keys() if x.get(k, differ) is not y.get(k, changes)]
+    def changes(a, b): return sorted(f'{n}.{k}' for n in a for k in differ(a[n], b[n]))
     seen = {}
     before = snapshot()
     for o in sys.argv[1:]:
@@ -202,7 +222,7 @@ def replaced(changed):
     return {o.removeprefix('fastai.learner.Learner.') for o in changed if '._orig_to_' not in o}
 
 def test_only_learner_changes_fastai():
-    "No other module changes an attribute of any module or class of fastai, or of a class of PyTorch; `learner` those of `Learner`, and no others"
+    "No other module changes an attribute of fastai's modules and classes, or of PyTorch's; `learner` only `Learner`"
     patching = [o for o in layers if o=='learner' or 'learner' in needs(o)]
     names = sorted(set(layers)-set(patching), key=layers.get)
     seen = run(changes, '--all', *names, 'learner', *(o for o in patching if o!='learner'))
@@ -212,7 +232,7 @@ def test_only_learner_changes_fastai():
 
 @pytest.mark.slow
 def test_import_changes_no_default():
-    "After `fastai.learner` alone, `mp_callbacks.all` adds no default callback, as importing all of fastai would: only the methods change"
+    "After `fastai.learner` alone, `mp_callbacks.all` adds no default callback, as importing all of fastai would"
     assert replaced(run(changes, 'all')['all'])=={*methods}
 
 @pytest.mark.slow
@@ -229,8 +249,8 @@ def test_import_adds_no_progress_bar():
 
 # --- What `all` exports
 
-public = ('ModelToHalf MixedPrecision NativeMixedPrecision PrecisionRecorder half_precision StepStats Policy DynamicLossScale '
-          'StaticLossScale').split()
+public = ('ModelToHalf MixedPrecision NativeMixedPrecision PrecisionRecorder half_precision StepStats Policy '
+          'DynamicLossScale StaticLossScale').split()
 
 def test_all_exports_what_users_need():
     ns = {}
@@ -240,11 +260,32 @@ def test_all_exports_what_users_need():
     assert all(any(getattr(m, k, None) is ns[k] for m in mods if k in m.__all__) for k in public)
 
 def test_ours_after_theirs():
-    "After both star imports ours are the ones in place, and no name of fastai's is lost but those that we mean to replace"
+    "After both star imports ours are in place, and no name of fastai's is lost but those that we mean to replace"
     ns = {}
     exec('from fastai.basics import *\nfrom fastai.callback.all import *', ns)
     theirs = dict(ns)
     exec('from mp_callbacks.all import *', ns)
     assert all(ns[k].__module__.startswith('mp_callbacks.') for k in public)
     assert {k for k in public if k in theirs}<={'MixedPrecision', 'ModelToHalf'}
-    assert all(getattr(ns['Learner'], o).__module__=='mp_callbacks.learner' for o in methods if o.startswith('to_') and o!='to_contiguous')
+    calls = [o for o in methods if o.startswith('to_') and o!='to_contiguous']
+    assert all(getattr(ns['Learner'], o).__module__=='mp_callbacks.learner' for o in calls)
+
+# --- The tests are code, too
+
+test_files = sorted((root/'tests').glob('*.py'))
+
+@pytest.mark.parametrize('file', test_files, ids=lambda o: o.stem)
+def test_lines_of_tests_are_short(file): assert [o for o in file.read_text().splitlines() if len(o)>120]==[]
+
+def test_no_helper_stands_twice():
+    "Neither a function or class of more than forty letters, under any name, nor eight lines"
+    bodies,passages = {},{}
+    for file in test_files:
+        for o in ast.parse(file.read_text()).body:
+            if isinstance(o, (ast.FunctionDef,ast.ClassDef)):
+                bodies.setdefault('\n'.join(map(ast.unparse, o.body)), []).append(f'{file.stem}.{o.name}')
+        lines = [o.strip() for o in file.read_text().splitlines()]
+        lines = [o for o in lines if o and not o.startswith(('import ','from '))]
+        for i in range(len(lines)-7): passages.setdefault('\n'.join(lines[i:i+8]), []).append(file.stem)
+    assert {k:o for k,o in bodies.items() if len(o)>1 and len(k)>40}=={}
+    assert {k:o for k,o in passages.items() if len(o)>1}=={}

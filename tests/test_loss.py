@@ -41,10 +41,11 @@ def test_sees_float32(mode):
         return 1e3*(learn.model[0].weight-1).pow(2).sum() + 0*pred.mean()
     learn.loss_func,learn.opt_func = _loss,SGD
     with torch.no_grad(): learn.model[0].weight.fill_(1.001) # bfloat16 takes this for 1
-    modes[mode](learn, **({} if 'bf16' in mode or mode=='fp16_static' else dict(init_scale=1.) if 'native' in mode else dict(max_loss_scale=1.)))
+    modes[mode](learn, **dict(fp16=dict(max_loss_scale=1.), native_fp16=dict(init_scale=1.)).get(mode, {}))
     learn.fit(1, lr=1e-5)
     assert all(map(all, seen)) and len(seen)==8
-    torch.testing.assert_close(learn.model[0].weight.detach(), torch.full((16,8), 1+1e-3*(1-2e-2)**4), rtol=0, atol=1e-6)
+    want = torch.full((16,8), 1+1e-3*(1-2e-2)**4)
+    torch.testing.assert_close(learn.model[0].weight.detach(), want, rtol=0, atol=1e-6)
 
 @pytest.mark.parametrize('use_reentrant', [False,True])
 @each_mode
@@ -72,11 +73,12 @@ def test_checkpointed(mode, use_reentrant):
 def test_gan(mode):
     "fastai's GANLearner, whose loss calls one of its two models"
     g = torch.Generator().manual_seed(0)
-    items = [(torch.randn(10, generator=g),torch.rand(3,4,4, generator=g)) for _ in range(32)]
+    x,y = torch.randn(32,10, generator=g),torch.rand(32,3,4,4, generator=g)
     def make():
         torch.manual_seed(1)
-        dls = DataLoaders.from_dsets(items, items, bs=8, device='cpu', num_workers=0, shuffle=False)
-        learn = GANLearner.wgan(dls, nn.Sequential(nn.Linear(10,48),nn.Unflatten(1,(3,4,4))), nn.Sequential(nn.Flatten(),nn.Linear(48,1),nn.Flatten(0)), opt_func=RMSProp)
+        generator = nn.Sequential(nn.Linear(10,48), nn.Unflatten(1, (3,4,4)))
+        critic = nn.Sequential(nn.Flatten(), nn.Linear(48,1), nn.Flatten(0))
+        learn = GANLearner.wgan(as_dls(x, y, 8), generator, critic, opt_func=RMSProp)
         learn.remove_cb(ProgressCallback)
         learn.logger,learn.gan_trainer.show_img = noop,False
         return learn

@@ -6,12 +6,11 @@ from learners import *
 from mp_callbacks.plan import LiveBytes
 
 def make_model(): return nn.Sequential(*[nn.Linear(256,256) for _ in range(32)])
-def adam(params, **kwargs): return OptimWrapper(params, torch.optim.Adam, fused=True, **kwargs)
 batch = torch.zeros(1,256),torch.zeros(1,256)
 
 def learner(to):
     def _fit(model):
-        learn = get_learner(model, dls=DataLoaders([batch]*3, [], device='cpu'), opt_func=adam)
+        learn = get_learner(model, dls=DataLoaders([batch]*3, [], device='cpu'), opt_func=fused_adam)
         to(learn).fit(2)
     return _fit
 
@@ -59,7 +58,7 @@ faults_per_step = """if 1:
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0]!='glibc', reason='other allocators have other thresholds')
 def test_page_faults():
-    "Memory that a batch frees stays with the process, where the next one finds it: each of the six weights has 1024 pages"
+    "Memory that a batch frees stays with the process, where the next finds it: each of the six weights has 1024 pages"
     env = {k:v for k,v in os.environ.items() if not k.startswith(('MALLOC_','GLIBC_TUNABLES'))}
     env['PYTHONPATH'] = os.pathsep.join(sys.path)
     cmd = [sys.executable, '-W', 'ignore', '-c', faults_per_step]

@@ -1,8 +1,8 @@
 """The test cells of each notebook, run against the package as it is installed
 
-`nbdev-test` runs a notebook with the definitions that it makes itself. Here its `#| export` cells are left out, and what its
-module exports stands in for them: this is what users get, and pickling and `__module__` are real. The file takes
-long because the pages train models."""
+`nbdev-test` runs a notebook with the definitions that it makes itself. Here its `#| export` cells are left out, and
+what its module exports stands in for them: this is what users get, and pickling and `__module__` are real. The file
+takes long because the pages train models."""
 import os,re
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
@@ -24,30 +24,35 @@ def name(fn): return fn.relative_to(cfg.nbs_path).with_suffix('').as_posix()
 def shows(outputs): return any(o['output_type'] in ('execute_result','display_data') for o in outputs)
 
 def run(fn, flags):
-    "Run the notebook at `fn`, and return what its first failing cell has to say, or which cell shows readers something that isn't saved"
+    "What the first failing cell of the notebook at `fn` has to say, or which cell shows readers what isn't saved"
     os.environ['IN_TEST'] = '1' # as nbdev-test has it
     os.chdir(fn.parent)
     shell = CaptureShell(fn, profile=False)
     for cell in nb_test_cells(fn, cfg.tst_flags, flags):
         if mod := cell.directives_.get('default_exp'):
-            shell.user_ns.update({k: v for k,v in vars(import_module(f'{cfg.lib_path.name}.{mod}')).items() if not k.startswith('__')})
+            ns = vars(import_module(f'{cfg.lib_path.name}.{mod}'))
+            shell.user_ns.update({k: v for k,v in ns.items() if not k.startswith('__')})
         if exports & cell.directives_.keys(): continue
         saved,cell.outputs = shows(cell.outputs),[]
         shell.cell(cell)
-        if not saved and shows(cell.outputs) and 'hide' not in cell.directives_: return f'{name(fn)}, cell {cell.id}: its output is not saved\n{cell.source}'
-        if shell.exc: return f'{name(fn)}, cell {cell.id}:\n{cell.source}\n\n{shell.prettytb(fname=fn)}'
+        where = f'{name(fn)}, cell {cell.id}:'
+        unsaved = not saved and shows(cell.outputs) and 'hide' not in cell.directives_
+        if unsaved: return f'{where} its output is not saved\n{cell.source}'
+        if shell.exc: return f'{where}\n{cell.source}\n\n{shell.prettytb(fname=fn)}'
 
 @pytest.fixture(scope='module')
 def pools():
-    "A process for the notebooks that do without fastai, as importing it changes tensors for all that run after it, and one for the others"
+    "A process for notebooks without fastai, as importing it changes tensors for what follows, and one for the others"
     with ProcessPoolExecutor(1, get_context('spawn')) as plain, ProcessPoolExecutor(1, get_context('spawn')) as fastai:
         yield dict(plain=plain, fastai=fastai)
-        for o in (plain,fastai): o.submit(os._exit, 0) # by itself a process ends after many seconds, if PyTorch has compiled in it
+        # by itself a process ends after many seconds, if PyTorch has compiled in it
+        for o in (plain,fastai): o.submit(os._exit, 0)
 
 def process(fn):
     "Notebooks numbered below 10 import fastai only where they say so, all others do"
     imports = re.compile(r'^\s*(from|import) fastai\b', re.M)
-    return 'fastai' if fn.name[0]!='0' or any(imports.search(o.source) for o in read_nb(fn).cells if o.cell_type=='code') else 'plain'
+    codes = [o.source for o in read_nb(fn).cells if o.cell_type=='code']
+    return 'fastai' if fn.name[0]!='0' or any(map(imports.search, codes)) else 'plain'
 
 def case(fn): return pytest.param(fn, id=name(fn))
 

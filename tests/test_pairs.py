@@ -3,20 +3,24 @@ import pytest
 from fastai.callback import fp16
 from fastai.callback.channelslast import ChannelsLast
 from learners import *
+from states import *
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 
-def fastais(name):
-    "fastai's own method, which ours has taken the place of: adds its own callbacks"
-    def _add(learn): learn.add_cbs(dict(amp=[fp16.MixedPrecision()], amp_bf16=[fp16.MixedPrecision('bf16')], non_native=[fp16.ModelToHalf(),fp16.NonNativeMixedPrecision()])[name])
-    return _add
-
 to = {**{o: methodcaller(o) for o in (*calls, 'to_fp32', 'to_channelslast', 'to_contiguous')},
-      'to_bf16 flat': lambda learn: learn.to_bf16(flat_master=True),
-      'to_channelslast no amp': lambda learn: learn.to_channelslast(use_amp=False), 'to_contiguous fp32': lambda learn: learn.to_contiguous(to_fp32=True)}
-foreign = {o: fastais(o) for o in ('amp','amp_bf16','non_native')}
+      'to_bf16 flat':           methodcaller('to_bf16', flat_master=True),
+      'to_channelslast no amp': methodcaller('to_channelslast', use_amp=False),
+      'to_contiguous fp32':     methodcaller('to_contiguous', to_fp32=True)}
+foreign = dict( # fastai's own methods, which ours have taken the place of, add its own callbacks
+    amp        = lambda learn: learn.add_cb(fp16.MixedPrecision()),
+    amp_bf16   = lambda learn: learn.add_cb(fp16.MixedPrecision('bf16')),
+    non_native = lambda learn: learn.add_cbs([fp16.ModelToHalf(),fp16.NonNativeMixedPrecision()]))
 
-def kinds(learn): return sorted(type(cb).__module__.split('.')[0]+'.'+type(cb).__name__ for cb in learn.cbs if isinstance(cb, (PrecisionCallback,ModelToHalf,ChannelsLast)) or type(cb).__module__==fp16.__name__)
+def kinds(learn):
+    "Names of the callbacks that have to do with precision, and where they come from"
+    ours = PrecisionCallback,ModelToHalf,ChannelsLast
+    found = [type(cb) for cb in learn.cbs if isinstance(cb, ours) or type(cb).__module__==fp16.__name__]
+    return sorted(o.__module__.split('.')[0]+'.'+o.__name__ for o in found)
 
 def quick(*names): return not any('contiguous' in o or 'no amp' in o for o in names)
 
@@ -37,16 +41,18 @@ def test_pair(a, b):
     alone = get_learner(norm=True)
     second(alone)
     if b.startswith('to_') and 'channels' not in b and 'contiguous' not in b:
-        assert [o for o in once if 'Channels' not in o]==kinds(alone), (once, kinds(alone)) # nothing is left of the first
-    again = a not in foreign and (a,b)!=('to_fp32','to_channelslast') # where channels last is on, fastai adds no precision
-    if again: first(learn); second(learn); assert kinds(learn)==once, (once, kinds(learn))
+        assert [o for o in once if 'Channels' not in o]==kinds(alone), once # nothing is left of the first
+    # where channels last is on, fastai adds no precision
+    if a not in foreign and (a,b)!=('to_fp32','to_channelslast'):
+        first(learn); second(learn)
+        assert kinds(learn)==once
     on = [o for o in once if o.endswith('Precision')]
     if not on or on[0].startswith('mp_callbacks'):
         learn.fit(1)
         assert all(p.isfinite().all() and p.dtype==torch.float32 for p in learn.model.parameters())
     learn.to_fp32().remove_cb(ChannelsLast)
     assert kinds(learn)==[] and [type(cb) for cb in learn.cbs]==[type(cb) for cb in plain.cbs]
-    assert not [n for n,m in learn.model.named_modules() if 'forward' in vars(m)]
+    assert_plain(learn.model)
     if learn.opt is not None: plain.fit(1)
     assert vars(learn).keys()==vars(plain).keys(), vars(learn).keys()^vars(plain).keys()
     learn.fit(1)

@@ -1,15 +1,18 @@
 """Each precision against float32: the same learner from the same seed, with each kind of optimizer
 
-How far apart may they be? Let u be the unit roundoff of the half dtype. On its way through one of the three layers of the model a number is rounded
-four times: input and weight on the way there, incoming gradient and weight on the way back. These twelve errors are independent and evenly
-spread, each of root mean square u/√3 at most, so together they are √12·u/√3 = 2u of a gradient. Steps add up to the distance travelled as gradients
-add up to steps, so the final weights should be within 2u of that distance from those of float32; `tolerance` allows twice as much, since
-optimizers amplify what differs where gradients are small. Measured: .5u to u, for each optimizer. The validation loss is held to the same tolerance, relative to its value."""
+How far apart may they be? Let u be the unit roundoff of the half dtype. On its way through one of the three layers of
+the model a number is rounded four times: input and weight on the way there, incoming gradient and weight on the way
+back. These twelve errors are independent and evenly spread, each of root mean square u/√3 at most, so together they
+are √12·u/√3 = 2u of a gradient. Steps add up to the distance travelled as gradients add up to steps, so the final
+weights should be within 2u of that distance from those of float32; `tolerance` allows twice as much, since optimizers
+amplify what differs where gradients are small. Measured: .5u to u, for each optimizer. The validation loss is held to
+the same tolerance, relative to its value."""
 from copy import deepcopy
 from functools import lru_cache
 
 import pytest
 from learners import *
+from states import *
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
@@ -40,10 +43,6 @@ def make(opt, mode=None, **kwargs):
     learn = get_learner(norm=True, opt_func=opt_func, lr=lr, **kwargs)
     if mode is not None: modes[mode](learn)
     return learn
-
-def everything(learn): return [o.clone() for o in learn.model.state_dict().values()]
-
-def same(xs, ys): return all(torch.equal(x, y) for x,y in zip(xs, ys, strict=True))
 
 @lru_cache(None)
 def in_float32(opt):
@@ -88,8 +87,8 @@ def test_scaling_alone(opt, around):
     def run(to):
         learn = to(make(opt, cbs=others(around)))
         for _ in range(2): learn.fit(2)
-        return everything(learn),list(learn.recorder.losses),learn.validate()[0]
-    for a,b in zip(run(scaled), run(modes['bf16']), strict=True): assert same(a, b) if isinstance(a, list) else a==b
+        return model_and_opt(learn),list(learn.recorder.losses),learn.validate()[0]
+    assert same(run(scaled), run(modes['bf16']))
 
 @pytest.mark.parametrize('mode', modes)
 def test_clip(mode):
@@ -105,7 +104,8 @@ def test_clip(mode):
 @most_modes
 def test_accumulation(mode):
     "Two batches of 16 with GradientAccumulation are one of 32, in half precision too"
-    learn,whole = [get_learner(opt_func=SGD, lr=.05, dls=get_dls(bs=bs), cbs=cbs) for bs,cbs in ((16, GradientAccumulation(32)), (32, None))]
+    def _make(bs, *cbs): return get_learner(opt_func=SGD, lr=.05, dls=get_dls(bs=bs), cbs=cbs)
+    learn,whole = _make(16, GradientAccumulation(32)),_make(32)
     for o in (learn,whole):
         start = flat(weights(o))
         modes[mode](o).fit(4)
@@ -119,14 +119,18 @@ class Own(Callback):
         self.count += 1
         if self.count%2: raise CancelBatchException
 
-@most_modes
-def test_own_accumulation(mode):
-    "A callback after ours may put a step off: what is in the gradients then, unscaled, and what is added, scaled, go together"
-    learn,plain = [get_learner(opt_func=SGD, lr=.02, cbs=Own()) for _ in range(2)]
+def follows(mode, *cbs):
+    "A learner in `mode` goes where one in float32 goes, both with callbacks of these classes"
+    learn,plain = [get_learner(opt_func=SGD, lr=.02, cbs=[o() for o in cbs]) for _ in range(2)]
     start = flat(weights(learn))
     modes[mode](learn)
     for o in (learn,plain): o.fit(4)
     assert apart(learn, plain, start)<tolerance[mode]
+
+@most_modes
+def test_own_accumulation(mode):
+    "A callback after ours may put a step off: gradients as they are then, unscaled, and what is added, scaled, fit"
+    follows(mode, Own)
 
 @most_modes
 def test_own_accumulation_without_backward(mode):
@@ -135,11 +139,7 @@ def test_own_accumulation_without_backward(mode):
         order = 0
         def before_backward(self):
             if self.iter%2: raise CancelBackwardException
-    learn,plain = [get_learner(opt_func=SGD, lr=.02, cbs=[Own(),Skip()]) for _ in range(2)]
-    start = flat(weights(learn))
-    modes[mode](learn)
-    for o in (learn,plain): o.fit(4)
-    assert apart(learn, plain, start)<tolerance[mode]
+    follows(mode, Own, Skip)
 
 # --- Updates far below the resolution of half precision
 
@@ -154,7 +154,9 @@ def crawl(mode):
 
 @pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o=='fp16'))
 def test_tiny_updates(mode):
-    "fastai's own masters are thrown away at the end of each fit. Here fifty short ones move the weights as float32 does, each by less than half precision could tell"
+    """Fifty short fits move the weights as float32 does, each by less than half precision could tell
+
+    fastai's own masters are thrown away at the end of each fit."""
     start,end = crawl(None)
     moved = end-start
     big = start.abs()>.01
@@ -180,31 +182,21 @@ def halves(model): return [params(nn.ModuleList([model.body, model.unused])),par
 elementwise = [o for o in optimizers if o not in ('lamb', 'adamw', 'foreach', 'fused')]
 flat_modes = [o for o in modes if 'native' not in o]
 
-def opt_state(learn):
-    "All numbers in the optimizer, in order"
-    sd = learn.opt.state_dict()
-    return sd.get('count'),sd.get('slow_weights'),[dict(sorted(s.items())) for s in sd['state']],[dict(h) for h in sd['hypers']]
-
-def identical(a, b):
-    if isinstance(a, torch.Tensor): return torch.equal(a, b)
-    if isinstance(a, dict): return a.keys()==b.keys() and all(identical(a[k], b[k]) for k in a)
-    if isinstance(a, (list,tuple,L)): return len(a)==len(b) and all(map(identical, a, b))
-    return a==b
-
 class Twins:
     "The same learner twice, the second with `flat_master=True` in every precision that has it"
     def __init__(self, opt, path, splitter=halves, **kwargs):
         opt_func,lr = optimizers.get(opt, (opt, .01))
-        self.learns = [get_learner(Net(), opt_func=opt_func, lr=lr, wd=.1, splitter=splitter, path=path/name, **kwargs) for name in ('each','flat')]
+        kwargs.update(opt_func=opt_func, lr=lr, wd=.1, splitter=splitter)
+        self.learns = [get_learner(Net(), path=path/o, **kwargs) for o in ('each','flat')]
 
     def each(self, f):
         "Do `f` with each, and see that nothing differs"
         for o in self.learns: f(o)
         a,b = self.learns
-        assert same(everything(a), everything(b))
+        assert same(a.model.state_dict(), b.model.state_dict())
         if a.opt is None: return
-        assert identical(opt_state(a), opt_state(b))
-        assert {id(p) for pg in b.opt.param_lists for p in pg}=={id(p) for p in b.model.parameters()}
+        assert same(a.opt.state_dict(), b.opt.state_dict())
+        assert {*map(id, opt_params(b))}=={*map(id, b.model.parameters())}
 
     def to(self, mode, **kwargs):
         "Both in `mode`, or in float32"
@@ -247,69 +239,63 @@ def test_flat_master_switch(opt, tmp_path):
     "Flat or not or float32, from fit to fit: the optimizer goes on with what it knows"
     twins = Twins(opt, tmp_path)
     a,b = twins.learns
-    for i,(first,second) in enumerate([(False,True), (False,False), (None,None), (True,True), (True,False), (None,None), (False,True)]):
+    flats = [(False,True), (False,False), (None,None), (True,True), (True,False), (None,None), (False,True)]
+    for first,second in flats:
         for o,is_flat in ((a,first), (b,second)): o.to_fp32() if is_flat is None else o.to_bf16(flat_master=is_flat)
         twins.each(lambda o: o.fit(1))
 
 def test_flat_master_with(tmp_path):
     "Bit for bit as well with accumulation and clipping, with a step that is skipped, and after an interrupt"
-    class Poison(Callback):
-        def before_batch(self):
-            if self.training and self.train_iter==2: self.learn.xb = (self.x*float('inf'),)
-    class Stop(Callback):
-        def after_backward(self):
-            if self.train_iter==1: raise KeyboardInterrupt
     def stopped(learn):
-        with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=Stop())
+        with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=Now('after_backward', raises(KeyboardInterrupt)))
     twins = Twins('adam', tmp_path)
     twins.to('fp16', clip=.5)
-    for f in (lambda o: o.fit(2, cbs=Poison()),
+    for f in (lambda o: o.fit(2, cbs=InfiniteAt(2)),
               stopped,
               lambda o: o.fit(1, cbs=[GradientAccumulation(32), GradientClip(.1)])): twins.each(f)
     assert all(o.mixed_precision.loss_scale==2**9 for o in twins.learns)
 
 @pytest.mark.parametrize('how', ['fit', 'interrupt', 'to_fp32'])
 def test_flat_master_own_storage(how, tmp_path):
-    "After a fit each parameter and its state have their own memory again: a part of the model that is saved is no larger than that part"
-    class Stop(Callback):
-        def after_step(self):
-            if self.train_iter==2: raise KeyboardInterrupt
+    "After a fit each parameter and its state have their own memory again: a saved part of a model is no larger than it"
     learn = get_learner(Net(), opt_func=Adam, splitter=halves, path=tmp_path).to_bf16(flat_master=True)
     learn.fit(1)
     if how=='interrupt':
-        with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=Stop())
+        with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=Now('after_step', raises(KeyboardInterrupt)))
     if how=='to_fp32': learn.to_fp32()
     for n,p in learn.model.named_parameters():
         for t in (p, *learn.opt.state[p].values()):
             if isinstance(t, torch.Tensor): assert t.untyped_storage().nbytes()==t.numel()*4, n
 
-refused = dict(lamb=(Lamb, 'lamb_step'), larc=(Larc, 'larc_layer_lr'), adamw=(wrapped(), 'AdamW'), foreach=(wrapped(foreach=True), 'AdamW'))
+refused = dict(lamb=(Lamb, 'lamb_step'), larc=(Larc, 'larc_layer_lr'), adamw=(wrapped(), 'AdamW'),
+               foreach=(wrapped(foreach=True), 'AdamW'))
 
 @pytest.mark.parametrize('opt,match', refused.values(), ids=refused)
 def test_flat_master_refused(opt, match, tmp_path):
     "Optimizers that need each parameter by itself, or have their own fast ways: a clear error, and all is as it was"
     learn = get_learner(opt_func=opt, norm=True)
     learn.fit(1)
-    before,objects,state = everything(learn),list(learn.model.parameters()),deepcopy(learn.opt.state_dict())
+    before,objects = model_and_opt(learn),list(learn.model.parameters())
+    state = deepcopy(learn.opt.state_dict())
     with pytest.raises(ValueError, match='flat_master=True') as e: learn.to_bf16(flat_master=True).fit(1)
     assert match in str(e.value) and 'flat_master=False' in str(e.value)
-    assert same(everything(learn), before) and all(p is q for p,q in zip(learn.model.parameters(), objects, strict=True))
-    assert all(p is q for p,q in zip([p for pg in learn.opt.param_lists for p in pg], objects, strict=True))
-    assert repr(learn.opt.state_dict())==repr(state)
+    assert same(model_and_opt(learn), before) and same(learn.opt.state_dict(), state)
+    assert identical(learn.model.parameters(), objects) and identical(opt_params(learn), objects)
     learn.to_bf16().fit(1) # not flat: all is well
-    assert not same(everything(learn), before)
+    assert not same(model_and_opt(learn), before)
 
 # --- The optimizer's memory
 
-def taken(learn):
-    "How many steps the optimizer has counted for each parameter"
-    if isinstance(learn.opt, OptimWrapper): return [int(learn.opt.opt.state[p]['step']) for pg in learn.opt.param_lists for p in pg]
-    return [learn.opt.state[p].get('step') for pg in learn.opt.param_lists for p in pg]
+def param_states(learn):
+    "The optimizer's states of the parameters, in order"
+    return [getattr(learn.opt, 'opt', learn.opt).state[p] for p in opt_params(learn)]
+
+def taken(learn): return [int(o['step']) if 'step' in o else None for o in param_states(learn)]
 
 def averages(learn):
     "The optimizer's averages of gradients, all in one"
-    states = learn.opt.opt.state if isinstance(learn.opt, OptimWrapper) else learn.opt.state
-    return flat([s for p in learn.model.parameters() for k,s in sorted(states[p].items()) if isinstance(s, torch.Tensor) and s.shape==p.shape])
+    each = zip(opt_params(learn), param_states(learn), strict=True)
+    return flat([t for p,s in each for _,t in sorted(s.items()) if isinstance(t, torch.Tensor) and t.shape==p.shape])
 
 @pytest.mark.parametrize('opt', crossed(optimizers, fast=lambda o: o in ('adam','fused')))
 def test_optimizer_state(opt, tmp_path):
@@ -328,8 +314,8 @@ def test_optimizer_state(opt, tmp_path):
     assert taken(plain)==taken(mixed)
     if opt not in ('sgd', 'mom'): assert set(taken(mixed))=={6*4}
     if opt!='sgd': assert (averages(plain)-averages(mixed)).norm()/averages(plain).norm()<.05
-    states = mixed.opt.opt.state if isinstance(mixed.opt, OptimWrapper) else mixed.opt.state
-    assert len(states)==len(list(mixed.model.parameters())) # none left over for parameters that are no more
+    # none left over for parameters that are no more
+    assert len(getattr(mixed.opt, 'opt', mixed.opt).state)==len(list(mixed.model.parameters()))
 
 @pytest.mark.parametrize('opt,mode', crossed(('adam','ranger','fused'), modes, fast=lambda opt,mode: mode=='fp16'))
 def test_optimizer_state_resumes(opt, mode, tmp_path):
@@ -339,5 +325,4 @@ def test_optimizer_state_resumes(opt, mode, tmp_path):
     a.save('here')
     b = make(opt, mode, path=tmp_path).load('here')
     for o in (a,b): o.fit(2)
-    assert same(everything(a), everything(b)) and taken(a)==taken(b)
-    assert precision_state(a)==precision_state(b)
+    assert same(everything(a), everything(b))

@@ -151,7 +151,8 @@ def test_other_operations():
 def test_keep():
     "Kept modules save float32 activations"
     model = mlp()
-    kept,plan = (plan_mse(model, half=half_precision(model, torch.bfloat16, o))._replace(items=1000).table.activations for o in (nn.GELU,()))
+    halves = [half_precision(model, torch.bfloat16, o) for o in (nn.GELU,())]
+    kept,plan = (plan_mse(model, half=o)._replace(items=1000).table.activations for o in halves)
     assert kept.copies>plan.copies and kept.float32==plan.float32
 
 # --- What it says

@@ -13,7 +13,7 @@ from mp_callbacks.dtypes import get_policy
 from mp_callbacks.half import batch_norms,is_norm,kernel_norms
 from test_inputs import state,trains,unchanged
 
-pytestmark = [pytest.mark.filterwarnings('ignore:.*only emulates'), pytest.mark.filterwarnings('ignore:enable_nested_tensor')]
+pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:enable_nested_tensor')
 
 f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
 each_call = pytest.mark.parametrize('call,half', [('to_fp16',f16), ('to_bf16',bf16)])
@@ -33,18 +33,26 @@ class Attention(nn.Module):
     "Adds up, multiplies and has a parameter, outside the layers that it is made of"
     def __init__(self, n):
         super().__init__()
-        self.norm,self.qkv,self.out,self.gamma = nn.LayerNorm(n),nn.Linear(n,3*n),nn.Linear(n,n),nn.Parameter(torch.ones(n))
+        self.norm,self.qkv,self.out = nn.LayerNorm(n),nn.Linear(n,3*n),nn.Linear(n,n)
+        self.gamma = nn.Parameter(torch.ones(n))
     def forward(self, x):
         q,k,v = self.qkv(self.norm(x)).chunk(3, -1)
         return x+self.gamma*self.out((q@k.transpose(1,2)).softmax(-1)@v)
 
 def seq(**kwargs): return nn.Sequential(OrderedDict(kwargs))
 
+def mlp_body(): return seq(a=nn.Linear(8,16), norm=nn.LayerNorm(16), act=nn.GELU(), b=nn.Linear(16,16))
+def conv_body():
+    return seq(conv=nn.Conv2d(1,4,3,padding=1,bias=False), bn=nn.BatchNorm2d(4), act=nn.ReLU(), conv2=nn.Conv2d(4,4,1))
+def encoder(): return nn.TransformerEncoderLayer(8, 2, 16, dropout=0., batch_first=True)
+def tokens(): return dict(tok=Tokens(), emb=nn.Embedding(8,8))
+
 models = dict(
-    mlp         = lambda: seq(body=seq(a=nn.Linear(8,16), norm=nn.LayerNorm(16), act=nn.GELU(), b=nn.Linear(16,16)), head=nn.Linear(16,1)),
-    conv        = lambda: seq(image=Image(), body=seq(conv=nn.Conv2d(1,4,3,padding=1,bias=False), bn=nn.BatchNorm2d(4), act=nn.ReLU(), conv2=nn.Conv2d(4,4,1)), flat=nn.Flatten(), head=nn.Linear(32,1)),
-    transformer = lambda: seq(tok=Tokens(), emb=nn.Embedding(8,8), own=Attention(8), layer=nn.TransformerEncoderLayer(8, 2, 16, dropout=0., batch_first=True), mean=Mean(), head=nn.Linear(8,1)),
-    lstm        = lambda: seq(tok=Tokens(), emb=nn.Embedding(8,8), body=nn.LSTM(8,8,batch_first=True), mean=Mean(), norm=nn.LayerNorm(8), head=nn.Linear(8,1)))
+    mlp         = lambda: seq(body=mlp_body(), head=nn.Linear(16,1)),
+    conv        = lambda: seq(image=Image(), body=conv_body(), flat=nn.Flatten(), head=nn.Linear(32,1)),
+    transformer = lambda: seq(**tokens(), own=Attention(8), layer=encoder(), mean=Mean(), head=nn.Linear(8,1)),
+    lstm        = lambda: seq(**tokens(), body=nn.LSTM(8,8,batch_first=True), mean=Mean(), norm=nn.LayerNorm(8),
+                              head=nn.Linear(8,1)))
 
 def model(name):
     torch.manual_seed(3)
@@ -64,8 +72,8 @@ class Watch:
     def __exit__(self, *_):
         for m in self.model.modules(): del m.forward
     def call(self, n, m, f, *args, **kwargs):
-        own,inputs,autocast = floats([getattr(m, o) for o in m._parameters]),floats(args),torch.is_autocast_enabled('cpu')
-        weights = {p.dtype for p in own}
+        own,inputs = floats([getattr(m, o) for o in m._parameters]),floats(args)
+        weights,autocast = {p.dtype for p in own},torch.is_autocast_enabled('cpu')
         res = f(*args, **kwargs)
         given,out = ({t.dtype for t in floats(o)} for o in (inputs,res))
         if m.training: self.seen.setdefault(n, []).append((weights, given, out, autocast))
@@ -74,6 +82,7 @@ class Watch:
 def policy(net, half, keep=()): return half_precision(net, half, keep).policy()
 def computes(net, half, keep=()): return policy(net, half, keep).set_index('module').compute.to_dict()
 def short(dtype): return str(dtype).removeprefix('torch.')
+def clean(net): return not any('forward' in vars(m) for m in net.modules())
 
 def agrees(table, seen, model, half):
     "Is what the `table` says what has been `seen`?"
@@ -99,7 +108,8 @@ all_rules = dict(
     body    = lambda h: (nn.LayerNorm,'body*','own','layer'),
     half    = lambda h: {'*': h},
     islands = lambda h: {'*':'f32', '*.a':h, '*.conv2':h, '*qkv':h, '*.linear1':h, 'emb':h, 'head':h})
-some = [(c,h,k) for c,h in (('to_fp16',f16),('to_bf16',bf16)) for k in all_rules if h==bf16 or k in ('default','islands')]
+some = [(c,h,k) for c,h in (('to_fp16',f16),('to_bf16',bf16)) for k in all_rules
+        if h==bf16 or k in ('default','islands')]
 
 @each_model
 @pytest.mark.parametrize('call,half,keep', some)
@@ -117,7 +127,7 @@ def test_table_is_true(name, call, half, keep):
     assert seen.keys()>={*names}-{'layer.self_attn.out_proj'} # used without being called
     agrees(table, seen, net, half)
     assert learn.model_to_half.policy().equals(table)
-    assert {p.dtype for p in net.parameters()}=={f32} and not any('forward' in vars(m) for m in net.modules())
+    assert {p.dtype for p in net.parameters()}=={f32} and clean(net)
 
 @each_call
 def test_trains(call, half):
@@ -131,7 +141,8 @@ def test_trains(call, half):
 @each_call
 def test_rule_is_keep(call, half):
     "A rule with float32 is the same as a name in keep=, to the bit"
-    a,b = (getattr(get_learner(model('mlp')), call)(keep=o) for o in (('body.norm','head'), {'body.norm':'f32', 'head':torch.float32}))
+    a,b = (getattr(get_learner(model('mlp')), call)(keep=o)
+           for o in (('body.norm','head'), {'body.norm':'f32', 'head':torch.float32}))
     for o in (a,b): o.fit(2)
     assert all(map(torch.equal, weights(a), weights(b)))
     table = a.model_to_half.policy()
@@ -142,7 +153,7 @@ def test_last_rule_decides():
     assert dtypes({'body':'f32', 'body.b':'bf16'})['body.b']=='bfloat16'
     assert dtypes({'body.b':'bf16', 'body':'f32'})['body.b']=='float32'
     assert dtypes({'*':'bf16', 'body.norm':'f32'})['body.norm']=='float32'
-    assert dtypes({'body':'bf16'})=={'body.a':'bfloat16', 'body.norm':'bfloat16', 'body.b':'bfloat16', 'head':'bfloat16'}
+    assert dtypes({'body':'bf16'})==dict.fromkeys(['body.a','body.norm','body.b','head'], 'bfloat16')
     assert dtypes({'head':'full'})==dtypes({'head':f32})
     assert dtypes({})==dtypes(())
 
@@ -152,17 +163,18 @@ def test_output_of_a_norm(keep):
     net,x,seen = seq(a=nn.Linear(8,8), norm=nn.LayerNorm(8), head=nn.Linear(8,1)),torch.randn(4,8),[]
     net.norm.register_forward_hook(lambda m,i,o: seen.append(o))
     with half_precision(net, bf16, keep): net(x).sum().backward()
-    assert seen[0].dtype==(f32 if keep else bf16) and torch.equal(seen[0], seen[0].bfloat16().to(seen[0].dtype))==(not keep)
+    res = seen[0]
+    assert res.dtype==(f32 if keep else bf16) and torch.equal(res, res.bfloat16().to(res.dtype))==(not keep)
 
 # --- Norms: what the rules say of their kernels, on this machine
 
 norms = [(nn.BatchNorm1d,(64,),(4096,64)), (nn.BatchNorm2d,(16,),(32,16,8,8)), (nn.BatchNorm3d,(8,),(8,8,4,8,8)),
          (nn.InstanceNorm1d,(16,1e-5,.1,True,True),(64,16,64)), (nn.InstanceNorm2d,(16,1e-5,.1,True,True),(32,16,8,8)),
-         (nn.InstanceNorm3d,(8,1e-5,.1,True,True),(8,8,4,8,8)), (nn.GroupNorm,(4,64),(4096,64)), (nn.GroupNorm,(4,16),(32,16,8,8)),
-         (nn.RMSNorm,(64,),(4096,64)), (nn.LayerNorm,(64,),(4096,64))]
+         (nn.InstanceNorm3d,(8,1e-5,.1,True,True),(8,8,4,8,8)), (nn.GroupNorm,(4,64),(4096,64)),
+         (nn.GroupNorm,(4,16),(32,16,8,8)), (nn.RMSNorm,(64,),(4096,64)), (nn.LayerNorm,(64,),(4096,64))]
 
 def norm_errors(kind, args, shape, half, copies):
-    "Name -> difference to float64, relative to its norm, of the output and the gradients; the norm runs as its rule says"
+    "Name -> difference to float64, relative to its norm, of output and gradients; the norm runs as its rule says"
     torch.manual_seed(0)
     norm = kind(*args)
     with torch.no_grad():
@@ -200,7 +212,8 @@ class Scaler(SumsInHalf): "Not named like one"
 
 @pytest.mark.parametrize('kind,big', [(T5Norm,True),(Scaler,False)])
 def test_norms_by_name(kind, big):
-    "A module that is named like a norm computes in float32, so that its squares don't overflow; its output has the dtype of its input"
+    """A module that is named like a norm computes in float32, so that its squares don't overflow; its output has the
+    dtype of its input"""
     net,seen = seq(a=nn.Linear(8,8), norm=kind(8), head=nn.Linear(8,1)),[]
     with torch.no_grad(): net.a.weight.mul_(1000)
     net.norm.register_forward_hook(lambda m,i,o: seen.append(o))
@@ -220,20 +233,21 @@ def test_norm_keeps_float32_input(norm):
 
 # --- What can't be had
 
-bad = [({'nothing.*':'f32'},                   ValueError, r"'nothing.\*' matches no module. The model has image"),
-       ('nothing.*',                           ValueError, r"keep='nothing.\*' matches no module. The model has image"),
-       (['head','nothing'],                    ValueError, r"keep='nothing' matches no module"),
-       ({'head':'bf16'},                       ValueError, r"computes in torch.bfloat16, and must compute in float32 or torch.float16. Use 'float32'"),
-       ({'head':torch.bfloat16},               ValueError, 'computes in torch.bfloat16'),
-       ({'head':'f64'},                        ValueError, "computes in torch.float64.* Use 'float32'"),
-       ({'head':'c=f32'},                      ValueError, r"keep=\{'head': 'c=f32'\} is not a dtype"),
-       ({'*':'f32'},                           ValueError, 'nothing is left'),
-       ('*',                                   ValueError, 'nothing is left.*Keep less'),
-       (3,                                     TypeError,  'keep=3 must be a module type.* Use keep=\\(\\)'),
-       (None,                                  TypeError,  'keep=None must be'),
-       ({nn.Linear:'f32'},                   TypeError,  'must have name patterns as keys'),
-       ([is_norm, {'head':'f32'}],           TypeError,  'must be a module type, a name pattern'),
-       ([nn.Linear(2, 2)],                     TypeError,  "keep has a module, Linear, and needs its name or type. Use keep='its name'")]
+f32_or_f16 = r"computes in torch.bfloat16, and must compute in float32 or torch.float16. Use 'float32'"
+bad = [({'nothing.*':'f32'},         ValueError, r"'nothing.\*' matches no module. The model has image"),
+       ('nothing.*',                 ValueError, r"keep='nothing.\*' matches no module. The model has image"),
+       (['head','nothing'],          ValueError, r"keep='nothing' matches no module"),
+       ({'head':'bf16'},             ValueError, f32_or_f16),
+       ({'head':torch.bfloat16},     ValueError, 'computes in torch.bfloat16'),
+       ({'head':'f64'},              ValueError, "computes in torch.float64.* Use 'float32'"),
+       ({'head':'c=f32'},            ValueError, r"keep=\{'head': 'c=f32'\} is not a dtype"),
+       ({'*':'f32'},                 ValueError, 'nothing is left'),
+       ('*',                         ValueError, 'nothing is left.*Keep less'),
+       (3,                           TypeError,  'keep=3 must be a module type.* Use keep=\\(\\)'),
+       (None,                        TypeError,  'keep=None must be'),
+       ({nn.Linear:'f32'},           TypeError,  'must have name patterns as keys'),
+       ([is_norm, {'head':'f32'}],   TypeError,  'must be a module type, a name pattern'),
+       ([nn.Linear(2, 2)], TypeError, "keep has a module, Linear, and needs its name or type. Use keep='its name'")]
 
 @pytest.mark.parametrize('keep,error,match', bad)
 def test_refused(keep, error, match):
@@ -248,12 +262,14 @@ def test_refused(keep, error, match):
     unchanged(learn, was)
 
 def test_what_stays_float32_anyway():
-    "A wide pattern that reaches a parametrization, or a recurrent layer without a kernel: the table says why they don't follow"
-    net = seq(rnn=nn.LSTM(8,8,batch_first=True), mean=Mean(), bn=nn.BatchNorm1d(8), lin=nn.utils.parametrizations.orthogonal(nn.Linear(8,8)), head=nn.Linear(8,1))
+    "A wide pattern that reaches a parametrization, or a layer without a kernel: the table says why they don't follow"
+    lin = nn.utils.parametrizations.orthogonal(nn.Linear(8,8))
+    net = seq(rnn=nn.LSTM(8,8,batch_first=True), mean=Mean(), bn=nn.BatchNorm1d(8), lin=lin, head=nn.Linear(8,1))
     def rows(half): return {r.module:(r.why,r.compute) for r in policy(net, half, {'*':str(half)}).itertuples()}
     with pretend(machine('AVX2')): assert rows(bf16)['rnn']==('no bfloat16 LSTM on this CPU','float32')
     with pretend(machine('AVX512-BF16')):
-        assert rows(f16)['rnn']==('no float16 LSTM on this CPU','float32') and rows(bf16)['rnn']==('recurrent','bfloat16')
+        assert rows(f16)['rnn']==('no float16 LSTM on this CPU','float32')
+        assert rows(bf16)['rnn']==('recurrent','bfloat16')
     for half in (f16,bf16):
         assert rows(half)['lin.parametrizations.weight']==('parametrization','float32')
         assert rows(half)['bn']==('kernel takes float32 weights',short(half)) and rows(half)['head']==('',short(half))
@@ -274,7 +290,8 @@ def test_odd_parameters():
     with half_precision(net, bf16): net(torch.ones(1,2)).sum().backward()
     assert [p.grad.dtype for p in net.parameters()]==[bf16,bf16,f32,f32]
 
-@pytest.mark.parametrize('make', [lambda: nn.LayerNorm(4), lambda: nn.GroupNorm(2,4), lambda: nn.Linear(4,4), lambda: nn.LSTM(4,4)])
+@pytest.mark.parametrize('make', [lambda: nn.LayerNorm(4), lambda: nn.GroupNorm(2,4), lambda: nn.Linear(4,4),
+                                  lambda: nn.LSTM(4,4)])
 @pytest.mark.parametrize('keep', [(), {'':'bf16'}, {'*':'bf16'}])
 def test_only_a_layer(make, keep):
     "A model that is one module returns float32, and is as it was afterwards"
@@ -301,15 +318,19 @@ def test_tied():
 def test_random_rules():
     "The table is true, gradients are float32 and near those of float32, and the model is as it was"
     rng = random.Random(0)
-    kinds = [lambda: nn.Linear(8,8), lambda: nn.Linear(8,8), lambda: nn.LayerNorm(8), lambda: nn.BatchNorm1d(8), nn.GELU, lambda: nn.RMSNorm(8)]
+    kinds = [lambda: nn.Linear(8,8), lambda: nn.Linear(8,8), lambda: nn.LayerNorm(8), lambda: nn.BatchNorm1d(8),
+             nn.GELU, lambda: nn.RMSNorm(8)]
     def layer(depth):
         if depth and rng.random()<.4: return nn.Sequential(*[layer(depth-1) for _ in range(rng.randint(1,3))])
         return rng.choice(kinds)()
+    def rule():
+        pattern = rng.choice([rng.choice(names), rng.choice(names)+'*', '*', '?', '*.?'])
+        return pattern,rng.choice(['f32','bf16'])
     x,n = numbers()[0],0
     for _ in range(40):
         net = nn.Sequential(nn.Linear(8,8), *[layer(2) for _ in range(3)])
         names = [o for o,_ in net.named_modules()]
-        rules = {rng.choice([rng.choice(names), rng.choice(names)+'*', '*', '?', '*.?']): rng.choice(['f32','bf16']) for _ in range(rng.randint(1,4))}
+        rules = dict(rule() for _ in range(rng.randint(1,4)))
         try: half = half_precision(net, bf16, rules)
         except ValueError as e:
             assert any(o in str(e) for o in ('nothing is left', 'matches no module'))
@@ -323,7 +344,7 @@ def test_random_rules():
                 res = net(x)
                 res.sum().backward()
         agrees(half.policy(), seen, net, bf16)
-        assert res.dtype==f32 and not any('forward' in vars(m) for m in net.modules()) and not torch.is_autocast_enabled('cpu')
+        assert res.dtype==f32 and clean(net) and not torch.is_autocast_enabled('cpu')
         assert all(p.dtype==p.grad.dtype==f32 for p in net.parameters())
         assert (flat([p.grad for p in net.parameters()])-want).norm()<=.2*want.norm()+1
     assert n>20
@@ -358,7 +379,7 @@ def test_exported(tmp_path):
     learn.fit(1)
     learn.export('x.pkl')
     other = load_learner(tmp_path/'x.pkl')
-    assert not any('forward' in vars(m) for m in other.model.modules()) and {p.dtype for p in other.model.parameters()}=={f32}
+    assert clean(other.model) and {p.dtype for p in other.model.parameters()}=={f32}
 
 @pytest.mark.parametrize('half', [f16,bf16])
 def test_functional(half):
@@ -373,18 +394,22 @@ def test_functional(half):
         value.backward()
     assert torch.equal(res.value, value.detach())
     assert all(torch.equal(res.grads[n], p.grad) for n,p in net.named_parameters())
-    assert not any('forward' in vars(m) for m in net.modules())
+    assert clean(net)
 
 # --- Weights that are not a module's own parameters
 
+def on_rows(*layers): return nn.Sequential(nn.Unflatten(1, (1,8)), *layers, nn.Flatten(), nn.Linear(32,1))
+def with_head(layer): return nn.Sequential(layer, nn.GELU(), nn.Linear(16,1))
+
 made = dict(
-    spectral_norm  = lambda: nn.Sequential(torch.nn.utils.spectral_norm(nn.Linear(8,16)), nn.GELU(), nn.Linear(16,1)),
-    weight_norm    = lambda: nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(8,16)), nn.GELU(), nn.Linear(16,1)),
-    spectral_conv  = lambda: nn.Sequential(nn.Unflatten(1, (1,8)), ConvLayer(1, 4, ndim=1, norm_type=NormType.Spectral), nn.Flatten(), nn.Linear(32,1)),
-    weight_conv    = lambda: nn.Sequential(nn.Unflatten(1, (1,8)), ConvLayer(1, 4, ndim=1, norm_type=NormType.Weight), nn.Flatten(), nn.Linear(32,1)),
-    self_attention = lambda: nn.Sequential(nn.Linear(8,16), nn.Unflatten(1, (8,2)), SelfAttention(8), nn.Flatten(), nn.Linear(16,1)),
-    parametrized   = lambda: nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(8,16)), nn.GELU(), nn.Linear(16,1)),
-    pruned         = lambda: nn.Sequential(prune.l1_unstructured(nn.Linear(8,16), 'weight', .5), nn.GELU(), nn.Linear(16,1)),
+    spectral_norm  = lambda: with_head(torch.nn.utils.spectral_norm(nn.Linear(8,16))),
+    weight_norm    = lambda: with_head(torch.nn.utils.weight_norm(nn.Linear(8,16))),
+    spectral_conv  = lambda: on_rows(ConvLayer(1, 4, ndim=1, norm_type=NormType.Spectral)),
+    weight_conv    = lambda: on_rows(ConvLayer(1, 4, ndim=1, norm_type=NormType.Weight)),
+    self_attention = lambda: nn.Sequential(nn.Linear(8,16), nn.Unflatten(1, (8,2)), SelfAttention(8), nn.Flatten(),
+                                           nn.Linear(16,1)),
+    parametrized   = lambda: with_head(torch.nn.utils.parametrizations.weight_norm(nn.Linear(8,16))),
+    pruned         = lambda: with_head(prune.l1_unstructured(nn.Linear(8,16), 'weight', .5)),
     max_norm       = lambda: nn.Sequential(Indices(), nn.Embedding(8, 4, max_norm=.1), nn.Flatten(), nn.Linear(32,1)))
 
 class Indices(nn.Module):
@@ -404,4 +429,4 @@ def test_made_weights(mode, kind):
         return start,learn
     (start,ref),(_,learn) = run(None),run(mode)
     assert apart(learn, ref, start)<.05
-    if kind=='max_norm': assert learn.model[1].weight.detach().norm(dim=1).min()<.2 # those that were used have been changed, for good
+    if kind=='max_norm': assert learn.model[1].weight.detach().norm(dim=1).min()<.2 # those used have changed for good

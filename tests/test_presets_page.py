@@ -24,9 +24,11 @@ def test_table_of_presets():
     found = {}
     for name,start,factors,period,bounds,*_ in rows():
         (growth,backoff),(low,high) = factors.split(' / '),bounds.split(' / ')
-        found[re.match('`(.*?)`', name)[1]] = [number(o) for o in (start,growth,backoff,period)]+[number(low, f32.tiny),number(high, f32.max)]
+        first = [number(o) for o in (start,growth,backoff,period)]
+        found[re.match('`(.*?)`', name)[1]] = [*first,number(low, f32.tiny),number(high, f32.max)]
     def numbers(s):
-        return [s.loss_scale, s.factor, 1/s.factor if s.backoff is None else s.backoff, s.period, s.min_loss_scale, s.max_loss_scale]
+        backoff = 1/s.factor if s.backoff is None else s.backoff
+        return [s.loss_scale, s.factor, backoff, s.period, s.min_loss_scale, s.max_loss_scale]
     assert found=={o:numbers(DynamicLossScale.preset(o)) for o in loss_scale_presets}
 
 def test_other_rules_of_presets():

@@ -357,11 +357,11 @@ class Marked(nn.Module):
 def marked_learner(*marks):
     torch.manual_seed(0)
     x = torch.cat([torch.tensor(marks).repeat_interleave(4)[:,None].float(), torch.randn(4*len(marks), 8)], 1)
-    rows = [*zip(x, x[:,1:2])]
-    return get_learner(Marked(), DataLoaders.from_dsets(rows, rows, bs=4, device='cpu', num_workers=0, shuffle=False))
+    return get_learner(Marked(), as_dls(x, x[:,1:2], 4))
 
-@pytest.mark.parametrize('marks,keep', [((1,), ['around.inner.layer']), ((1,2), ['around']), ((2,1), ['around']), ((1,3), ['around.inner.layer','first.layer']),
-                                        ((3,1,2), ['first.layer','around'])])
+inner_first = ['around.inner.layer','first.layer']
+@pytest.mark.parametrize('marks,keep', [((1,), inner_first[:1]), ((1,2), ['around']), ((2,1), ['around']),
+                                        ((1,3), inner_first), ((3,1,2), ['first.layer','around'])])
 def test_keep_of_batches(marks, keep):
     "Over all batches nothing in `keep` lies inside another, and each is needed"
     report = marked_learner(*marks).to_fp16().precision_report(batches=len(marks))
@@ -373,18 +373,20 @@ def test_keep_of_batches(marks, keep):
 def test_keep_that_a_later_one_replaces():
     "The first batch is cured by the norm or by the layer before, of which the second needs the layer"
     class Second(nn.Linear):
-        def forward(self, x): return super().forward(x[:,1:])*(1e6 if x[0,0]==2 else 1)/(1e6 if x[0,0]==2 else 1)
+        def forward(self, x):
+            large = 1e6 if x[0,0]==2 else 1
+            return super().forward(x[:,1:])*large/large
     torch.manual_seed(0)
     x = torch.cat([torch.tensor([1.,2.]).repeat_interleave(4)[:,None], torch.randn(8, 8)], 1)
-    rows = [*zip(x, x[:,1:2])]
-    dls = DataLoaders.from_dsets(rows, rows, bs=4, device='cpu', num_workers=0, shuffle=False)
-    def _learner(): return get_learner(nn.Sequential(Second(8,16), SmallVariance(), nn.Linear(16,1)), dls)
-    assert _learner().to_fp16().precision_report(batches=1).keep==['1']
-    assert _learner().to_fp16().precision_report(batches=2).keep==['0']
+    for n,keep in ((1,'1'), (2,'0')):
+        learn = get_learner(nn.Sequential(Second(8,16), SmallVariance(), nn.Linear(16,1)), as_dls(x, x[:,1:2], 4))
+        assert learn.to_fp16().precision_report(batches=n).keep==[keep]
 
 class Mixes(nn.Module):
     "Overflows in `b`, whose result it can't write into that of `a` if only one of them is in float32"
-    def __init__(self): super().__init__(); self.a,self.b,self.out = nn.Linear(8,8),Sick(nn.Linear(8,8), 0),nn.Linear(8,1)
+    def __init__(self):
+        super().__init__()
+        self.a,self.b,self.out = nn.Linear(8,8),Sick(nn.Linear(8,8), 0),nn.Linear(8,1)
     def forward(self, x):
         res = self.a(x)
         res[x>0] = self.b(x, [0])[x>0]
@@ -394,7 +396,8 @@ def test_keep_where_dtypes_do_not_mix():
     "An attempt that the model's own code can't compute is one that doesn't work"
     found = get_learner(Mixes()).to_fp16().find_nonfinite()
     assert found.precision and found.keep==('a','b.layer')
-    with half_precision(model := Mixes(), torch.float16, keep='b'), pytest.raises(RuntimeError, match='dtypes match'): model(torch.ones(2,8))
+    with half_precision(model := Mixes(), torch.float16, keep='b'):
+        with pytest.raises(RuntimeError, match='dtypes match'): model(torch.ones(2,8))
 
 @pytest.mark.parametrize('look', ['precision_report','precision_plan'])
 def test_strict_steppers(look):
@@ -454,9 +457,10 @@ def test_text():
     report = report_of(model, opt, batches, torch.float16, scale=2.**-14)
     gs = [g for b in batches for ts in run(deepcopy(model), b)[2].values() for g in ts]
     assert str(report)==repr(report)
-    assert f'differ from float32 by {report.error:.2%}' in str(report)
-    assert f'{lost(gs, torch.float16, 2.**-14):.1%} of the gradients of activations become zero' in str(report)
-    assert f'at the loss scale {2.**-14:.9g}, 0.0% at the safe scale, {report.safe_scale:g}, which has room' in str(report)
+    says = (f'differ from float32 by {report.error:.2%}',
+            f'{lost(gs, torch.float16, 2.**-14):.1%} of the gradients of activations become zero',
+            f'at the loss scale {2.**-14:.9g}, 0.0% at the safe scale, {report.safe_scale:g}, which has room')
+    for o in says: assert o in str(report)
     html = report._repr_html_()
     assert all(o.strip() in html for o in report.table.columns) and html.count('<td>')==9*len(report.table)
     assert "keep=['1']" in str(report_of(troubled['variance'](), None, batches[:1], torch.float16))

@@ -49,7 +49,8 @@ def test_later():
     assert name=='1' and step>32 and f'Kept in float32 from step {step}' in told
     assert learn.precision_recorder.log.finite[step:].all()
 
-@pytest.mark.parametrize('name,to', [('learning_rate','to_fp16'), ('learning_rate','to_native_fp16'), ('embedding','to_fp16')])
+no_cure = [('learning_rate','to_fp16'), ('learning_rate','to_native_fp16'), ('embedding','to_fp16')]
+@pytest.mark.parametrize('name,to', no_cure)
 def test_no_cure(name, to):
     "The error as ever if precision isn't the cause"
     learn = getattr(sick[name].make(), to)(rescue=True, max_skips=33)
@@ -77,7 +78,8 @@ def test_off_by_default():
     with pytest.raises(TypeError, match=r'learn.to_fp16\(rescue=…\)'): learn.to_bf16(rescue=True)
     with pytest.raises(TypeError, match='rescue=1 must be True or False'): learn.to_fp16(rescue=1)
 
-@pytest.mark.parametrize('to,opt', crossed(halves, ['fastai','torch'], fast=lambda *o: o in (('to_fp16','fastai'), ('to_native_fp16','torch'))))
+opts = in_turns(halves, ['fastai','torch'])
+@pytest.mark.parametrize('to,opt', crossed(halves, ['fastai','torch'], fast=lambda to,opt: opt==opts[to]))
 def test_resumed(to, opt, tmp_path):
     "A run that was killed and resumed has the weights, bit for bit, of one that went on"
     def _learner():

@@ -27,7 +27,7 @@ stepped = 'adjust','after_step','after_batch'
 @each_mode
 def test_interrupt(mode, tmp_path, monkeypatch):
     "The learner, and the switches of this process, are what they were; before the step, so are all numbers"
-    patient = Patient(mode, tmp_path)
+    patient = PatientWithTwin(mode, tmp_path)
     for name,owner in places.items():
         owner = owner or type(patient.learn.mixed_precision)
         if name in ('adjust','mul_grads') and 'bf16' in mode: continue # bfloat16 has no scale
@@ -43,16 +43,6 @@ def test_interrupt(mode, tmp_path, monkeypatch):
         if name not in stepped: assert same(everything(patient.learn), steps.states[-1]), (mode, name)
     patient.usable(mode)
 
-class Now(Callback):
-    "Call `f` with the learner, once, in `event` of the second batch"
-    def __init__(self, event, order, f):
-        self.f,self.order = f,order
-        setattr(self, event, self.now)
-    def now(self):
-        if not self.training or self.iter!=1: return
-        f,self.f = self.f,noop
-        f(self.learn)
-
 moments = [('before_batch',20), ('after_pred',-50), ('after_backward',20), ('before_step',20), ('after_step',-50),
            ('after_batch',20)]
 
@@ -63,8 +53,8 @@ def test_save_inside_a_batch(mode, tmp_path):
     other.fit(1)
     for event,order in moments:
         learn,got = make_learner(mode, tmp_path),[]
-        def save(o): got.append(flat(p for pg in o.opt.param_lists for p in pg)); o.save('mid')
-        learn.fit(1, cbs=Now(event, order, save))
+        def save(o): got.append(flat(opt_params(o))); o.save('mid')
+        learn.fit(1, cbs=Now(event, save, order))
         file = tmp_path/'models'/'mid.pth'
         with torch.serialization.safe_globals([L]): state = torch.load(file, weights_only=True)['model']
         names = [n for n,_ in learn.model.named_parameters()]
@@ -81,9 +71,9 @@ def test_load_inside_a_batch(mode, tmp_path):
         learn.create_opt()
         start = flat(weights(learn))
         learn.save('start')
-        if mode: modes[mode](learn)
+        if mode: precisions[mode](learn)
         learn.fit(2)
-        learn.fit(1, cbs=Now(event, order, lambda o: o.load('start')))
+        learn.fit(1, cbs=Now(event, methodcaller('load', 'start'), order))
         return flat(weights(learn))-start
     for event,order in [('before_batch',20), ('after_backward',20), ('before_step',20), ('after_batch',20)]:
         want,got = run(None, event, order),run(mode, event, order)
@@ -95,8 +85,8 @@ def test_new_optimizer_inside_a_batch(mode, tmp_path):
     for event,order in moments:
         learn = make_learner(mode, tmp_path)
         ps = list(learn.model.parameters())
-        learn.fit(1, cbs=Now(event, order, lambda o: o.create_opt()))
-        assert all(p is q for p,q in zip([p for pg in learn.opt.param_lists for p in pg], ps, strict=True)), event
+        learn.fit(1, cbs=Now(event, methodcaller('create_opt'), order))
+        assert identical(opt_params(learn), ps), event
         before = weights(learn)
         learn.fit(1)
         assert not any(map(torch.equal, weights(learn), before)), event

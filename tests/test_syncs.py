@@ -1,4 +1,4 @@
-"The host waits for the device once per step because of us: whatever reads a number from a tensor is counted, by who asks"
+"The host waits for the device once a step because of us: whatever reads a number from a tensor is counted, by who asks"
 import sys
 from collections import Counter
 import pytest
@@ -22,7 +22,8 @@ def ours(monkeypatch):
 @pytest.mark.parametrize('clip', [None, .1])
 @pytest.mark.parametrize('mode', modes)
 def test_one_per_step(mode, clip, ours):
-    "One copy from the device, of the norms; what is asked of that copy costs no wait. The first step of a scale to be found has a second one."
+    """One copy from the device, of the norms; what is asked of that copy costs no wait. The first step of a scale to be
+    found has a second one."""
     learn = get_learner(norm=True)
     modes[mode](learn, clip=clip)
     learn.fit(1)

@@ -21,7 +21,9 @@ class Switch(Callback):
 
 precisions = dict(float32=lambda o: o.to_fp32(), **{k:modes[k] for k in ('fp16','bf16','native_fp16','native_bf16')})
 
-def close(learn, want, start, tol=.02): assert (way(learn, start)-want).norm()<tol*want.norm(), (way(learn, start).norm(), want.norm())
+def close(learn, want, start, tol=.02):
+    got = way(learn, start)
+    assert (got-want).norm()<tol*want.norm(), (got.norm(), want.norm())
 
 @pytest.mark.parametrize('first,to', [(o,p) for o in precisions for p in precisions if o!=p])
 def test_switch_while_accumulating(first, to):
@@ -29,7 +31,8 @@ def test_switch_while_accumulating(first, to):
     def _way(first, to):
         learn = precisions[first](get_learner(plain(), opt_func=SGD, lr=.05))
         start = flat(weights(learn))
-        learn.fit(2, cbs=[GradientAccumulation(40),Switch(precisions[to])]) # 4 batches of 16: the second step's gradients come from both epochs
+        # 4 batches of 16: the second step's gradients come from both epochs
+        learn.fit(2, cbs=[GradientAccumulation(40),Switch(precisions[to])])
         return learn,start
     learn,start = _way('float32','float32')
     want = way(learn, start)
@@ -73,7 +76,8 @@ class Join(Callback):
     def __init__(self, how): self.how = how
     def before_epoch(self):
         if self.epoch!=1: return
-        if self.how=='group': return self.opt.opt.add_param_group(dict(params=list(self.model.body.parameters()), lr=.05))
+        body = list(self.model.body.parameters())
+        if self.how=='group': return self.opt.opt.add_param_group(dict(params=body, lr=.05))
         self.learn.splitter = trainable_params
         self.learn.create_opt()
         self.opt.set_hypers(lr=.05)
@@ -98,29 +102,31 @@ def test_parameters_join(mode, how, accumulate):
 @pytest.mark.parametrize('mode', ['to_fp16','to_bf16'])
 def test_flat_and_another_optimizer(mode):
     "which has parameters that the first one hadn't: their gradients are looked at, too"
-    class Bad(Callback):
-        def after_backward(self):
-            if self.epoch==2 and self.iter==1: self.model.body.weight.grad[0,0] = float('nan')
+    def _bad(cb):
+        if cb.epoch==2 and cb.iter==1: cb.model.body.weight.grad[0,0] = float('nan')
     learn = getattr(get_learner(Net(), opt_func=SGD, lr=.05, splitter=head_only), mode)(flat_master=True)
-    learn.fit(3, cbs=[Join('new'),Bad()])
+    learn.fit(3, cbs=[Join('new'),Callback(after_backward=_bad)])
     assert skipped(learn)==1 and all(p.isfinite().all() for p in learn.model.parameters())
 
 class Table(nn.Module):
     "Shares a buffer with another one like it"
-    def __init__(self, table): super().__init__(); torch.manual_seed(1); self.lin = nn.Linear(8,8); self.register_buffer('table', table)
+    def __init__(self, table):
+        super().__init__()
+        torch.manual_seed(1)
+        self.lin = nn.Linear(8,8)
+        self.register_buffer('table', table)
     def forward(self, x): return x+self.lin(x)*self.table
 
 @pytest.mark.parametrize('view', [False,True])
 @pytest.mark.parametrize('mode', modes)
 def test_shared_buffer(mode, view):
     "A skipped step puts it back, and it is still shared"
-    class Bad(Callback):
-        def after_backward(self):
-            if self.epoch==1 and self.iter==1: self.model[0].lin.weight.grad[0,0] = float('inf')
+    def _bad(cb):
+        if cb.epoch==1 and cb.iter==1: cb.model[0].lin.weight.grad[0,0] = float('inf')
     table = torch.linspace(.5,1.5,8)
     t = table.clone()
     learn = modes[mode](get_learner(nn.Sequential(Table(t), Table(t[:] if view else t), nn.Linear(8,1)), lr=.01))
-    learn.fit(3, cbs=Bad())
+    learn.fit(3, cbs=Callback(after_backward=_bad))
     assert torch.equal(t, table) and skipped(learn)==1
     assert all(learn.model[i].table.data_ptr()==t.data_ptr() for i in range(2))
 
@@ -173,15 +179,14 @@ def test_empty_optimizer():
 @pytest.mark.parametrize('mode', modes)
 def test_gradients_by_hand(mode):
     "from before a fit whose first batch is left out: the next fit finds them"
-    class Leaves(Callback):
-        order = -100
-        def before_batch(self): raise CancelFitException
+    leaves = Callback(before_batch=raises(CancelFitException))
+    leaves.order = -100
     def _go(to):
         learn = to(get_learner(plain(), opt_func=SGD, lr=.05))
         start = flat(weights(learn))
         x,y = learn.dls.one_batch()
         (F.mse_loss(learn.model(x), y)*20).backward()
-        learn.fit(1, cbs=Leaves())
+        learn.fit(1, cbs=leaves)
         learn.fit(1)
         return learn,start
     learn,start = _go(lambda o: o)
@@ -189,15 +194,9 @@ def test_gradients_by_hand(mode):
 
 # --- Unfinished steps
 
-class InfiniteAt(Callback):
-    "An infinite batch, number `at` of the training batches"
-    def __init__(self, at): self.at = at
-    def before_batch(self):
-        if self.training and self.train_iter==self.at: self.learn.xb = (self.x*float('inf'),)
-
 @pytest.mark.parametrize('mode', ['bf16','native_fp16'])
 def test_overflow_in_an_unfinished_step(mode):
-    "The last batch of the epoch overflows, and its step doesn't come: validation sees the statistics from before the step"
+    "The last batch of the epoch overflows, and its step doesn't come: validation sees statistics from before the step"
     learn = get_learner(norm=True, cbs=[GradientAccumulation(48),InfiniteAt(3)])
     modes[mode](learn).fit(1)
     assert all(b.isfinite().all() for b in learn.model.buffers()) and np.isfinite(learn.recorder.values[-1][1])
@@ -212,7 +211,6 @@ def test_load_after_an_unfinished_step(tmp_path):
     norm.running_mean.fill_(0.)
     learn.fit(1) # a step of three batches, and one batch more
     learn.load('good')
-    class See(Callback):
-        def after_cancel_step(self): seen.append(norm.running_mean.clone())
-    learn.fit(1, cbs=[InfiniteAt(0),See()])
+    see = Callback(after_cancel_step=lambda cb: seen.append(norm.running_mean.clone()))
+    learn.fit(1, cbs=[InfiniteAt(0),see])
     assert torch.equal(seen[0], torch.full_like(seen[0], 7.))

@@ -1,0 +1,46 @@
+"What a learner is made of, to compare before and after"
+import torch
+from fastcore.foundation import L
+from torch import nn
+from torch.nn import functional as F
+
+def leaves(x):
+    "All that is in `x`, in a list: values, and the keys of dicts"
+    if isinstance(x, dict): return [o for k in sorted(x, key=str) for o in (str(k), *leaves(x[k]))]
+    if isinstance(x, (list,tuple,L)): return [o for v in x for o in leaves(v)]
+    return [x.detach().clone() if isinstance(x, torch.Tensor) else x]
+
+def opt_params(learn): return [p for pg in learn.opt.param_lists for p in pg]
+
+def opt_state(learn):
+    "What the optimizer remembers, without hyper-parameters: a schedule may have set these already"
+    return {k:v for k,v in learn.opt.state_dict().items() if k not in ('hypers','param_groups')}
+
+def precision_state(learn): return learn.mixed_precision.state.numbers()
+
+def model_and_opt(learn):
+    "Weights, buffers and the optimizer's state"
+    return leaves([dict(learn.model.state_dict()), opt_state(learn)])
+
+def everything(learn):
+    "Weights, buffers, the optimizer's state and the numbers of the precision's"
+    return [*model_and_opt(learn), *leaves(precision_state(learn))]
+
+def same(xs, ys):
+    "Are `xs` and `ys` equal, with all that is in them: lengths, types, dtypes, bits?"
+    if type(xs) is not type(ys): return False
+    if isinstance(xs, torch.Tensor): return xs.dtype==ys.dtype and torch.equal(xs, ys)
+    if isinstance(xs, dict): return xs.keys()==ys.keys() and all(same(xs[k], ys[k]) for k in xs)
+    if isinstance(xs, (list,tuple,L)): return len(xs)==len(ys) and all(map(same, xs, ys))
+    return xs==ys
+
+def identical(xs, ys):
+    "Are they the same objects, in the same order?"
+    return all(x is y for x,y in zip(xs, ys, strict=True))
+
+def assert_plain(model, what=None):
+    "Nothing of ours stands in `model`, and no autocast is open"
+    assert not [n for n,m in model.named_modules() if 'forward' in vars(m)], what
+    assert {(p.dtype,type(p)) for p in model.parameters()}=={(torch.float32,nn.Parameter)}, what
+    assert not torch.is_autocast_enabled('cpu') and torch.is_grad_enabled(), what
+    assert F.linear(torch.ones(1,2), torch.ones(2,2)).dtype==torch.float32, what

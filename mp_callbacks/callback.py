@@ -28,7 +28,7 @@ from .dtypes import cast_tree,half_dtypes,leaves
 from .devices import emulation,support
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale,default_headroom
 from .grads import check_clip,finite_grads,mul_grads,prepare_grads,reached_leaves,remove_grads,unique
-from .modules import is_sharded,remember_buffers,reshard,restore_buffers
+from .modules import is_sharded,parameter_name,remember_buffers,reshard,restore_buffers
 from .half import check_half,half_precision
 from .flat import check_flat,flat_steps
 from .fp8 import Fp8,check_fp8
@@ -151,8 +151,10 @@ class GatheredStep:
     "An optimizer step, from its first batch to the end of its last one"
     def __init__(self,
         modules, # Modules of the model
+        params, # Parameters of the model
     ):
         self.buffers = remember_buffers(modules)
+        self.full = [p for p in params if p.dtype==torch.float32]
         self.losses = [] # of its batches
         self.stats = None # `StepStats` of the gradients, as soon as they are complete
         self.ended = False # made, or skipped?
@@ -368,14 +370,27 @@ class PrecisionCallback(LeanCallback):
 
     def before_batch(self):
         if not self.in_batch: return # called outside `one_batch`: an ordinary float32 batch
-        if self.learn.training and self._step is None: self._step = GatheredStep(self.half.modules)
+        if self.learn.training and self._step is None: self._step = GatheredStep(self.half.modules, self.half.params)
         self.half.install()
 
     def after_pred(self):
-        if self.in_batch: self.half.remove()
+        if self.in_batch:
+            self.half.remove()
+            if self.learn.training: self._check_float32()
         elif self.learn.training: raise RuntimeError(
             f"This batch isn't run by Learner.one_batch, so {type(self).__name__} can't train with it. If your class "
             "overrides one_batch, call super().one_batch(i, b). To train in plain float32, call learn.to_fp32().")
+
+    def _check_float32(self):
+        "Raise a `RuntimeError` if the forward pass has rounded parameters for good"
+        changed = [p for p in self._step.full if p.dtype!=torch.float32]
+        if not changed: return
+        name,dtype = parameter_name(self.learn.model, changed[0]),changed[0].dtype
+        for p in changed: p.data = p.data.float()
+        path = name.rpartition('.')[0]
+        way = f"Keep the module in float32 with keep={path!r}" if path else "Use to_fp32()"
+        raise RuntimeError(f"The forward pass has turned the parameter {name} into {dtype}, and later steps would be "
+                           f"rounded, too. It is float32 again, but this once it has been rounded. {way}.")
 
     @contextmanager
     def backward(self):

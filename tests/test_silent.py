@@ -153,3 +153,22 @@ def test_own_backward(mode):
         modes[mode](learn).fit(1)
         return learn.precision_recorder.log.norm.tolist()
     assert _grads(Retains)==_grads(Learner)
+
+# --- Parameters in half precision
+
+class Casts(nn.Module):
+    "As five losses of pytorch-metric-learning: the weight takes the dtype of the input"
+    def __init__(self): super().__init__(); torch.manual_seed(1); self.weight = nn.Parameter(torch.randn(1,8))
+    def forward(self, x):
+        self.weight.data = self.weight.data.type(x.dtype)
+        return F.linear(x, self.weight)
+
+@pytest.mark.parametrize('mode', ['native_fp16','native_bf16'])
+def test_rounded_parameter(mode):
+    "is named before a step, is float32 again, and `keep` is the cure"
+    def _learner(): return get_learner(nn.Sequential(nn.Linear(8,8), nn.Linear(8,8), Casts()))
+    learn = modes[mode](_learner())
+    with pytest.raises(RuntimeError, match=r"turned the parameter 2.weight into torch.*keep='2'"): learn.fit(1)
+    assert {p.dtype for p in learn.model.parameters()}=={torch.float32}
+    assert all(p.grad is None for p in learn.model.parameters())
+    modes[mode](_learner(), keep='2').fit(1)

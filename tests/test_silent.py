@@ -126,8 +126,8 @@ class FlatSGD(torch.optim.SGD):
     def zero_grad(self, set_to_none=False): self.flat.zero_()
     @torch.no_grad()
     def step(self):
-        params = [p for o in self.param_groups for p in o['params']]
-        for p,g in zip(params, self.flat.split([p.numel() for p in params])): p -= self.param_groups[0]['lr']*g.view_as(p)
+        for o in self.param_groups:
+            for p,g in zip(o['params'], self.flat.split([p.numel() for p in o['params']])): p -= o['lr']*g.view_as(p)
 
 @pytest.mark.parametrize('mode', modes)
 def test_gradients_in_one_buffer(mode):
@@ -172,3 +172,86 @@ def test_rounded_parameter(mode):
     assert {p.dtype for p in learn.model.parameters()}=={torch.float32}
     assert all(p.grad is None for p in learn.model.parameters())
     modes[mode](_learner(), keep='2').fit(1)
+
+# --- Copies stand in for their parameters, and casts for containers
+
+class Pruned(nn.Module):
+    "The weight has a mask, and is asked what it is"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(8,8))
+        self.weight.mask = (torch.arange(64).view(8,8)%2).float()
+    def forward(self, x):
+        mask = getattr(self.weight, 'mask', torch.ones(8,8)) if isinstance(self.weight, nn.Parameter) else 0
+        return F.linear(x, self.weight*mask)
+
+class Noisy(nn.Module):
+    "Its part is called twice, with other weights the second time"
+    def __init__(self, assign): super().__init__(); torch.manual_seed(1); self.part,self.assign = nn.Linear(8,8),assign
+    def forward(self, x):
+        first,weight = self.part(x),self.part.weight
+        with torch.no_grad():
+            if self.assign: weight.data = weight.data*2
+            else: weight.mul_(2)
+        second = self.part(x)
+        with torch.no_grad(): weight.mul_(.5)
+        return first-second
+
+@pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
+@pytest.mark.parametrize('make', [Pruned, partial(Noisy, False), partial(Noisy, True)], ids='pruned written assigned'.split())
+def test_copies_are_what_they_stand_for(make, dtype):
+    model,x = make(),numbers()[0]
+    want = model(x).detach()
+    with half_precision(model, dtype), torch.no_grad(): got = model(x)
+    assert (got-want).norm()<.02*want.norm()
+
+class Pops(nn.Module):
+    "Takes from a list and writes into a dict, as decoders do with skip connections"
+    def __init__(self): super().__init__(); self.layer = nn.Linear(8,8)
+    def forward(self, skips, seen):
+        x = self.layer(skips.pop())
+        seen['out'],seen['n'] = x,seen['n']+1
+        return x
+
+class Skips(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.down,self.up,self.last = nn.Linear(8,8),Pops(),Pops()
+    def forward(self, x):
+        skips,seen = [x,self.down(x)],dict(n=0, x=self.down(x))
+        self.up(skips, seen)
+        y = seen['out']
+        skips.append(y)
+        self.last(skips, seen)
+        self.left = len(skips),seen['n'],[*seen]
+        return y+seen['out']+skips[0]
+
+@pytest.mark.parametrize('copies', [True,False])
+@pytest.mark.parametrize('keep', ['up','last',('up','last')])
+def test_containers_are_written(keep, copies):
+    "What a module in float32 takes out of them or puts into them arrives"
+    model,x = Skips(),numbers()[0]
+    want,left = model(x).detach(),model.left
+    with half_precision(model, torch.bfloat16, keep, copies): got = model(x)
+    assert model.left==left and (got-want).norm()<.02*want.norm()
+
+class Merges(nn.Module):
+    "As fastai's `MergeLayer`"
+    def forward(self, x): return x+x.orig
+
+@pytest.mark.parametrize('keep', [Merges, nn.GELU])
+def test_attributes_of_tensors(keep):
+    "go on through a cast"
+    class Remembers(nn.Module):
+        def __init__(self): super().__init__(); self.body,self.act,self.end = nn.Linear(8,8),nn.GELU(),Merges()
+        def forward(self, x):
+            y = self.body(x)
+            y.orig = y
+            return self.end(y)
+    torch.manual_seed(1)
+    model,x = Remembers(),numbers()[0]
+    want = model(x).detach()
+    with half_precision(model, torch.bfloat16, keep): got = model(x)
+    assert (got-want).norm()<.02*want.norm()

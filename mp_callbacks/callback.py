@@ -265,7 +265,8 @@ class PrecisionCallback(LeanCallback):
         rescued = self.state.rescued
         if self._half is None or self._half[0].model is not self.learn.model or self._half[1]!=rescued:
             half = self.new_half(self.learn.model)
-            self._half = half.keeping([name for name,_ in rescued]) if rescued else half, rescued
+            names = [name for name,_ in rescued if name in half.ways] # the model may have been replaced
+            self._half = half.keeping(names) if names else half, rescued
             warn_of_emulation(fit_device(self.learn), half) # `to_fp16` and the others set `half`, and warn themselves
         return self._half[0]
 

@@ -71,6 +71,7 @@ class half_precision:
         if dtype==torch.float32 and not isinstance(keep, dict): return self.replace(keep=[keep,*names])
         if not isinstance(keep, dict):
             keep = dict.fromkeys(map(escape, _matches(named_modules(self.model), keep)), 'float32')
+        keep = {k:o for k,o in keep.items() if k not in names} # the last rule decides
         return self.replace(keep={**keep, **dict.fromkeys(names, _short(dtype))})
 
     def _forget(self):
@@ -101,7 +102,10 @@ class half_precision:
         _check_ways(self, named)
         self._locks = {module:module_lock(module) for module in modules}
         arounds = {module:f for name,module in named.items() if (f := self._around(name, module))}
-        whole = partial(self._whole, arounds.pop(self.model, _plain))
+        around = arounds.pop(self.model, _plain)
+        attends = any(isinstance(m, (nn.TransformerEncoderLayer,nn.MultiheadAttention)) for m in modules)
+        if attends and device_type=='cpu': around = partial(_without_fast_path, around)
+        whole = partial(self._whole, around)
         self._stand_ins = StandIns({**arounds, self.model:whole})
         self.modules = modules
         self._switch()
@@ -230,6 +234,14 @@ _switching = RLock() # one thread at a time
 def _short(dtype): return str(dtype).removeprefix('torch.')
 
 def _plain(forward, args, kwargs): return forward(*args, **kwargs)
+
+def _without_fast_path(around, forward, args, kwargs):
+    "What a model with PyTorch's attention returns: its fast path for predictions fails under autocast on a CPU"
+    mha = torch.backends.mha # the switch is for all threads: in another one a prediction may be slower meanwhile
+    if torch.compiler.is_compiling() or not mha.get_fastpath_enabled(): return around(forward, args, kwargs)
+    mha.set_fastpath_enabled(False)
+    try: return around(forward, args, kwargs)
+    finally: mha.set_fastpath_enabled(True)
 
 # %% ../nbs/03_half.ipynb #d69e27bf
 def is_norm(

@@ -1,4 +1,5 @@
 "What used to be wrong without a message: each is right now, or is said"
+import inspect
 from functools import partial
 
 import pytest
@@ -199,7 +200,7 @@ class Noisy(nn.Module):
         return first-second
 
 @pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
-@pytest.mark.parametrize('make', [Pruned, partial(Noisy, False), partial(Noisy, True)], ids='pruned written assigned'.split())
+@pytest.mark.parametrize('make', [Pruned, partial(Noisy, False), partial(Noisy, True)])
 def test_copies_are_what_they_stand_for(make, dtype):
     model,x = make(),numbers()[0]
     want = model(x).detach()
@@ -255,3 +256,55 @@ def test_attributes_of_tensors(keep):
     want = model(x).detach()
     with half_precision(model, torch.bfloat16, keep): got = model(x)
     assert (got-want).norm()<.02*want.norm()
+
+# --- Loud, in ordinary code
+
+class Encoder(nn.Module):
+    "PyTorch's defaults, and a padding mask"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0., batch_first=True), 2)
+        self.head = nn.Linear(8, 1)
+    def forward(self, x):
+        x = self.encoder(x[:,None].repeat(1,4,1), src_key_padding_mask=torch.arange(4)[None].repeat(len(x),1)>2)
+        return self.head(x[:,0])
+
+@pytest.mark.parametrize('mode', halves)
+def test_encoder_with_a_mask(mode):
+    "trains and validates"
+    learn = modes[mode](get_learner(Encoder()))
+    learn.fit(1)
+    assert math.isfinite(learn.recorder.values[-1][1]) and torch.backends.mha.get_fastpath_enabled()
+
+class Static(nn.Module):
+    @staticmethod
+    def forward(x): return x*2
+
+class OfClass(nn.Module):
+    @classmethod
+    def forward(cls, x): return x*2
+
+class Chosen(nn.Module):
+    @property
+    def forward(self): return self.double
+    def double(self, x): return x*2
+
+@pytest.mark.parametrize('copies', [True,False])
+@pytest.mark.parametrize('kind', [Static,OfClass,Chosen])
+def test_kinds_of_forward(kind, copies):
+    model,x = nn.Sequential(nn.Linear(8,8), kind(), nn.Linear(8,8)),numbers()[0]
+    want = model(x).detach()
+    half = half_precision(model, torch.bfloat16, kind, copies)
+    with half:
+        assert (model(x)-want).norm()<.02*want.norm()
+        assert [[*inspect.signature(o.forward).parameters] for o in model[:2]]==[['input'],['x']]
+    class Whole(kind):
+        def __init__(self): super().__init__(); self.layer = nn.Linear(8,8)
+    with half_precision(Whole(), torch.bfloat16, copies=copies) as half: assert torch.equal(half.model(x), x*2)
+
+def test_rule_of_the_user_and_rescue():
+    "What is to be kept as well comes last, whatever a dict has said of it before"
+    model = nn.Sequential(nn.Linear(8,8), nn.Linear(8,8))
+    half = half_precision(model, torch.bfloat16, {'0':'float32', '1':'bfloat16', '*':'bfloat16'}).keeping(['1'])
+    assert half.policy().compute.tolist()==['bfloat16','float32']

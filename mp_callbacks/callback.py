@@ -24,16 +24,16 @@ from torch import nn
 from fastai.callback.core import CancelStepException
 from fastai.torch_core import default_device
 
-from .dtypes import cast_tree,half_dtypes
+from .dtypes import cast_tree,half_dtypes,leaves
 from .devices import emulation,support
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale,default_headroom
-from .grads import check_clip,finite_grads,mul_grads,prepare_grads,unique
-from .modules import is_sharded,remember_buffers,reshard,restore_buffers
+from .grads import check_clip,finite_grads,mul_grads,prepare_grads,reached_leaves,remove_grads,unique
+from .modules import is_sharded,parameter_name,remember_buffers,reshard,restore_buffers
 from .half import check_half,half_precision
 from .flat import check_flat,flat_steps
 from .fp8 import Fp8,check_fp8
 from .inside import LeanCallback,cancels,first_hypers,is_fastai_precision,keep_average,reset_state
-from .explain import explain_skip,find_cure
+from .explain import explain_step,find_cure
 
 # %% ../nbs/10b_callback.ipynb #203fafa1
 def options_of(
@@ -106,19 +106,22 @@ class ScaleState(NamedTuple):
     scaling:StaticLossScale|DynamicLossScale # The loss scale, a value with its counters
     steps:int=0 # Steps so far, skipped ones included
     skips:int=0 # Skipped steps in a row
+    bad_losses:int=0 # Steps in a row that were made though their loss was not finite
     rescued:tuple=() # Pairs of a module that is kept in float32 since a step of the training, and this step
 
     def numbers(self)->dict: # Plain numbers by name
         "For the optimizer's hyper-parameters"
         rescued = {f'rescued_{name}':step for name,step in self.rescued}
-        return dict(self.scaling.state_dict(), steps=self.steps, skips=self.skips, **rescued)
+        counts = dict(steps=self.steps, skips=self.skips, bad_losses=self.bad_losses)
+        return dict(self.scaling.state_dict(), **counts, **rescued)
 
     def loaded(self,
         numbers:dict, # From `numbers` of this or another state
     )->'ScaleState':
         "The state with the settings of `self` and the `numbers` of another"
         rescued = tuple((k.removeprefix('rescued_'),v) for k,v in numbers.items() if k.startswith('rescued_'))
-        return type(self)(self.scaling.load_state_dict(numbers), numbers['steps'], numbers['skips'], rescued)
+        counts = {k:numbers[k] for k in ('steps','skips','bad_losses')}
+        return type(self)(self.scaling.load_state_dict(numbers), **counts, rescued=rescued)
 
 state_prefix = 'mp_'
 
@@ -148,8 +151,11 @@ class GatheredStep:
     "An optimizer step, from its first batch to the end of its last one"
     def __init__(self,
         modules, # Modules of the model
+        params, # Parameters of the model
     ):
         self.buffers = remember_buffers(modules)
+        self.full = [p for p in params if p.dtype==torch.float32]
+        self.losses = [] # of its batches
         self.stats = None # `StepStats` of the gradients, as soon as they are complete
         self.ended = False # made, or skipped?
 
@@ -163,7 +169,7 @@ class GatheredStep:
     ):
         "Let the step not have happened: restore the buffers, and remove the gradients"
         restore_buffers(self.buffers)
-        for p in params: p.grad = None # `zero_grad` skips parameters outside the optimizer
+        remove_grads(params) # `zero_grad` skips parameters outside the optimizer
 
 # %% ../nbs/10b_callback.ipynb #67641138
 def fit_device(
@@ -259,7 +265,8 @@ class PrecisionCallback(LeanCallback):
         rescued = self.state.rescued
         if self._half is None or self._half[0].model is not self.learn.model or self._half[1]!=rescued:
             half = self.new_half(self.learn.model)
-            self._half = half.keeping([name for name,_ in rescued]) if rescued else half, rescued
+            names = [name for name,_ in rescued if name in half.ways] # the model may have been replaced
+            self._half = half.keeping(names) if names else half, rescued
             warn_of_emulation(fit_device(self.learn), half) # `to_fp16` and the others set `half`, and warn themselves
         return self._half[0]
 
@@ -358,20 +365,33 @@ class PrecisionCallback(LeanCallback):
         finally:
             if not in_batch and self._step is not None and self._step.ended:
                 self._step = None
-                for p in self._opt_params(): p.grad = None
+                remove_grads(self._opt_params())
             self.in_batch = in_batch
             half.reset(uses)
 
     def before_batch(self):
         if not self.in_batch: return # called outside `one_batch`: an ordinary float32 batch
-        if self.learn.training and self._step is None: self._step = GatheredStep(self.half.modules)
+        if self.learn.training and self._step is None: self._step = GatheredStep(self.half.modules, self.half.params)
         self.half.install()
 
     def after_pred(self):
-        if self.in_batch: self.half.remove()
+        if self.in_batch:
+            self.half.remove()
+            if self.learn.training: self._check_float32()
         elif self.learn.training: raise RuntimeError(
             f"This batch isn't run by Learner.one_batch, so {type(self).__name__} can't train with it. If your class "
             "overrides one_batch, call super().one_batch(i, b). To train in plain float32, call learn.to_fp32().")
+
+    def _check_float32(self):
+        "Raise a `RuntimeError` if the forward pass has rounded parameters for good"
+        changed = [p for p in self._step.full if p.dtype!=torch.float32]
+        if not changed: return
+        name,dtype = parameter_name(self.learn.model, changed[0]),changed[0].dtype
+        for p in changed: p.data = p.data.float()
+        path = name.rpartition('.')[0]
+        way = f"Keep the module in float32 with keep={path!r}" if path else "Use to_fp32()"
+        raise RuntimeError(f"The forward pass has turned the parameter {name} into {dtype}, and later steps would be "
+                           f"rounded, too. It is float32 again, but this once it has been rounded. {way}.")
 
     @contextmanager
     def backward(self):
@@ -380,6 +400,8 @@ class PrecisionCallback(LeanCallback):
         if state is not self._last: self._remember(state) # a callback has loaded a checkpoint
         scale = state.scaling.loss_scale
         params = self._params() if scale!=1 else []
+        if scale!=1: params = [*params,*self._others_reached(loss, params)]
+        self._step.losses.append(loss.detach())
         mul_grads(params, scale)
         learn.loss_grad = self.scale_loss(cast_tree(loss, torch.float32, half_dtypes), scale)
         half.install()
@@ -396,9 +418,9 @@ class PrecisionCallback(LeanCallback):
                                "backward pass.")
 
     def before_step(self):
-        learn,state,also = self.learn,self.state,self.half.params
+        learn,state = self.learn,self.state
         stats = prepare_grads(self._opt_params(), state.scaling.loss_scale, self.clip, state.steps,
-                              state.scaling.wants_amax, also=also, unscaled=True)
+                              state.scaling.wants_amax, also=self._params(), unscaled=True, losses=self._step.losses)
         learn.step_stats = self._step.stats = stats
         if stats.finite: return
         self._step.drop(self._params())
@@ -418,7 +440,9 @@ class PrecisionCallback(LeanCallback):
         finally: write_state(opt, numbers)
 
     def after_step(self):
-        if self._step.stats is not None and not self._step.skipped: self._count_step()
+        if self._step.stats is not None and not self._step.skipped:
+            self._count_step()
+            self._report_losses()
         self._step.ended = True
 
     def after_batch(self):
@@ -428,8 +452,22 @@ class PrecisionCallback(LeanCallback):
     def _opt_params(self): return [p for pg in self.learn.opt.param_lists for p in pg]
 
     def _params(self):
-        "Parameters of the optimizer and of the model, each once"
-        return unique([*self._opt_params(),*self.half.params])
+        "Parameters of optimizer, model and loss function, each once"
+        of_loss = getattr(self.learn.loss_func, 'parameters', None)
+        return unique([*self._opt_params(),*self.half.params,*(of_loss() if of_loss else ())])
+
+    def _others_reached(self, loss, params):
+        "What else the backward pass of `loss` leads to: tensors of the batch. For others, raise a `ValueError`."
+        batch = [o for o in leaves([self.learn.xb, self.learn.yb]) if isinstance(o, torch.Tensor)]
+        wanted = any(o.requires_grad for o in batch)
+        if not wanted and self.learn.train_iter>0: return [] # to look costs a microsecond for each operation
+        known = {*map(id, params)}
+        others = [o for o in reached_leaves(loss) if id(o) not in known]
+        if wanted or not others: return others
+        raise ValueError(f"The loss leads to a tensor of shape {[*others[0].shape]} that neither the optimizer nor the "
+                         "model nor the loss function has, and its gradient would carry the loss scale. Make it a "
+                         "parameter of the model, or of a loss function that is an nn.Module, or use to_bf16() or "
+                         "to_native_bf16(), which have no loss scale.")
 
     def _drop_step(self):
         step,self._step = self._step,None
@@ -437,28 +475,48 @@ class PrecisionCallback(LeanCallback):
 
     def _count_step(self):
         state,stats = self.state,self._step.stats
-        scaling = state.scaling.adjust(stats.finite, stats.amax)
-        self.state = state._replace(scaling=scaling, steps=state.steps+1, skips=0 if stats.finite else state.skips+1)
+        scaling,steps = state.scaling.adjust(stats.finite, stats.amax),state.steps+1
+        if not stats.finite: self.state = state._replace(scaling=scaling, steps=steps, skips=state.skips+1)
+        else: self.state = state._replace(scaling=scaling, steps=steps, skips=0,
+                                          bad_losses=0 if stats.loss_finite else state.bad_losses+1)
 
     def _report_skips(self):
         "Warn or stop after many skipped steps in a row, or rescue"
         state = self.state
         steps,skips = state.steps,state.skips
         if skips<self.max_skips and skips!=self.warn_skips: return
-        first,found = steps-skips,explain_skip(self.learn, self.half, self._step.stats)
+        first,found = steps-skips,explain_step(self.learn, self.half, self._step.stats)
         story = (f"{skips} steps in a row were skipped, since step {first}, because gradients were not finite. "
                  f"{found} The loss scale is {state.scaling.loss_scale:.9g}, and the weights have not changed since "
                  f"step {first}.")
-        anew = ScaleState(self.initial, steps, 0, state.rescued) # looks for the scale again
-        if self.rescue and (names := find_cure(self.half, found)):
-            rescued = *state.rescued,*[(name,steps) for name in names]
-            self.state = anew._replace(rescued=rescued)
-            keep,own = [name for name,_ in rescued],self.new_half(self.learn.model).keep
-            start = f"keep={keep}, beside keep={own!r}" if own else f"keep={keep}"
-            return warn(f"{story} Kept in float32 from step {steps}: {names}. To do so from the start: {start}.")
+        if self._rescue(found, story): return
         if skips<self.max_skips: return warn(f"{story} After {self.max_skips} training will stop.")
-        self.state = anew
+        self._start_anew()
         raise FloatingPointError(story)
+
+    def _report_losses(self):
+        "Warn, or rescue, after many steps in a row whose loss is not finite, though their gradients are"
+        if self.state.bad_losses!=self.warn_skips: return
+        found = explain_step(self.learn, self.half, self._step.stats)
+        story = (f"The loss of {self.warn_skips} steps in a row was not finite, though their gradients were, so these "
+                 f"steps were made. {found}")
+        if not self._rescue(found, story): warn(story)
+
+    def _start_anew(self, rescued=()):
+        "Look for the loss scale again, and keep the modules `rescued` in float32, too"
+        state = self.state
+        self.state = ScaleState(self.initial, state.steps, rescued=(*state.rescued,*rescued))
+
+    def _rescue(self, found, story):
+        "Keep modules in float32 from now on if that is the cure of what was `found`, say so, and return whether it is"
+        names = find_cure(self.half, found) if self.rescue else []
+        if not names: return False
+        steps = self.state.steps
+        self._start_anew([(name,steps) for name in names])
+        keep,own = [name for name,_ in self.state.rescued],self.new_half(self.learn.model).keep
+        start = f"keep={keep}, beside keep={own!r}" if own else f"keep={keep}"
+        warn(f"{story} Kept in float32 from step {steps}: {names}. To do so from the start: {start}.")
+        return True
 
 # %% ../nbs/10b_callback.ipynb #c77ba444
 class MixedPrecision(PrecisionCallback):

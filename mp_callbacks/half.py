@@ -27,7 +27,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from .dtypes import as_dtype,cast_tree,half_dtypes
+from .dtypes import as_dtype,cast_tree,half_dtypes,hand_back,keep_attributes,replaced_parts
 from .devices import inexact,missing
 from .modules import StandIns,module_lock,named_modules
 
@@ -71,6 +71,7 @@ class half_precision:
         if dtype==torch.float32 and not isinstance(keep, dict): return self.replace(keep=[keep,*names])
         if not isinstance(keep, dict):
             keep = dict.fromkeys(map(escape, _matches(named_modules(self.model), keep)), 'float32')
+        keep = {k:o for k,o in keep.items() if k not in names} # the last rule decides
         return self.replace(keep={**keep, **dict.fromkeys(names, _short(dtype))})
 
     def _forget(self):
@@ -101,7 +102,10 @@ class half_precision:
         _check_ways(self, named)
         self._locks = {module:module_lock(module) for module in modules}
         arounds = {module:f for name,module in named.items() if (f := self._around(name, module))}
-        whole = partial(self._whole, arounds.pop(self.model, _plain))
+        around = arounds.pop(self.model, _plain)
+        attends = any(isinstance(m, (nn.TransformerEncoderLayer,nn.MultiheadAttention)) for m in modules)
+        if attends and device_type=='cpu': around = partial(_without_fast_path, around)
+        whole = partial(self._whole, around)
         self._stand_ins = StandIns({**arounds, self.model:whole})
         self.modules = modules
         self._switch()
@@ -209,13 +213,17 @@ class half_precision:
         cache = self._cache.get(0 if compiling else get_ident()) # `get_ident` can't be traced
         if cache is None: cache = {} # checkpointing computes again, in the backward pass
         inference = not compiling and torch.is_inference_mode_enabled()
+        state = _no_state if compiling else _state_of
         known = cache.setdefault((way.shares,torch.is_grad_enabled(),inference), {})
         copies,lent = {},{}
         for name,p in module._parameters.items():
             if type(p) not in (nn.Parameter,Tensor) or p.dtype!=torch.float32: continue
-            key = id(p),p.requires_grad # which a model may change between two uses
+            key = id(p),p.requires_grad,*state(p) # which a model may change between two uses
             if key not in known:
                 copy = way.cast(self, p)
+                if not compiling:
+                    copy._is_param = True # then it is an `nn.Parameter` for `isinstance`
+                    keep_attributes(p, copy)
                 known[key] = (p,copy,None,None) if compiling else _loan(p, copy) # keeps `p`, so its id stays unique
             loan = known[key]
             copies[name],lent[name] = loan[1],loan
@@ -226,6 +234,14 @@ _switching = RLock() # one thread at a time
 def _short(dtype): return str(dtype).removeprefix('torch.')
 
 def _plain(forward, args, kwargs): return forward(*args, **kwargs)
+
+def _without_fast_path(around, forward, args, kwargs):
+    "What a model with PyTorch's attention returns: its fast path for predictions fails under autocast on a CPU"
+    mha = torch.backends.mha # the switch is for all threads: in another one a prediction may be slower meanwhile
+    if torch.compiler.is_compiling() or not mha.get_fastpath_enabled(): return around(forward, args, kwargs)
+    mha.set_fastpath_enabled(False)
+    try: return around(forward, args, kwargs)
+    finally: mha.set_fastpath_enabled(True)
 
 # %% ../nbs/03_half.ipynb #d69e27bf
 def is_norm(
@@ -325,11 +341,15 @@ class Copies(Way):
         finally: module._parameters.update({name:p for name,(p,*_) in lent.items()})
 
 # %% ../nbs/03_half.ipynb #5d0e0004
-def _loan(p, copy):
-    "`p`, `copy`, and its address and version, which change if `data` is assigned, and if numbers are written"
-    try: return p,copy,copy.data_ptr(),copy._version
+def _state_of(t):
+    "Address and version of `t`, which change if `data` is assigned, and if numbers are written"
+    try: return t.data_ptr(),t._version
     except RuntimeError: # inside `torch.func` a tensor has no address, and in inference mode no version
-        return (p,copy,copy.data_ptr(),None) if copy.is_inference() else (p,copy,None,copy._version)
+        return (t.data_ptr(),None) if t.is_inference() else (None,t._version)
+
+def _no_state(t): return () # can't be traced
+
+def _loan(p, copy): return p,copy,*_state_of(copy)
 
 def _changed(module, lent):
     "Name of the parameter that the forward pass of `module` has changed or replaced, if there is one"
@@ -404,9 +424,14 @@ class Float32(Way):
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns in float32"
         # one by one: `torch.compile` can't follow a comparison of tuples
-        args = [cast_tree(o, torch.float32, half_dtypes) for o in args]
-        kwargs = {k:cast_tree(o, torch.float32, half_dtypes) for k,o in kwargs.items()}
-        with torch.autocast(half.device_type, enabled=False): return forward(*args, **kwargs)
+        full = [cast_tree(o, torch.float32, half_dtypes) for o in args]
+        full_kwargs = {k:cast_tree(o, torch.float32, half_dtypes) for k,o in kwargs.items()}
+        compiling = torch.compiler.is_compiling()
+        replaced = [] if compiling else replaced_parts([*args,kwargs], [*full,full_kwargs])
+        try:
+            with torch.autocast(half.device_type, enabled=False): return forward(*full, **full_kwargs)
+        finally:
+            if not compiling: hand_back(replaced)
 
 class Float32Norm(Float32):
     "In float32, but with the result in the dtype of the input"

@@ -76,16 +76,17 @@ def training_batches(
 
 # %% ../nbs/10_inside.ipynb #3e56f279
 def keep_average(
-    learn, # `Learner` at the end of a batch
+    learn, # `Learner` at the end of a training batch
     skipped:bool, # Was the step skipped?
 ):
-    "Leave the loss of a skipped step, or one that isn't finite, out of the training loss that fastai shows"
+    "Leave the loss of a skipped step out of the training loss that fastai shows, which begins anew if it isn't finite"
     smooth = getattr(getattr(learn, 'recorder', None), 'smooth_loss', None)
     if not hasattr(smooth, 'count'): return
-    known = smooth.value.item() if smooth.count else torch.nan # fastai keeps it on the CPU
-    if known!=known: smooth.reset() # no loss was finite so far
-    if skipped and not smooth.count: known,smooth.count = 0.,-1 # fastai adds 0 and 1 to these: still no average
-    learn.loss = torch.full_like(learn.loss, known) if skipped else learn.loss.nan_to_num(known, known, known)
+    known = smooth.value.item() if smooth.count else 0. # fastai keeps it on the CPU
+    if learn.iter==0 and not math.isfinite(known): smooth.reset()
+    if not skipped: return
+    if not smooth.count: known,smooth.count = 0.,-1 # fastai adds 0 and 1 to these: still no average
+    learn.loss = torch.full_like(learn.loss, known)
 
 def add_columns(
     recorder, # fastai's `Recorder`, at the start of a fit

@@ -139,42 +139,48 @@ Learner.find_nonfinite,Learner.precision_plan,Learner.precision_report = find_no
 # %% ../nbs/13_learner.ipynb #1d558af3
 def _plain(method): return getattr(method, 'plain', method) # fastai's own, also after a reload of this module
 
-def _inside(method, context):
-    "`method` of `Learner`, run inside the context manager `context` of the learner's precision callback"
+def _wraps(method):
+    "Decorator: a function of `method` of `Learner` and its arguments takes the place of `method`"
     plain = _plain(method)
-    @wraps(plain)
-    def _run(self, *args, **kwargs):
-        cb = precision_callback(self)
-        with nullcontext() if cb is None else getattr(cb, context)(): return plain(self, *args, **kwargs)
-    _run.plain = plain
-    return _run
+    def _decorator(f):
+        @wraps(plain)
+        def _run(self, *args, **kwargs): return f(plain, self, *args, **kwargs)
+        _run.plain = plain
+        return _run
+    return _decorator
 
-Learner.one_batch = _inside(Learner.one_batch, 'batch')
-Learner._backward = _inside(Learner._backward, 'backward')
-Learner._step     = _inside(Learner._step,     'step')
+@_wraps(Learner.one_batch)
+def _one_batch(plain, self, *args, **kwargs):
+    cb = precision_callback(self)
+    with nullcontext() if cb is None else cb.batch(): return plain(self, *args, **kwargs)
+
+@_wraps(Learner._with_events)
+def _with_events(plain, self, f, event_type, *args, **kwargs):
+    cb = precision_callback(self)
+    context = None if cb is None else dict(backward=cb.backward, step=cb.step).get(event_type)
+    def _inside():
+        with context(): f()
+    return plain(self, _inside if context else f, event_type, *args, **kwargs)
+
+Learner.one_batch,Learner._with_events = _one_batch,_with_events
 
 # %% ../nbs/13_learner.ipynb #9f650a0a
-_to_contiguous = _plain(Learner.to_contiguous)
-
-@wraps(_to_contiguous)
-def _to_contiguous_fp32(self, to_fp32=False):
-    _to_contiguous(self, to_fp32=to_fp32)
+@_wraps(Learner.to_contiguous)
+def _to_contiguous(plain, self, to_fp32=False):
+    plain(self, to_fp32=to_fp32)
     return self.to_fp32() if to_fp32 else self
 
-_to_contiguous_fp32.plain = _to_contiguous
-Learner.to_contiguous = _to_contiguous_fp32
+Learner.to_contiguous = _to_contiguous
 
 # %% ../nbs/13_learner.ipynb #c9d2f4b8
-def _refuse_sharded(method, name):
+def _whole(method):
     "`method` of `Learner`, which raises a `ValueError` if it would write a part of the model"
-    plain = _plain(method)
-    @wraps(plain)
-    def _whole(self, *args, **kwargs):
+    @_wraps(method)
+    def _run(plain, self, *args, **kwargs):
         if precision_callback(self) is not None and is_sharded(self.model):
-            raise ValueError(f"With FSDP2 each process has a part of the model, and learn.{name} would write one part. "
-                             "Use get_state_dict of torch.distributed.checkpoint.state_dict.")
+            raise ValueError(f"With FSDP2 each process has a part of the model, and learn.{plain.__name__} would write "
+                             "one part. Use get_state_dict of torch.distributed.checkpoint.state_dict.")
         return plain(self, *args, **kwargs)
-    _whole.plain = plain
-    return _whole
+    return _run
 
-Learner.save,Learner.export = _refuse_sharded(Learner.save, 'save'),_refuse_sharded(Learner.export, 'export')
+Learner.save,Learner.export = _whole(Learner.save),_whole(Learner.export)

@@ -11,7 +11,8 @@ __all__ = ['unwrap', 'named_modules', 'parameter_name', 'several_ranks', 'is_sha
 # %% ../nbs/02a_modules.ipynb #9b1c2a08
 import re,torch
 from contextlib import ExitStack,contextmanager
-from functools import partial,update_wrapper
+from functools import update_wrapper
+from inspect import getattr_static
 from threading import RLock
 from weakref import WeakKeyDictionary
 from torch import nn
@@ -129,6 +130,10 @@ def unchanged(
 # %% ../nbs/02a_modules.ipynb #9b1c2a15
 def _same(x): return x
 
+def _bound(forward, module):
+    "`forward` of the class of `module`, as an attribute of `module`: it may be a static or class method, or a property"
+    return forward.__get__(module, type(module)) if hasattr(forward, '__get__') else forward
+
 class StandIn:
     "While installed, calls of `module` run `around(forward, args, kwargs)` with the `forward` that the module had"
     def __init__(self,
@@ -139,8 +144,9 @@ class StandIn:
         self.found = None # the `forward` that was in the module's `__dict__` when this one was installed
         self.on = False # is `around` called? If not, calls go through.
         self.reachable = False # may somebody still call this object: the module, or a function that is on top of it?
-        self.own = partial(type(module).forward, module)
-        update_wrapper(self, type(module).forward, updated=()) # to touch `__dict__` makes attributes slower
+        self.of_class = getattr_static(type(module), 'forward')
+        self.own = _bound(self.of_class, module)
+        update_wrapper(self, self.own, updated=()) # to touch `__dict__` makes attributes slower
 
     def __call__(self, *args, **kwargs):
         forward = self.found
@@ -164,8 +170,8 @@ class StandIn:
 
     def refresh(self):
         "Take the `forward` of the module's class again, if that has been changed"
-        forward = type(self.module).forward
-        if self.own.func is not forward: self.own = partial(forward, self.module)
+        of_class = getattr_static(type(self.module), 'forward')
+        if self.of_class is not of_class: self.of_class,self.own = of_class,_bound(of_class, self.module)
 
     def remove(self):
         "Restore `module.forward`, or call through from now on if something else is on top. Idempotent."

@@ -29,15 +29,16 @@ def _culprit(learn, skipped):
     return '' if stats.finite else parameter_name(learn.model, stats.culprit) or '(outside the model)'
 
 log_columns = dict( # the last one that is drawn is on top
-    step    = Column(int,   lambda learn,skipped: learn.step_stats.step),
-    scale   = Column(float, lambda learn,skipped: learn.step_stats.scale, 'loss scale'),
-    norm    = Column(float, lambda learn,skipped: learn.step_stats.norm,  'gradient norm'),
-    finite  = Column(bool,  lambda learn,skipped: learn.step_stats.finite),
-    skipped = Column(bool,  lambda learn,skipped: skipped),
-    culprit = Column(object, _culprit),
-    loss    = Column(float, lambda learn,skipped: np.nan, 'training loss')) # known at the end of the batch
+    step     = Column(int,   lambda learn,skipped: learn.step_stats.step),
+    scale    = Column(float, lambda learn,skipped: learn.step_stats.scale, 'loss scale'),
+    norm     = Column(float, lambda learn,skipped: learn.step_stats.norm,  'gradient norm'),
+    finite   = Column(bool,  lambda learn,skipped: learn.step_stats.finite),
+    skipped  = Column(bool,  lambda learn,skipped: skipped),
+    bad_loss = Column(bool,  lambda learn,skipped: not learn.step_stats.loss_finite),
+    culprit  = Column(object, _culprit),
+    loss     = Column(float, lambda learn,skipped: np.nan, 'training loss')) # known at the end of the batch
 
-LogRow = namedtuple('LogRow', log_columns)
+LogRow = namedtuple('LogRow', log_columns, defaults=[None]*len(log_columns))
 
 class PrecisionRecorder(LeanCallback):
     "Record loss, gradient norm, loss scale and outcome of every step"
@@ -95,17 +96,19 @@ class PrecisionRecorder(LeanCallback):
         if (log.scale==1).all(): del panels['scale']
         if axs is None:
             _,axs = plt.subplots(len(panels), 1, sharex=True, figsize=(6,1.7*len(panels)), layout='constrained')
-        skips,norms = log.index[log.skipped],log.norm[log.finite]
+        skips,norms,bad = log.index[log.skipped],log.norm[log.finite],log.index[log.bad_loss & ~log.skipped]
         for ax,(name,label) in zip(axs, panels.items()):
             ax.plot(log[name], '.-', lw=1, ms=3, drawstyle='steps-post' if name=='scale' else 'default')
             ax.vlines(skips, 0, 1, 'tab:red', lw=1, transform=ax.get_xaxis_transform(), label=f'skipped: {len(skips)}')
+            if name=='loss' and len(bad): ax.vlines(bad, 0, 1, 'tab:orange', lw=1, transform=ax.get_xaxis_transform(),
+                                                    label=f'loss not finite: {len(bad)}')
             if name=='scale': ax.set_yscale('log', base=2)
             if name=='norm' and norms.max()>100*norms.min(): # two powers of ten, so that ticks are plain numbers
                 ax.set_yscale('log')
                 ax.yaxis.set_major_formatter('{x:g}')
             ax.set_ylabel(label)
         ax.set_xlabel('step')
-        if len(skips): axs[0].legend()
+        if len(skips) or len(bad): axs[0].legend()
         return axs
 
     def summary(self)->str: # One sentence a line
@@ -118,6 +121,10 @@ class PrecisionRecorder(LeanCallback):
             most = (~log.skipped).cumsum()[skips].value_counts().max() # in each run the sum stays the same
             res.append(f"The first skipped step was {skips[0]}, the last {skips[-1]}. "
                        f"The longest run has length {most}.")
+        bad = log.index[log.bad_loss & ~log.skipped]
+        if len(bad): res.append(f"The loss of {len(bad)} step{'s'*(len(bad)>1)} was not finite, though the gradients "
+                                f"were, and the step was made; first in step {bad[0]}. "
+                                "For the cause: learn.find_nonfinite().")
         culprits = log.culprit[~log.finite].value_counts()
         for name,n in culprits[:1].items():
             res.append(f"The last parameter whose gradient wasn't finite was mostly {name} ({n} of {culprits.sum()}). "

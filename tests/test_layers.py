@@ -148,7 +148,7 @@ def theirs_used(name):
     return used-of_torch_and_fastai
 
 # names that we set on their objects, and that are theirs
-of_torch_and_fastai = {'_backward', '_step'}
+of_torch_and_fastai = {'_with_events'}
 
 @each_module
 def test_no_private_name_of_another(name):
@@ -185,7 +185,7 @@ def test_classes_have_little_state(name):
 # --- Changes to fastai
 
 methods = ('to_fp16 to_bf16 to_fp8 to_native_fp16 to_native_bf16 to_fp32 to_native_fp32 to_non_native_fp16 '
-           'to_non_native_fp32 one_batch _backward _step save export to_contiguous find_nonfinite precision_plan '
+           'to_non_native_fp32 one_batch _with_events save export to_contiguous find_nonfinite precision_plan '
            'precision_report').split()
 
 changes = '''if True:

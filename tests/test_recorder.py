@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt,numpy as np,pytest
 from fastai.callback.tracker import *
 from fastai.callback.training import GradientAccumulation
 from learners import *
-from mp_callbacks.recorder import LogRow
+from mp_callbacks.recorder import LogRow,log_columns
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
@@ -27,7 +27,8 @@ class Cancel(Callback):
 
 def log(learn): return learn.precision_recorder.log
 def row(i, scale=4., norm=1., skipped=False, culprit='', loss=.5):
-    return LogRow(i, scale, norm, math.isfinite(norm), skipped or not math.isfinite(norm), culprit, loss)
+    finite = math.isfinite(norm)
+    return LogRow(step=i, scale=scale, norm=norm, finite=finite, skipped=skipped or not finite, culprit=culprit, loss=loss)
 def recorder(*rows):
     res = PrecisionRecorder()
     res.rows = [*rows]
@@ -48,7 +49,7 @@ def test_log(mode):
     learn.fit(2, cbs=[probe:=Probe(),Overflow(2)])
     df = log(learn)
     stats,losses = zip(*probe.seen)
-    assert list(df)==['step','scale','norm','finite','skipped','culprit','loss'] and len(df)==8
+    assert list(df)==[*log_columns] and len(df)==8
     for o in ('step','scale','finite'): assert list(df[o])==[getattr(s, o) for s in stats]
     assert np.array_equal(df.norm, [s.norm for s in stats], equal_nan=True) and list(df.loss)==[*losses]
     assert list(df.skipped)==[i==2 for i in range(8)]==list(~df.finite)

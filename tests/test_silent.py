@@ -1,0 +1,310 @@
+"What used to be wrong without a message: each is right now, or is said"
+import inspect
+from functools import partial
+
+import pytest
+from learners import *
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
+halves = [o for o in modes if o!='fp16_static']
+scaled = [o for o in modes if 'fp16' in o]
+
+# --- A loss that is not finite while its gradients are
+
+class InfiniteLoss(Callback):
+    "The loss is infinite in the training batches `at`; the gradients aren't"
+    order = -20
+    def __init__(self, *at): self.at = at
+    def after_loss(self):
+        if self.training and self.train_iter in self.at:
+            self.learn.loss,self.learn.loss_grad = self.loss+torch.inf,self.loss_grad+torch.inf
+
+@pytest.mark.parametrize('mode', modes)
+def test_infinite_loss_is_told(mode):
+    "The step is made, as in PyTorch; log, summary, plot and the shown average say that its loss was infinite"
+    learn = modes[mode](get_learner())
+    learn.fit(1, cbs=InfiniteLoss(2))
+    log = learn.precision_recorder.log
+    assert log.bad_loss.tolist()==[False,False,True,False] and not log.skipped.any()
+    assert 'The loss of 1 step was not finite, though the gradients were' in learn.precision_recorder.summary()
+    labels = [o.get_label() for o in learn.precision_recorder.plot()[0].collections]
+    assert 'loss not finite: 1' in labels
+    assert not math.isfinite(learn.recorder.values[-1][0])
+    learn.fit(1)
+    assert math.isfinite(learn.recorder.values[-1][0])
+
+@pytest.mark.parametrize('mode', modes)
+def test_average_begins_anew(mode):
+    "with the next epoch"
+    learn = modes[mode](get_learner())
+    learn.fit(2, cbs=InfiniteLoss(2))
+    first,second = learn.recorder.values
+    assert not math.isfinite(first[0]) and math.isfinite(second[0])
+
+@pytest.mark.parametrize('mode', halves)
+def test_many_infinite_losses(mode):
+    "A warning after 32 in a row"
+    learn = modes[mode](get_learner())
+    with pytest.warns(UserWarning, match='The loss of 32 steps in a row was not finite, though their gradients were'):
+        learn.fit(9, cbs=InfiniteLoss(*range(100)))
+    assert learn.mixed_precision.state.bad_losses==36 and not learn.precision_recorder.log.skipped.any()
+
+class Beyond(nn.Module):
+    "Returns more than float16 can hold; gradients of an absolute error don't know that"
+    def __init__(self): super().__init__(); torch.manual_seed(1); self.body,self.head = mlp(),nn.Linear(1,1)
+    def forward(self, x): return self.head(self.body(x))
+
+@pytest.mark.parametrize('call', ['to_fp16','to_native_fp16'])
+def test_infinite_predictions(call):
+    "The warning names the module, and `rescue` keeps it in float32"
+    def _learner():
+        model = Beyond()
+        with torch.no_grad(): model.head.bias.fill_(1e5)
+        return get_learner(model, loss_func=L1LossFlat(), lr=1e-9)
+    learn = getattr(_learner(), call)()
+    with pytest.warns(UserWarning, match='The loss of 32 steps in a row was not finite.*[Pp]recision is the cause'):
+        learn.fit(9)
+    learn = getattr(_learner(), call)(rescue=True)
+    with pytest.warns(UserWarning, match="Kept in float32 from step"): learn.fit(12)
+    assert learn.mixed_precision.state.rescued and not learn.precision_recorder.log.bad_loss.iloc[-4:].any()
+
+# --- Gradients that carry the loss scale
+
+class Weighted(nn.Module):
+    "A loss with a weight of its own"
+    def __init__(self): super().__init__(); self.weight = nn.Parameter(torch.ones(1))
+    def forward(self, pred, y): return F.mse_loss(pred*self.weight, y)
+
+class StepLoss(Callback):
+    "Step the parameters of the loss with an optimizer of their own"
+    def before_fit(self): self.opt2 = torch.optim.SGD(self.loss_func.parameters(), lr=.01)
+    def after_step(self): self.opt2.step()
+    def after_batch(self): self.opt2.zero_grad()
+
+def loss_weight(mode):
+    learn = get_learner(loss_func=Weighted(), cbs=StepLoss())
+    if mode: modes[mode](learn)
+    learn.fit(3)
+    return learn.loss_func.weight.item()
+
+@pytest.mark.parametrize('mode', modes)
+def test_parameters_of_the_loss(mode):
+    "train as in float32"
+    assert loss_weight(mode)==pytest.approx(loss_weight(None), rel=.03)
+
+@pytest.mark.parametrize('mode', scaled)
+def test_gradient_of_the_input(mode):
+    "is unscaled"
+    def _grad(mode):
+        seen = []
+        class Input(Callback):
+            order = 20 # after fastai's `CastToTensor`
+            def before_batch(self): self.learn.xb = (self.x.clone().requires_grad_(),)
+            def after_backward(self): seen.append(self.x.grad.norm().item())
+        learn = get_learner(cbs=Input())
+        if mode: modes[mode](learn)
+        learn.fit(1)
+        return seen[0]
+    assert _grad(mode)==pytest.approx(_grad(None), rel=.02)
+
+@pytest.mark.parametrize('mode', scaled)
+def test_parameters_of_nobody(mode):
+    "An error before a step is made"
+    weight = nn.Parameter(torch.ones(1))
+    learn = modes[mode](get_learner(loss_func=lambda pred,y: F.mse_loss(pred*weight, y)))
+    before = weights(learn)
+    with pytest.raises(ValueError, match=r'tensor of shape \[1\] that neither the optimizer.*use to_bf16'): learn.fit(1)
+    assert weight.grad is None and all(map(torch.equal, weights(learn), before))
+    get_learner(loss_func=learn.loss_func).to_bf16().fit(1)
+
+class FlatSGD(torch.optim.SGD):
+    "Gradients are views of one buffer, which `zero_grad` sets to zero and `step` steps on"
+    def __init__(self, params, lr=.05):
+        params = [*params]
+        super().__init__(params, lr=lr)
+        self.flat = torch.zeros(sum(p.numel() for p in params))
+        for p,g in zip(params, self.flat.split([p.numel() for p in params])): p.grad = g.view_as(p)
+    def zero_grad(self, set_to_none=False): self.flat.zero_()
+    @torch.no_grad()
+    def step(self):
+        for o in self.param_groups:
+            for p,g in zip(o['params'], self.flat.split([p.numel() for p in o['params']])): p -= o['lr']*g.view_as(p)
+
+@pytest.mark.parametrize('mode', modes)
+def test_gradients_in_one_buffer(mode):
+    "stay there, also after a skipped step"
+    def _learner(): return get_learner(opt_func=partial(OptimWrapper, opt=FlatSGD), lr=.05)
+    learn,full = modes[mode](_learner()),_learner()
+    start = flat(weights(learn))
+    for o in (learn,full): o.fit(4)
+    assert apart(learn, full, start)<.05
+
+# --- A backward pass of the learner's class
+
+class Retains(Learner):
+    def _backward(self): self.loss_grad.backward(retain_graph=True)
+
+@pytest.mark.parametrize('mode', scaled)
+def test_own_backward(mode):
+    "of a subclass of `Learner` has the loss scale: small gradients arrive"
+    def _grads(cls):
+        learn = cls(get_dls(), mlp(), loss_func=lambda pred,y: 1e-7*F.mse_loss(pred, y), lr=1e-2)
+        learn.logger,learn.create_mbar = noop,False
+        learn.remove_cbs([o for o in learn.cbs if isinstance(o, ProgressCallback)])
+        modes[mode](learn).fit(1)
+        return learn.precision_recorder.log.norm.tolist()
+    assert _grads(Retains)==_grads(Learner)
+
+# --- Parameters in half precision
+
+class Casts(nn.Module):
+    "As five losses of pytorch-metric-learning: the weight takes the dtype of the input"
+    def __init__(self): super().__init__(); torch.manual_seed(1); self.weight = nn.Parameter(torch.randn(1,8))
+    def forward(self, x):
+        self.weight.data = self.weight.data.type(x.dtype)
+        return F.linear(x, self.weight)
+
+@pytest.mark.parametrize('mode', ['native_fp16','native_bf16'])
+def test_rounded_parameter(mode):
+    "is named before a step, is float32 again, and `keep` is the cure"
+    def _learner(): return get_learner(nn.Sequential(nn.Linear(8,8), nn.Linear(8,8), Casts()))
+    learn = modes[mode](_learner())
+    with pytest.raises(RuntimeError, match=r"turned the parameter 2.weight into torch.*keep='2'"): learn.fit(1)
+    assert {p.dtype for p in learn.model.parameters()}=={torch.float32}
+    assert all(p.grad is None for p in learn.model.parameters())
+    modes[mode](_learner(), keep='2').fit(1)
+
+# --- Copies stand in for their parameters, and casts for containers
+
+class Pruned(nn.Module):
+    "The weight has a mask, and is asked what it is"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(8,8))
+        self.weight.mask = (torch.arange(64).view(8,8)%2).float()
+    def forward(self, x):
+        mask = getattr(self.weight, 'mask', torch.ones(8,8)) if isinstance(self.weight, nn.Parameter) else 0
+        return F.linear(x, self.weight*mask)
+
+class Noisy(nn.Module):
+    "Its part is called twice, with other weights the second time"
+    def __init__(self, assign): super().__init__(); torch.manual_seed(1); self.part,self.assign = nn.Linear(8,8),assign
+    def forward(self, x):
+        first,weight = self.part(x),self.part.weight
+        with torch.no_grad():
+            if self.assign: weight.data = weight.data*2
+            else: weight.mul_(2)
+        second = self.part(x)
+        with torch.no_grad(): weight.mul_(.5)
+        return first-second
+
+@pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
+@pytest.mark.parametrize('make', [Pruned, partial(Noisy, False), partial(Noisy, True)])
+def test_copies_are_what_they_stand_for(make, dtype):
+    model,x = make(),numbers()[0]
+    want = model(x).detach()
+    with half_precision(model, dtype), torch.no_grad(): got = model(x)
+    assert (got-want).norm()<.02*want.norm()
+
+class Pops(nn.Module):
+    "Takes from a list and writes into a dict, as decoders do with skip connections"
+    def __init__(self): super().__init__(); self.layer = nn.Linear(8,8)
+    def forward(self, skips, seen):
+        x = self.layer(skips.pop())
+        seen['out'],seen['n'] = x,seen['n']+1
+        return x
+
+class Skips(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.down,self.up,self.last = nn.Linear(8,8),Pops(),Pops()
+    def forward(self, x):
+        skips,seen = [x,self.down(x)],dict(n=0, x=self.down(x))
+        self.up(skips, seen)
+        y = seen['out']
+        skips.append(y)
+        self.last(skips, seen)
+        self.left = len(skips),seen['n'],[*seen]
+        return y+seen['out']+skips[0]
+
+@pytest.mark.parametrize('copies', [True,False])
+@pytest.mark.parametrize('keep', ['up','last',('up','last')])
+def test_containers_are_written(keep, copies):
+    "What a module in float32 takes out of them or puts into them arrives"
+    model,x = Skips(),numbers()[0]
+    want,left = model(x).detach(),model.left
+    with half_precision(model, torch.bfloat16, keep, copies): got = model(x)
+    assert model.left==left and (got-want).norm()<.02*want.norm()
+
+class Merges(nn.Module):
+    "As fastai's `MergeLayer`"
+    def forward(self, x): return x+x.orig
+
+@pytest.mark.parametrize('keep', [Merges, nn.GELU])
+def test_attributes_of_tensors(keep):
+    "go on through a cast"
+    class Remembers(nn.Module):
+        def __init__(self): super().__init__(); self.body,self.act,self.end = nn.Linear(8,8),nn.GELU(),Merges()
+        def forward(self, x):
+            y = self.body(x)
+            y.orig = y
+            return self.end(y)
+    torch.manual_seed(1)
+    model,x = Remembers(),numbers()[0]
+    want = model(x).detach()
+    with half_precision(model, torch.bfloat16, keep): got = model(x)
+    assert (got-want).norm()<.02*want.norm()
+
+# --- Loud, in ordinary code
+
+class Encoder(nn.Module):
+    "PyTorch's defaults, and a padding mask"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0., batch_first=True), 2)
+        self.head = nn.Linear(8, 1)
+    def forward(self, x):
+        x = self.encoder(x[:,None].repeat(1,4,1), src_key_padding_mask=torch.arange(4)[None].repeat(len(x),1)>2)
+        return self.head(x[:,0])
+
+@pytest.mark.parametrize('mode', halves)
+def test_encoder_with_a_mask(mode):
+    "trains and validates"
+    learn = modes[mode](get_learner(Encoder()))
+    learn.fit(1)
+    assert math.isfinite(learn.recorder.values[-1][1]) and torch.backends.mha.get_fastpath_enabled()
+
+class Static(nn.Module):
+    @staticmethod
+    def forward(x): return x*2
+
+class OfClass(nn.Module):
+    @classmethod
+    def forward(cls, x): return x*2
+
+class Chosen(nn.Module):
+    @property
+    def forward(self): return self.double
+    def double(self, x): return x*2
+
+@pytest.mark.parametrize('copies', [True,False])
+@pytest.mark.parametrize('kind', [Static,OfClass,Chosen])
+def test_kinds_of_forward(kind, copies):
+    model,x = nn.Sequential(nn.Linear(8,8), kind(), nn.Linear(8,8)),numbers()[0]
+    want = model(x).detach()
+    half = half_precision(model, torch.bfloat16, kind, copies)
+    with half:
+        assert (model(x)-want).norm()<.02*want.norm()
+        assert [[*inspect.signature(o.forward).parameters] for o in model[:2]]==[['input'],['x']]
+    class Whole(kind):
+        def __init__(self): super().__init__(); self.layer = nn.Linear(8,8)
+    with half_precision(Whole(), torch.bfloat16, copies=copies) as half: assert torch.equal(half.model(x), x*2)
+
+def test_rule_of_the_user_and_rescue():
+    "What is to be kept as well comes last, whatever a dict has said of it before"
+    model = nn.Sequential(nn.Linear(8,8), nn.Linear(8,8))
+    half = half_precision(model, torch.bfloat16, {'0':'float32', '1':'bfloat16', '*':'bfloat16'}).keeping(['1'])
+    assert half.policy().compute.tolist()==['bfloat16','float32']

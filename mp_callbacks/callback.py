@@ -55,7 +55,9 @@ def options_of(
         @wraps(f)
         def _call(*args, **kwargs):
             refuse_unknown([k for k in kwargs if k not in sig.parameters], name)
-            return f(**sig.bind(*args, **kwargs).arguments)
+            try: bound = sig.bind(*args, **kwargs)
+            except TypeError as e: raise TypeError(f"{name}(): {e}.") from None
+            return f(**bound.arguments)
         _call.__signature__,_call.__delwrap__ = sig,_documented([g for o in sources for g in _written(o)])
         return _call
     return _with_options
@@ -67,7 +69,10 @@ def _written(f):
         f = getattr(f, '__delwrap__', None)
 
 def _documented(fs):
-    "A copy of the first of `fs` that leads fastcore's `docments`, which read comments in sources, on to the next"
+    """A copy of the first of `fs` that leads fastcore's `docments`, which read comments in sources, on to the next
+
+    These follow `__delwrap__`: from `to_fp16` to copies of the constructors of `MixedPrecision`, of `PrecisionCallback`
+    and of `ModelToHalf`."""
     if not fs: return
     res = FunctionType(fs[0].__code__, fs[0].__globals__, closure=fs[0].__closure__)
     res.__delwrap__ = _documented(fs[1:])
@@ -81,7 +86,8 @@ def refuse_unknown(
     for k in names:
         msg = f"{call}() got an unexpected keyword argument {k!r}."
         if k=='amp_mode': msg += " fastai's amp_mode is a call here: learn.to_native_fp16() or learn.to_native_bf16()."
-        elif k in signature(MixedPrecision).parameters:
+        elif k=='dtype': msg += " The name of the call says it: to_fp16(), to_bf16(), to_native_fp16() and so on."
+        elif k=='keep' or k in signature(MixedPrecision).parameters:
             other = 'to_bf16' if 'bf16' in call and k=='flat_master' else 'to_fp16' # the other options are for a scale
             msg += f" With half-precision copies: learn.{other}({k}=…)."
         elif k in signature(NativeMixedPrecision).parameters:
@@ -160,7 +166,7 @@ class GatheredStep:
         self.ended = False # made, or skipped?
 
     @property
-    def skipped(self)->bool:
+    def overflowed(self)->bool:
         "Were the gradients not finite?"
         return self.stats is not None and not self.stats.finite
 
@@ -263,11 +269,12 @@ class PrecisionCallback(LeanCallback):
     def half(self)->half_precision:
         "How the learner's model computes"
         rescued = self.state.rescued
-        if self._half is None or self._half[0].model is not self.learn.model or self._half[1]!=rescued:
+        first = self._half is None # `to_fp16` and the others set `half`, and warn themselves
+        if first or self._half[0].model is not self.learn.model or self._half[1]!=rescued:
             half = self.new_half(self.learn.model)
             names = [name for name,_ in rescued if name in half.ways] # the model may have been replaced
             self._half = half.keeping(names) if names else half, rescued
-            warn_of_emulation(fit_device(self.learn), half) # `to_fp16` and the others set `half`, and warn themselves
+            if first: warn_of_emulation(fit_device(self.learn), half)
         return self._half[0]
 
     @half.setter
@@ -439,14 +446,14 @@ class PrecisionCallback(LeanCallback):
             yield
         finally: write_state(opt, numbers)
 
-    def after_step(self):
-        if self._step.stats is not None and not self._step.skipped:
+    def after_step(self): # fastai calls it after a cancelled step, too
+        if self._step.stats is not None and not self._step.overflowed:
             self._count_step()
             self._report_losses()
         self._step.ended = True
 
     def after_batch(self):
-        skipped = self._step is not None and self._step.skipped
+        skipped = self._step is not None and self._step.overflowed
         if self.learn.training and len(self.learn.yb): keep_average(self.learn, skipped)
 
     def _opt_params(self): return [p for pg in self.learn.opt.param_lists for p in pg]
@@ -612,7 +619,9 @@ class NativeMixedPrecision(PrecisionCallback):
         self.learn.scaler = torch.amp.GradScaler(device_type, self.loss_scale, enabled=self._enabled, **self._factors)
         self._update_scaler()
 
-    def scale_loss(self, loss, scale): return self.learn.scaler.scale(loss)
+    def scale_loss(self, loss, scale):
+        self._update_scaler() # somebody may have set another scale
+        return self.learn.scaler.scale(loss)
 
     def _remember(self, state):
         super()._remember(state)

@@ -40,7 +40,7 @@ layers = { # arguments of a small one, and shape of an input
     nn.ConvTranspose3d: ((4,4,3), (2,4,8,8,8))}
 
 # What a try with small layers doesn't show
-known_faults = { # by part of the device's name and dtype
+known_faults = { # by kind of device or part of its name, and dtype
     ('GTX 16',torch.float16): ((nn.Conv1d,nn.Conv2d,nn.Conv3d), 'float16 convolutions on GTX 16 return nan')}
 inexact_kernels = {('cpu',nn.LayerNorm): 'CPU kernel is inexact'} # by type of device, with half-precision weights
 
@@ -123,7 +123,8 @@ def _fault(machine, device, dtype, kind):
     "Why `device` can't compute layers of this `kind` in `dtype`; empty if it can"
     half,what = dtype in half_dtypes,f'{_short(dtype)} {kind.__name__}'
     for (part,fault_dtype),(kinds,why) in known_faults.items():
-        if kind in kinds and dtype==fault_dtype and part in machine.name(device): return why
+        named = part==machine.kind(device) or part in machine.name(device)
+        if named and kind in kinds and dtype==fault_dtype: return why
     with _undisturbed(device):
         for input_dtype in (torch.float32,dtype) if half else (dtype,):
             lacks = 'no'

@@ -47,7 +47,7 @@ def reset_state(
     learn, # `Learner`
 ):
     "Reset the hidden state that the learner's model keeps from batch to batch, if fastai's `ModelResetter` is on"
-    if hasattr(learn, 'model_resetter'): learn.model.reset()
+    if 'model_resetter' in vars(learn): learn.model.reset()
 
 # %% ../nbs/10_inside.ipynb #ec086875
 look_name = 'lr_finder'
@@ -56,7 +56,7 @@ def is_look(
     learn, # `Learner`
 )->bool:
     "Is the learner's fit a look only, such as `lr_find`, after which everything is put back?"
-    return hasattr(learn, look_name)
+    return look_name in vars(learn) # `hasattr` would look in the model, too
 
 def keep_quiet(
     learn, # `Learner`, of which the attributes are put back later

@@ -11,9 +11,10 @@ __all__ = ['unwrap', 'named_modules', 'parameter_name', 'several_ranks', 'is_sha
 # %% ../nbs/02a_modules.ipynb #9b1c2a08
 import re,torch
 from contextlib import ExitStack,contextmanager
-from functools import update_wrapper
+from functools import partial,update_wrapper
 from inspect import getattr_static
 from threading import RLock
+from types import FunctionType
 from weakref import WeakKeyDictionary
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -134,6 +135,12 @@ def _bound(forward, module):
     "`forward` of the class of `module`, as an attribute of `module`: it may be a static or class method, or a property"
     return forward.__get__(module, type(module)) if hasattr(forward, '__get__') else forward
 
+def _of_class(module):
+    "The `forward` of the class of `module` as it stands there, and to be called without `module`"
+    forward = getattr_static(type(module), 'forward')
+    # a partial tells which function it is, also while `torch.compile` traces
+    return forward,partial(forward, module) if isinstance(forward, FunctionType) else _bound(forward, module)
+
 class StandIn:
     "While installed, calls of `module` run `around(forward, args, kwargs)` with the `forward` that the module had"
     def __init__(self,
@@ -144,9 +151,8 @@ class StandIn:
         self.found = None # the `forward` that was in the module's `__dict__` when this one was installed
         self.on = False # is `around` called? If not, calls go through.
         self.reachable = False # may somebody still call this object: the module, or a function that is on top of it?
-        self.of_class = getattr_static(type(module), 'forward')
-        self.own = _bound(self.of_class, module)
-        update_wrapper(self, self.own, updated=()) # to touch `__dict__` makes attributes slower
+        self.of_class,self.own = _of_class(module)
+        update_wrapper(self, _bound(self.of_class, module), updated=()) # to touch `__dict__` makes attributes slower
 
     def __call__(self, *args, **kwargs):
         forward = self.found
@@ -170,8 +176,8 @@ class StandIn:
 
     def refresh(self):
         "Take the `forward` of the module's class again, if that has been changed"
-        of_class = getattr_static(type(self.module), 'forward')
-        if self.of_class is not of_class: self.of_class,self.own = of_class,_bound(of_class, self.module)
+        if self.of_class is not getattr_static(type(self.module), 'forward'):
+            self.of_class,self.own = _of_class(self.module)
 
     def remove(self):
         "Restore `module.forward`, or call through from now on if something else is on top. Idempotent."

@@ -308,3 +308,27 @@ def test_rule_of_the_user_and_rescue():
     model = nn.Sequential(nn.Linear(8,8), nn.Linear(8,8))
     half = half_precision(model, torch.bfloat16, {'0':'float32', '1':'bfloat16', '*':'bfloat16'}).keeping(['1'])
     assert half.policy().compute.tolist()==['bfloat16','float32']
+
+def test_scaler_of_somebody_else():
+    "Another scale in `learn.scaler` doesn't change the gradients"
+    def _norms(*cbs):
+        learn = get_learner(cbs=cbs).to_native_fp16(init_scale=1024.)
+        learn.fit(1)
+        return learn.precision_recorder.log.norm.tolist()
+    class Update(Callback):
+        def after_loss(self):
+            if self.training and self.train_iter>0: self.learn.scaler.update(4096.)
+    assert _norms(Update())==_norms()
+
+def test_names_in_the_model():
+    "A model's attributes aren't taken for the learner's"
+    model = mlp()
+    model.lr_finder = model.model_resetter = 'mine'
+    learn = get_learner(model).to_bf16()
+    learn.fit(1)
+    assert len(learn.precision_recorder.log)==4
+
+def test_hints_are_calls_that_work():
+    for call in ('to_native_fp16','to_fp16'):
+        with pytest.raises(TypeError, match='The name of the call says it'): getattr(get_learner(), call)(dtype='f16')
+    with pytest.raises(TypeError, match=r'learn.to_fp16\(keep=…\)'): MixedPrecision(keep='0')

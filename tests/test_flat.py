@@ -8,7 +8,6 @@ from torch import nn
 from fastai.optimizer import *
 from fastai.optimizer import average_grad,l2_reg,sgd_step,step_stat,weight_decay
 
-from cases import *
 from mp_callbacks import flat
 from mp_callbacks.flat import check_flat,flat_step
 
@@ -43,7 +42,8 @@ def assert_equal(a, b, what):
 
 class Twins:
     "Two optimizers with the same parameters; the second steps flat. `each(f)` does the same to both."
-    def __init__(self, make, groups): self.opts = [make([[copy.deepcopy(p) for p in pg] for pg in groups]) for _ in range(2)]
+    def __init__(self, make, groups):
+        self.opts = [make([[copy.deepcopy(p) for p in pg] for pg in groups]) for _ in range(2)]
 
     def each(self, f):
         seed = random.random()
@@ -81,29 +81,25 @@ def flags(opt):
 def calls(monkeypatch):
     "The number of tensors in each call of fastai's loop by a flat step"
     res,loop = [],flat._loop
-    monkeypatch.setattr(flat, '_loop', lambda opt, group, params, *args: (res.append(len(params)), loop(opt, group, params, *args)))
+    def counted(opt, group, params, *args):
+        res.append(len(params))
+        loop(opt, group, params, *args)
+    monkeypatch.setattr(flat, '_loop', counted)
     return res
 
 @pytest.mark.parametrize('name', optimizers)
 def test_sizes(name, calls):
     "All sizes whose ends a CPU treats differently, in two groups with their own learning rates"
-    groups = [[nn.Parameter(torch.randn(n)) for n in range(0,70,2)], [nn.Parameter(torch.randn(n)) for n in (*range(1,70,2),1000,70001)]]
-    twins = Twins(optimizers[name], groups)
+    sizes = range(0,70,2),(*range(1,70,2),1000,70001)
+    twins = Twins(optimizers[name], [[nn.Parameter(torch.randn(n)) for n in ns] for ns in sizes])
     twins.each(flags)
     twins.each(lambda o: o.set_hyper('lr', [.01,.1]))
     for i in range(7):
         twins.each(new_grads)
         calls.clear()
         twins.step(f'step {i}')
-        assert calls==[35,37] if name=='sadam' else calls==[1,1,1,1,1,1], 'empty | decayed | not | large | decayed | not'
-
-@pytest.mark.parametrize('dtype', [torch.float64,torch.bfloat16,torch.float16])
-@pytest.mark.parametrize('name', ['momentum','adam_l2','qhadam','sadam'])
-def test_dtypes(name, dtype):
-    twins = Twins(optimizers[name], [[nn.Parameter(torch.randn(n).to(dtype)) for n in range(40)]])
-    for i in range(4):
-        twins.each(new_grads)
-        twins.step(f'step {i}')
+        # empty | decayed | not | large | decayed | not
+        assert calls==([35,37] if name=='sadam' else [1,1,1,1,1,1])
 
 def test_portions(calls):
     "A flat tensor has 2**15 numbers or few more"
@@ -117,7 +113,8 @@ def test_portions(calls):
 def test_own_tensors():
     "Parameters and state tensors stay the objects that they are, each with its own storage"
     opt = Adam([nn.Parameter(torch.randn(n)) for n in range(1, 9)], lr=.1)
-    def tensors(): return [t for p in params(opt) for t in (p,p.grad,*opt.state[p].values()) if isinstance(t, torch.Tensor)]
+    def tensors():
+        return [t for p in params(opt) for t in (p,p.grad,*opt.state[p].values()) if isinstance(t, torch.Tensor)]
     for p in params(opt): p.grad = torch.ones_like(p)
     flat_step(opt)
     first = [(id(t),t.data_ptr()) for t in tensors()]
@@ -133,7 +130,8 @@ def param(dtypes=(torch.float32,)):
     if kind<.1:   x = torch.randn(4,3,3,3).to(memory_format=torch.channels_last)
     elif kind<.2: x = torch.randn(5,6).t()
     elif kind<.3: x = torch.randn(9,8)[:,::2] # has gaps
-    else:         x = torch.randn(random.choice([(), (0,), (1,), (3,), (7,), (17,), (5,3), (33,), (1000,), (2,0,3), (4,4)]))
+    else:
+        x = torch.randn(random.choice([(), (0,), (1,), (3,), (7,), (17,), (5,3), (33,), (1000,), (2,0,3), (4,4)]))
     return nn.Parameter(x.to(dtype))
 
 def reload(opt):
@@ -147,7 +145,8 @@ def change(opt):
     state = inner(opt).state[p]
     tensors = [k for k,v in state.items() if isinstance(v, torch.Tensor)]
     random.choice([lambda: setattr(p, 'data', p.data.clone()*2), lambda: p.data.mul_(.5), state.clear,
-                   lambda: state.update(do_wd=not state.get('do_wd', True)), lambda: state.update({k: state[k]*2 for k in tensors}),
+                   lambda: state.update(do_wd=not state.get('do_wd', True)),
+                   lambda: state.update({k: state[k]*2 for k in tensors}),
                    lambda: state.update({k: state[k].double() for k in tensors})])()
 
 events = dict(
@@ -162,12 +161,14 @@ events = dict(
     stepper  = lambda o: inner(o).cbs.insert(0, weight_decay),
     loop     = lambda o: o.step())
 
-@pytest.mark.parametrize('seed,name', crossed(range(4), optimizers, fast=lambda seed,_: seed<2))
+@pytest.mark.parametrize('seed', [0,1])
+@pytest.mark.parametrize('name', optimizers)
 def test_anything(name, seed):
     "Random parameters, random events between the steps, and parameters that have a gradient now and then"
     random.seed(f'{name}{seed}'); torch.manual_seed(seed)
-    dtypes = random.choice([(torch.float32,),(torch.float32,torch.float64,torch.bfloat16)])
-    twins = Twins(optimizers[name], [[param(dtypes) for _ in range(random.randint(1,6))] for _ in range(random.randint(1,3))])
+    dtypes = random.choice([(torch.float32,),(torch.float32,torch.float64,torch.bfloat16,torch.float16)])
+    groups = [[param(dtypes) for _ in range(random.randint(1,6))] for _ in range(random.randint(1,3))]
+    twins = Twins(optimizers[name], groups)
     twins.each(flags)
     log = []
     for i in range(14):
@@ -178,15 +179,14 @@ def test_anything(name, seed):
 
 # --- What can't be flat
 
-@pytest.mark.parametrize('name', ['sgd_wd','momentum','adam'])
-def test_listed_twice(name):
+@pytest.mark.parametrize('where', [(0,0),(0,1)])
+def test_listed_twice(where):
     "In one group or in two: fastai steps on it twice"
-    for where in ([0,0],[0,1]):
-        twins = Twins(optimizers[name], [[nn.Parameter(torch.randn(n)) for n in (3,4)] for _ in range(2)])
-        twins.each(lambda o: o.param_lists[where[1]].append(o.param_lists[where[0]][1]))
-        for i in range(3):
-            twins.each(new_grads)
-            twins.step(f'step {i}')
+    twins = Twins(optimizers['momentum'], [[nn.Parameter(torch.randn(n)) for n in (3,4)] for _ in range(2)])
+    twins.each(lambda o: o.param_lists[where[1]].append(o.param_lists[where[0]][1]))
+    for i in range(3):
+        twins.each(new_grads)
+        twins.step(f'step {i}')
 
 def test_unusual_gradients():
     "Parameters with sparse, complex, or other gradients are stepped on as they are"
@@ -203,13 +203,15 @@ def test_unusual_gradients():
         for p,q in zip(*map(params, twins.opts)): assert torch.equal(p, q)
 
 def test_state_of_a_stepper():
-    "Tensors that are new each time, any number, and tensors of another shape that are there already; other tensors are an error"
+    "New tensors, numbers, and tensors of another shape that are there already; to make one of another is an error"
     def ema(p, ema=0., **kwargs): return {'ema': ema*.9+p.grad*.1, 'seen': float(p.numel()>0)}
     def norm(p, **kwargs): return {'norm': p.grad.norm()}
     ema.elementwise = norm.elementwise = True
-    twins = Twins(lambda ps: Optimizer(ps, [ema,sgd_step], lr=.1), [[nn.Parameter(torch.randn(o)) for o in (3,5,(2,2),7)]])
+    groups = [[nn.Parameter(torch.randn(o)) for o in (3,5,(2,2),7)]]
+    twins = Twins(lambda ps: Optimizer(ps, [ema,sgd_step], lr=.1), groups)
+    states = {'rank':torch.ones(2)},{'history':[1]},{'ema':0.},{'ema':0.}
     def prepare(opt):
-        for p,state in zip(params(opt), [{'rank':torch.ones(2)},{'history':[1]},{'ema':0.},{'ema':0.}]): opt.state[p].update(state)
+        for p,state in zip(params(opt), states): opt.state[p].update(state)
     twins.each(prepare)
     for i in range(3):
         twins.each(new_grads)
@@ -224,11 +226,14 @@ def test_refused():
     class Mine(Optimizer):
         def step(self, closure=None): super().step(closure)
     ps = [nn.Parameter(torch.ones(1))]
-    for opt,error in ((Mine(ps, [sgd_step], lr=.1),              "can't run Mine: it replaces Optimizer.step. Use flat_master=False"),
-                      (Lookahead(Mine(ps, [sgd_step], lr=.1)),   "can't run Mine: it replaces Optimizer.step. Use flat_master=False"),
-                      (Lamb(ps, lr=.1),                          "can't run lamb_step: .*flat_master=False.*stepper.elementwise=True"),
-                      (Optimizer(ps, [lambda p, **kw: None]),    "can't run <lambda>: .*flat_master=False.*stepper.elementwise=True"),
-                      (OptimWrapper(ps, torch.optim.AdamW),      "AdamW does many.*foreach=True or fused=True.*flat_master=False")):
+    its_own = "can't run Mine: it replaces Optimizer.step. Use flat_master=False"
+    stepper = "can't run {}: .*flat_master=False.*stepper.elementwise=True"
+    for opt,error in ((Mine(ps, [sgd_step], lr=.1),            its_own),
+                      (Lookahead(Mine(ps, [sgd_step], lr=.1)), its_own),
+                      (Lamb(ps, lr=.1),                        stepper.format('lamb_step')),
+                      (Optimizer(ps, [lambda p, **kw: None]),  stepper.format('<lambda>')),
+                      (OptimWrapper(ps, torch.optim.AdamW),
+                       "AdamW does many.*foreach=True or fused=True.*flat_master=False")):
         for f in (check_flat,flat_step):
             with pytest.raises(ValueError, match=error): f(opt)
         assert 'step' not in vars(inner(opt))
@@ -236,30 +241,32 @@ def test_refused():
 
 # --- Errors and interrupts
 
-@pytest.mark.parametrize('error', [KeyboardInterrupt,RuntimeError])
-def test_error_in_a_stepper(error):
-    "Whatever a stepper raises, the optimizer has its own parameters and state, and can go on"
+def test_error_in_a_stepper():
+    "After an error in a stepper, the optimizer has its own parameters and state, and can go on"
     def fail(p, fail=False, **kwargs):
-        if fail: raise error('here')
+        if fail: raise RuntimeError('here')
     fail.elementwise = True
-    twins = Twins(lambda ps: Optimizer(ps, [step_stat,fail,average_grad,sgd_step], lr=.1), [[nn.Parameter(torch.randn(n)) for n in (3,4)] for _ in range(2)])
+    groups = [[nn.Parameter(torch.randn(n)) for n in (3,4)] for _ in range(2)]
+    twins = Twins(lambda ps: Optimizer(ps, [step_stat,fail,average_grad,sgd_step], lr=.1), groups)
     opt = twins.opts[1]
     lists,state = opt.param_lists,opt.state
+    def now(): return opt.param_lists,[dict(opt.state[p]) for p in params(opt)]
     for bad in (True,False,True,False):
         twins.each(new_grads)
-        was = copy.deepcopy((opt.param_lists,[dict(opt.state[p]) for p in params(opt)]))
+        was = copy.deepcopy(now())
         opt.hypers[0].update(fail=bad)
         if not bad: twins.step(); continue
-        with pytest.raises(error): flat_step(opt)
+        with pytest.raises(RuntimeError, match='here'): flat_step(opt)
         assert opt.param_lists is lists and opt.state is state and 'step' not in vars(opt)
-        assert repr(was)==repr((opt.param_lists,[dict(opt.state[p]) for p in params(opt)]))
+        assert repr(was)==repr(now())
 
 def interrupt(f, n):
     "Call `f`, but raise a KeyboardInterrupt before the `n`th line of flat.py that it runs; True if it had so many"
     left,lines = [n],inspect.getsourcelines(flat)[0]
     def trace(frame, event, arg):
         if frame.f_code.co_filename!=flat.__file__: return
-        if event=='line' and not lines[frame.f_lineno-1].strip().startswith(('try:','finally:')): # a real one comes at a call
+        # a real one comes at a call
+        if event=='line' and not lines[frame.f_lineno-1].strip().startswith(('try:','finally:')):
             left[0] -= 1
             if not left[0]: raise KeyboardInterrupt
         return trace
@@ -268,14 +275,14 @@ def interrupt(f, n):
     except KeyboardInterrupt: return True
     finally: sys.settrace(None)
 
-@pytest.mark.parametrize('name', crossed(['adam','ranger'], fast=lambda o: o=='ranger'))
-def test_interrupt_anywhere(name):
-    "A KeyboardInterrupt at any line: each parameter has been stepped on or it hasn't, and the optimizer is as usable as before"
+def test_interrupt_anywhere():
+    "A KeyboardInterrupt at any line: each parameter has been stepped on or it hasn't, and the optimizer can go on"
     n = 0
     while True:
         n += 1
         torch.manual_seed(0)
-        twins = Twins(optimizers[name], [[nn.Parameter(torch.randn(o)) for o in (3,(2,2))], [nn.Parameter(torch.randn(5))]])
+        groups = [[nn.Parameter(torch.randn(o)) for o in shapes] for shapes in ((3,(2,2)),(5,))]
+        twins = Twins(optimizers['ranger'], groups)
         twins.each(new_grads)
         a,b = twins.opts
         before = copy.deepcopy(params(b))
@@ -293,7 +300,8 @@ def test_interrupt_anywhere(name):
 @pytest.mark.cuda
 @pytest.mark.parametrize('name', optimizers)
 def test_cuda(name, calls):
-    twins = Twins(optimizers[name], [[nn.Parameter(torch.randn(n).to(d)) for n in (*range(1,20),1000,70001) for d in ('cuda','cpu')]])
+    sizes = *range(1,20),1000,70001
+    twins = Twins(optimizers[name], [[nn.Parameter(torch.randn(n).to(d)) for n in sizes for d in ('cuda','cpu')]])
     for i in range(7):
         twins.each(new_grads)
         calls.clear()

@@ -1,8 +1,9 @@
 """Each preset of `DynamicLossScale` against its peer, step by step, on random overflows
 
-An oracle is a generator: it is sent whether a step was finite, and yields the scale of the next one. Each is written after its peer's own source, with
-mutable state and the peer's own counters, so that it has nothing in common with `adjust`. For torch it is torch's own kernel. JMP, MPX, Flax and Keras are
-asked themselves where they are installed (the extra `peers`), and so are the oracles that stand in for them.
+An oracle is a generator: it is sent whether a step was finite, and yields the scale of the next one. Each is written
+after its peer's own source, with mutable state and the peer's own counters, so that it has nothing in common with
+`adjust`. For torch it is torch's own kernel. JMP, MPX, Flax and Keras are asked themselves where they are installed
+(the extra `peers`), and so are the oracles that stand in for them.
 The file takes long because periods of 2000 steps are compared over 20,000."""
 import copy,math,os,pickle,random
 from dataclasses import asdict,fields,replace
@@ -128,27 +129,24 @@ def paddle(scale=2.**16, incr_ratio=2., decr_ratio=.5, incr_every=2000, decr_eve
                 scale = _f32(scale*incr_ratio)
                 incr_count = 0
 
+def _jmp_rule(scale, finite, grow, factor, lo):
+    "JMP's rule for the next scale, which MPX has too"
+    if not finite: return max(lo, _f32(scale/factor))
+    grown = _f32(scale*factor)
+    return grown if grow and math.isfinite(grown) else scale
+
 def jmp(scale=2.**15, period=2000, factor=2, lo=1.):
     counter = 0
     while True:
         finite = yield scale
-        if finite:
-            if counter==period-1:
-                grown = _f32(scale*factor)
-                scale = grown if math.isfinite(grown) else scale
-        else: scale = max(lo, _f32(scale/factor))
+        scale = _jmp_rule(scale, finite, counter==period-1, factor, lo)
         counter = (counter+1)%period*finite
 
 def mpx(scale=65504., lo=1., factor=2, period=2000):
     counter = 0
     while True:
         finite = yield scale
-        if finite:
-            if counter==period-1:
-                grown = _f32(scale*factor)
-                scale = grown if math.isfinite(grown) else scale
-        else: scale = max(lo, _f32(scale/factor))
-        scale = min(max(scale, lo), 65504.)
+        scale = min(max(_jmp_rule(scale, finite, counter==period-1, factor, lo), lo), 65504.)
         counter = (counter+1)%period*finite
 
 def flax(scale=65536., interval=2000, growth=2., backoff=.5, lo=f32.tiny):
@@ -211,34 +209,69 @@ def fastai(scale=2.**24, wait=500, div=2.):
             count = 0
             scale *= div
 
-# For each preset: its oracle as it comes, then others as `(oracle, changes)`. Only powers of two, so that float32 and Python's floats are the same.
+# For each preset: its oracle as it comes, then others as `(oracle, changes)`, for a period of `n` and a hysteresis of
+# `h`. Only powers of two, so that float32 and Python's floats are the same.
 oracles = dict(
-    torch                 = (torch_, [(lambda n,h: torch_(256., n, 4., .25), lambda n,h: dict(loss_scale=256., period=n, factor=4, backoff=.25)),
-                                      (lambda n,h: torch_(3*2.**125, n, 2., 2.**-8), lambda n,h: dict(loss_scale=3*2.**125, period=n, backoff=2.**-8))]),
-    apex                  = (apex,   [(lambda n,h: apex(window=n), lambda n,h: dict(period=n)),
-                                      (lambda n,h: apex(2.**9, n, lo=8., hi=2.**13), lambda n,h: dict(loss_scale=2.**9, period=n, min_loss_scale=8., max_loss_scale=2.**13))]),
-    apex_hysteresis       = (apex_hysteresis, [(lambda n,h: apex_hysteresis(interval=n, hysteresis=h), lambda n,h: dict(period=n, hysteresis=h))]),
-    megatron              = (megatron, [(lambda n,h: megatron(interval=n, hysteresis=h), lambda n,h: dict(period=n, hysteresis=h)),
-                                        (lambda n,h: megatron(2.**20, 4., 4., .5, n, h), lambda n,h: dict(loss_scale=2.**20, min_loss_scale=4., factor=4., period=n, hysteresis=h))]),
-    deepspeed             = (deepspeed, [(lambda n,h: deepspeed(window=n, delayed_shift=h), lambda n,h: dict(period=n, hysteresis=h)),
-                                         (lambda n,h: deepspeed(2.**40, n, delayed_shift=h, raises=False), lambda n,h: dict(loss_scale=2.**40, period=n, hysteresis=h, at_min='clip')),
-                                         (lambda n,h: deepspeed(2.**10, n, 16., h), lambda n,h: dict(loss_scale=2.**10, period=n, min_loss_scale=16., hysteresis=h))]),
-    deepspeed_consecutive = (lambda: deepspeed(consecutive=True), [(lambda n,h: deepspeed(window=n, delayed_shift=h, consecutive=True), lambda n,h: dict(period=n, hysteresis=h))]),
-    deepspeed_fused       = (deepspeed_fused, [(lambda n,h: deepspeed_fused(window=n), lambda n,h: dict(period=n)),
-                                               (lambda n,h: deepspeed_fused(2.**16, n, .25), lambda n,h: dict(period=n, min_loss_scale=.25))]),
-    fairseq               = (fairseq, [(lambda n,h: fairseq(window=n), lambda n,h: dict(period=n)),
-                                       (lambda n,h: fairseq(100., n), lambda n,h: dict(loss_scale=100., period=n)),
-                                       (lambda n,h: fairseq(window=n, threshold=.25), lambda n,h: dict(period=n, min_loss_scale=.25, at_min='clip'))]),
-    paddle                = (paddle, [(lambda n,h: paddle(incr_every=n, decr_every=h), lambda n,h: dict(period=n, hysteresis=h)),
-                                      (lambda n,h: paddle(2.**30, 2., .25, n, h), lambda n,h: dict(loss_scale=2.**30, backoff=.25, period=n, hysteresis=h))]),
-    jmp                   = (jmp, [(lambda n,h: jmp(period=n), lambda n,h: dict(period=n)), (lambda n,h: jmp(2.**10, n, 4, 2.), lambda n,h: dict(loss_scale=2.**10, period=n, factor=4, min_loss_scale=2.))]),
-    mpx                   = (mpx, [(lambda n,h: mpx(period=n), lambda n,h: dict(period=n)), (lambda n,h: mpx(2.**10, 4., 2, n), lambda n,h: dict(loss_scale=2.**10, min_loss_scale=4., period=n))]),
-    flax                  = (flax, [(lambda n,h: flax(interval=n), lambda n,h: dict(period=n+1)), (lambda n,h: flax(3*2.**120, n, 4., 2.**-8), lambda n,h: dict(loss_scale=3*2.**120, period=n+1, factor=4, backoff=2.**-8))]),
+    torch                 = (torch_, [
+        (lambda n,h: torch_(256., n, 4., .25), lambda n,h: dict(loss_scale=256., period=n, factor=4, backoff=.25)),
+        (lambda n,h: torch_(3*2.**125, n, 2., 2.**-8),
+         lambda n,h: dict(loss_scale=3*2.**125, period=n, backoff=2.**-8))]),
+    apex                  = (apex, [
+        (lambda n,h: apex(window=n), lambda n,h: dict(period=n)),
+        (lambda n,h: apex(2.**9, n, lo=8., hi=2.**13),
+         lambda n,h: dict(loss_scale=2.**9, period=n, min_loss_scale=8., max_loss_scale=2.**13))]),
+    apex_hysteresis       = (apex_hysteresis, [
+        (lambda n,h: apex_hysteresis(interval=n, hysteresis=h), lambda n,h: dict(period=n, hysteresis=h))]),
+    megatron              = (megatron, [
+        (lambda n,h: megatron(interval=n, hysteresis=h), lambda n,h: dict(period=n, hysteresis=h)),
+        (lambda n,h: megatron(2.**20, 4., 4., .5, n, h),
+         lambda n,h: dict(loss_scale=2.**20, min_loss_scale=4., factor=4., period=n, hysteresis=h))]),
+    deepspeed             = (deepspeed, [
+        (lambda n,h: deepspeed(window=n, delayed_shift=h), lambda n,h: dict(period=n, hysteresis=h)),
+        (lambda n,h: deepspeed(2.**40, n, delayed_shift=h, raises=False),
+         lambda n,h: dict(loss_scale=2.**40, period=n, hysteresis=h, at_min='clip')),
+        (lambda n,h: deepspeed(2.**10, n, 16., h),
+         lambda n,h: dict(loss_scale=2.**10, period=n, min_loss_scale=16., hysteresis=h))]),
+    deepspeed_consecutive = (lambda: deepspeed(consecutive=True), [
+        (lambda n,h: deepspeed(window=n, delayed_shift=h, consecutive=True),
+         lambda n,h: dict(period=n, hysteresis=h))]),
+    deepspeed_fused       = (deepspeed_fused, [
+        (lambda n,h: deepspeed_fused(window=n), lambda n,h: dict(period=n)),
+        (lambda n,h: deepspeed_fused(2.**16, n, .25), lambda n,h: dict(period=n, min_loss_scale=.25))]),
+    fairseq               = (fairseq, [
+        (lambda n,h: fairseq(window=n), lambda n,h: dict(period=n)),
+        (lambda n,h: fairseq(100., n), lambda n,h: dict(loss_scale=100., period=n)),
+        (lambda n,h: fairseq(window=n, threshold=.25),
+         lambda n,h: dict(period=n, min_loss_scale=.25, at_min='clip'))]),
+    paddle                = (paddle, [
+        (lambda n,h: paddle(incr_every=n, decr_every=h), lambda n,h: dict(period=n, hysteresis=h)),
+        (lambda n,h: paddle(2.**30, 2., .25, n, h),
+         lambda n,h: dict(loss_scale=2.**30, backoff=.25, period=n, hysteresis=h))]),
+    jmp                   = (jmp, [
+        (lambda n,h: jmp(period=n), lambda n,h: dict(period=n)),
+        (lambda n,h: jmp(2.**10, n, 4, 2.),
+         lambda n,h: dict(loss_scale=2.**10, period=n, factor=4, min_loss_scale=2.))]),
+    mpx                   = (mpx, [
+        (lambda n,h: mpx(period=n), lambda n,h: dict(period=n)),
+        (lambda n,h: mpx(2.**10, 4., 2, n), lambda n,h: dict(loss_scale=2.**10, min_loss_scale=4., period=n))]),
+    flax                  = (flax, [
+        (lambda n,h: flax(interval=n), lambda n,h: dict(period=n+1)),
+        (lambda n,h: flax(3*2.**120, n, 4., 2.**-8),
+         lambda n,h: dict(loss_scale=3*2.**120, period=n+1, factor=4, backoff=2.**-8))]),
     keras                 = (keras, [(lambda n,h: keras(steps=n), lambda n,h: dict(period=n))]),
-    tf                    = (tf, [(lambda n,h: tf(period=n), lambda n,h: dict(period=n)), (lambda n,h: tf(3*2.**120, n, 4.), lambda n,h: dict(loss_scale=3*2.**120, period=n, factor=4))]),
-    mindspore             = (mindspore, [(lambda n,h: mindspore(window=n), lambda n,h: dict(period=n)), (lambda n,h: mindspore(2.**8, 4, n), lambda n,h: dict(loss_scale=2.**8, factor=4, period=n))]),
-    emily                 = (emily, [(lambda n,h: emily(interval=n), lambda n,h: dict(period=n)), (lambda n,h: emily(2.**8, 4., .5, n, 2.**-3), lambda n,h: dict(loss_scale=2.**8, factor=4, period=n, min_loss_scale=2.**-3))]),
-    fastai                = (fastai, [(lambda n,h: fastai(wait=n), lambda n,h: dict(period=n)), (lambda n,h: fastai(512., n, 4.), lambda n,h: dict(loss_scale=512., factor=4, period=n))]))
+    tf                    = (tf, [
+        (lambda n,h: tf(period=n), lambda n,h: dict(period=n)),
+        (lambda n,h: tf(3*2.**120, n, 4.), lambda n,h: dict(loss_scale=3*2.**120, period=n, factor=4))]),
+    mindspore             = (mindspore, [
+        (lambda n,h: mindspore(window=n), lambda n,h: dict(period=n)),
+        (lambda n,h: mindspore(2.**8, 4, n), lambda n,h: dict(loss_scale=2.**8, factor=4, period=n))]),
+    emily                 = (emily, [
+        (lambda n,h: emily(interval=n), lambda n,h: dict(period=n)),
+        (lambda n,h: emily(2.**8, 4., .5, n, 2.**-3),
+         lambda n,h: dict(loss_scale=2.**8, factor=4, period=n, min_loss_scale=2.**-3))]),
+    fastai                = (fastai, [
+        (lambda n,h: fastai(wait=n), lambda n,h: dict(period=n)),
+        (lambda n,h: fastai(512., n, 4.), lambda n,h: dict(loss_scale=512., factor=4, period=n))]))
 
 # --- What they are compared on
 
@@ -258,7 +291,9 @@ def traces(n):
     yield [False]*100
 
 def same(oracle, s, trace):
-    "`s` and `oracle` have the same scale after each step of `trace`, until the peer raises or leaves the range of float32. Returns after how many steps."
+    """`s` and `oracle` have the same scale after each step of `trace`, until the peer raises or leaves float32's range
+
+    Returns the number of steps."""
     assert next(oracle)==s.loss_scale
     for i,finite in enumerate(trace):
         old = s
@@ -296,14 +331,16 @@ def test_changed(name, steps):
         for n in (1,2,5,20):
             for h in (1,2,3):
                 if h>1 and changes(n,h)==changes(n,1): continue
-                for t in traces(steps): all_the_same(lambda: make(n,h), DynamicLossScale.preset(name, **changes(n,h)), t)
+                s = DynamicLossScale.preset(name, **changes(n,h))
+                for t in traces(steps): all_the_same(lambda: make(n,h), s, t)
 
 def test_torch_with_any_factors():
     "Scales that are not powers of two: torch rounds them to float32, and we don't"
     rng = random.Random(0)
     for seed in range(20):
         growth,backoff,n = rng.uniform(1.1,3),rng.uniform(.3,.9),rng.randint(1,9)
-        oracle,s = torch_(1000., n, growth, backoff),DynamicLossScale.preset('torch', loss_scale=1000., factor=growth, backoff=backoff, period=n)
+        oracle = torch_(1000., n, growth, backoff)
+        s = DynamicLossScale.preset('torch', loss_scale=1000., factor=growth, backoff=backoff, period=n)
         next(oracle)
         for finite in flags(.15, 60, seed):
             expected,s = oracle.send(finite),s.adjust(finite)
@@ -311,7 +348,8 @@ def test_torch_with_any_factors():
 
 def test_only_at_an_odd_minimum_is_deepspeed_different():
     "Deviation: it goes to a minimum that halving does not hit before it raises"
-    oracle,s = deepspeed(8., lo=3., delayed_shift=1),DynamicLossScale.preset('deepspeed', loss_scale=8., min_loss_scale=3., hysteresis=1)
+    oracle = deepspeed(8., lo=3., delayed_shift=1)
+    s = DynamicLossScale.preset('deepspeed', loss_scale=8., min_loss_scale=3., hysteresis=1)
     assert [next(oracle), oracle.send(False), oracle.send(False)]==[8,4,3]
     with pytest.raises(FloatingPointError): s.adjust(False).adjust(False)
 
@@ -380,7 +418,8 @@ def test_words_of_jmp():
     "Policies as text, and dtypes of what is scaled, as in the library"
     jmp,jnp = pytest.importorskip('jmp'),pytest.importorskip('jax.numpy')
     from mp_callbacks import jmp as ours
-    for o in ('full','half','f16','bf16','float32','p=f16,c=f32','c=half','o=f16','params=float32,compute=float16,output=float32'):
+    for o in ('full','half','f16','bf16','float32','p=f16,c=f32','c=half','o=f16',
+              'params=float32,compute=float16,output=float32'):
         assert str(ours.get_policy(o))==str(jmp.get_policy(o))
     for o in ('f','h','','g','p=f','p=f16, c=f32','p = f16',' f16','f16 ','p=f16,','x=f16'):
         for lib in (ours,jmp):
@@ -399,8 +438,10 @@ def random_scale(rng):
     "Any settings, in any combination"
     lo,hi = sorted(rng.choice([f32.tiny, 2.**-3, 1., 3., 2.**10, 65504., 2.**24, f32.max]) for _ in range(2))
     return DynamicLossScale(
-        rng.choice([lo, hi, (lo*hi)**.5]), rng.randint(0,3), rng.randint(1,5), rng.choice([1.5,2,4,2000]), lo, hi, rng.choice([None,.5,.9,1e-3]), rng.random()<.7, rng.randint(0,2), rng.randint(1,4),
-        '+'.join(rng.sample(['growth','finite','backoff'], rng.randint(1,3))), rng.choice(['clip','clip','raise']), rng.choice(['clip','keep']),
+        rng.choice([lo, hi, (lo*hi)**.5]), rng.randint(0,3), rng.randint(1,5), rng.choice([1.5,2,4,2000]), lo, hi,
+        rng.choice([None,.5,.9,1e-3]), rng.random()<.7, rng.randint(0,2), rng.randint(1,4),
+        '+'.join(rng.sample(['growth','finite','backoff'], rng.randint(1,3))), rng.choice(['clip','clip','raise']),
+        rng.choice(['clip','keep']),
         headroom=rng.choice([None,None,0,2,3.5]), found=rng.random()<.5)
 
 def walk(s, trace):

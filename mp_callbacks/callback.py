@@ -468,6 +468,7 @@ class PrecisionCallback(LeanCallback):
         batch = [o for o in leaves([self.learn.xb, self.learn.yb]) if isinstance(o, torch.Tensor)]
         wanted = any(o.requires_grad for o in batch)
         if not wanted and self.learn.train_iter>0: return [] # to look costs a microsecond for each operation
+        if is_sharded(self.learn.model): return [] # whole parameters stand in for the parts
         known = {*map(id, params)}
         others = [o for o in reached_leaves(loss) if id(o) not in known]
         if wanted or not others: return others

@@ -146,9 +146,12 @@ def _grads(params):
     return params,[p.grad._values() if p.grad.is_sparse else p.grad for p in params]
 
 def _kinds(xs):
-    "Device, dtype, tensors, and their indices in `xs`, for each device and dtype"
+    "Device, dtype, tensors, and their indices in `xs`, for each device, dtype and class"
     kinds = group_tensors([xs], with_indices=True) if xs else {}
-    for (device,dtype),((group,),idxs) in kinds.items(): yield device,dtype,group,idxs
+    for (device,dtype),((group,),idxs) in kinds.items():
+        for cls in (classes := dict.fromkeys(map(type, group))): # parts of `fully_shard` beside whole tensors, say
+            if len(classes)==1: yield device,dtype,group,idxs
+            else: yield device,dtype,*zip(*[(o,i) for o,i in zip(group, idxs) if type(o) is cls])
 
 def _largest_in_shards(xs):
     "Largest absolute value in each `DTensor` of `xs`, not yet reduced over ranks; also for empty shards"

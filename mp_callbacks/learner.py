@@ -137,50 +137,50 @@ def _set_precision(learn, new, model_to_half=None):
 Learner.find_nonfinite,Learner.precision_plan,Learner.precision_report = find_nonfinite,precision_plan,precision_report
 
 # %% ../nbs/13_learner.ipynb #1d558af3
-def _plain(method): return getattr(method, 'plain', method) # fastai's own, also after a reload of this module
-
-def _wraps(method):
-    "Decorator: a function of `method` of `Learner` and its arguments takes the place of `method`"
-    plain = _plain(method)
-    def _decorator(f):
-        @wraps(plain)
-        def _run(self, *args, **kwargs): return f(plain, self, *args, **kwargs)
-        _run.plain = plain
-        return _run
+def _replaces(name):
+    "Decorator: what a function makes of fastai's own method `name` of `Learner` takes the method's place"
+    plain = getattr(Learner, name)
+    plain = getattr(plain, 'plain', plain) # also after a reload of this module
+    def _decorator(make):
+        new = wraps(plain)(make(plain))
+        new.plain = plain
+        setattr(Learner, name, new)
     return _decorator
 
-@_wraps(Learner.one_batch)
-def _one_batch(plain, self, *args, **kwargs):
-    cb = precision_callback(self)
-    with nullcontext() if cb is None else cb.batch(): return plain(self, *args, **kwargs)
+@_replaces('one_batch')
+def _in_batch(plain):
+    def _one_batch(self, *args, **kwargs):
+        cb = precision_callback(self)
+        with nullcontext() if cb is None else cb.batch(): return plain(self, *args, **kwargs)
+    return _one_batch
 
-@_wraps(Learner._with_events)
-def _with_events(plain, self, f, event_type, *args, **kwargs):
-    cb = precision_callback(self)
-    context = None if cb is None else dict(backward=cb.backward, step=cb.step).get(event_type)
-    def _inside():
-        with context(): f()
-    return plain(self, _inside if context else f, event_type, *args, **kwargs)
-
-Learner.one_batch,Learner._with_events = _one_batch,_with_events
+@_replaces('_with_events')
+def _in_backward_and_step(plain):
+    def _with_events(self, f, event_type, *args, **kwargs):
+        cb = precision_callback(self) if event_type in ('backward','step') else None
+        if cb is None: return plain(self, f, event_type, *args, **kwargs)
+        def _inside():
+            with cb.backward() if event_type=='backward' else cb.step(): f()
+        return plain(self, _inside, event_type, *args, **kwargs)
+    return _with_events
 
 # %% ../nbs/13_learner.ipynb #9f650a0a
-@_wraps(Learner.to_contiguous)
-def _to_contiguous(plain, self, to_fp32=False):
-    plain(self, to_fp32=to_fp32)
-    return self.to_fp32() if to_fp32 else self
-
-Learner.to_contiguous = _to_contiguous
+@_replaces('to_contiguous')
+def _without_precision(plain):
+    def _to_contiguous(self, to_fp32=False):
+        plain(self, to_fp32=to_fp32)
+        return self.to_fp32() if to_fp32 else self
+    return _to_contiguous
 
 # %% ../nbs/13_learner.ipynb #c9d2f4b8
-def _whole(method):
-    "`method` of `Learner`, which raises a `ValueError` if it would write a part of the model"
-    @_wraps(method)
-    def _run(plain, self, *args, **kwargs):
+def _whole(plain):
+    "`plain`, which raises a `ValueError` if it would write a part of the model"
+    def _write(self, *args, **kwargs):
         if precision_callback(self) is not None and is_sharded(self.model):
             raise ValueError(f"With FSDP2 each process has a part of the model, and learn.{plain.__name__} would write "
                              "one part. Use get_state_dict of torch.distributed.checkpoint.state_dict.")
         return plain(self, *args, **kwargs)
-    return _run
+    return _write
 
-Learner.save,Learner.export = _whole(Learner.save),_whole(Learner.export)
+_replaces('save')(_whole)
+_replaces('export')(_whole)

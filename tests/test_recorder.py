@@ -28,7 +28,8 @@ class Cancel(Callback):
 def log(learn): return learn.precision_recorder.log
 def row(i, scale=4., norm=1., skipped=False, culprit='', loss=.5):
     finite = math.isfinite(norm)
-    return LogRow(step=i, scale=scale, norm=norm, finite=finite, skipped=skipped or not finite, culprit=culprit, loss=loss)
+    skipped = skipped or not finite
+    return LogRow(step=i, scale=scale, norm=norm, finite=finite, skipped=skipped, culprit=culprit, loss=loss)
 def recorder(*rows):
     res = PrecisionRecorder()
     res.rows = [*rows]

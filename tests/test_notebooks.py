@@ -9,7 +9,7 @@ from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 
-import pytest
+import pytest,torch
 from execnb.shell import CaptureShell
 from fastcore.nbio import read_nb
 from nbdev.config import get_config
@@ -40,13 +40,26 @@ def run(fn, flags):
         if unsaved: return f'{where} its output is not saved\n{cell.source}'
         if shell.exc: return f'{where}\n{cell.source}\n\n{shell.prettytb(fname=fn)}'
 
+def run_alone(kind, *args):
+    "`run`, in a process of its own: what a page leaves in its libraries, such as Accelerate's state, meets no other"
+    for o in imported[kind]: import_module(o)
+    forks = hasattr(os, 'fork') and not torch.cuda.is_available() # a fork can't use a GPU
+    return in_process('fork' if forks else 'spawn', run, *args)
+
+# what a process imports before it forks; importing fastai changes tensors for what follows
+imported = dict(plain=['torch'], fastai=['fastai.tabular.all','fastai.text.all','fastai.vision.all'])
+
+def in_process(start, f, *args):
+    with ProcessPoolExecutor(1, get_context(start)) as pool:
+        res = pool.submit(f, *args).result()
+        pool.submit(os._exit, 0) # by itself a process ends after many seconds, if PyTorch has compiled in it
+        return res
+
 @pytest.fixture(scope='module')
 def pools():
-    "A process for notebooks without fastai, as importing it changes tensors for what follows, and one for the others"
+    "A process that forks for notebooks without fastai, and one for the others"
     with ProcessPoolExecutor(1, get_context('spawn')) as plain, ProcessPoolExecutor(1, get_context('spawn')) as fastai:
         yield dict(plain=plain, fastai=fastai)
-        # by itself a process ends after many seconds, if PyTorch has compiled in it
-        for o in (plain,fastai): o.submit(os._exit, 0)
 
 def process(fn):
     "Notebooks numbered below 10 import fastai only where they say so, all others do"
@@ -60,5 +73,6 @@ def case(fn): return pytest.param(fn, id=name(fn))
 @pytest.mark.parametrize('fn', [*map(case, sorted(nbglob(cfg.nbs_path, as_path=True)))])
 def test_notebook(fn, flags, pools):
     if fn.parent==cfg.nbs_path: flags = {*flags}-{'slow'} # `nbdev-test` runs their slow cells
-    error = pools[process(fn)].submit(run, fn, flags).result()
+    kind = process(fn)
+    error = pools[kind].submit(run_alone, kind, fn, flags).result()
     if error: pytest.fail(error, pytrace=False)

@@ -14,11 +14,10 @@ from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
-from inspect import signature
+from inspect import getattr_static,signature
 from threading import RLock,get_ident
 from warnings import warn
 import pandas as pd
-from fastcore.basics import patch
 from fastcore.foundation import L
 from torch import Tensor,nn
 from torch.nn.parallel import DataParallel
@@ -26,8 +25,9 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.overrides import TorchFunctionMode
 
-from .dtypes import as_dtype,cast_tree,half_dtypes,hand_back,keep_attributes,replaced_parts
+from .dtypes import as_dtype,cast_tree,half_dtypes,hand_back,keep_attributes,leaves,map_tensors,replaced_parts
 from .devices import inexact,missing
 from .modules import StandIns,module_lock,named_modules
 
@@ -79,6 +79,7 @@ class half_precision:
         self.modules,self.params = [],[] # of the model
         self.ways = {} # name of a module -> how it computes
         self._locks = {} # module -> its lock
+        self._trials = _Trials()
         self._stand_ins = StandIns() # of the modules; the last one is that of the model itself
         self._cache = {} # thread -> the copies that a call of the model has made in it
         self._by_install = False # has `install` been called, and not `remove`?
@@ -188,7 +189,8 @@ class half_precision:
             if not params and not way.why: continue
             param = _short(params[0].dtype) if params else ''
             size = sum(p.numel() for p in params)
-            rows.append((name, type(module).__name__, size, param, way.name, _short(way.compute_dtype(self)), way.why))
+            why = ', '.join([way.why]*bool(way.why)+[f'float32 in {o}' for o in self._trials.refused.get(module, ())])
+            rows.append((name, type(module).__name__, size, param, way.name, _short(way.compute_dtype(self)), why))
         return pd.DataFrame(rows, columns=['module','kind','size','params','way','compute','why'])
 
     def _whole(self, around, forward, args, kwargs):
@@ -201,6 +203,7 @@ class half_precision:
         finally:
             if not compiling: torch.clear_autocast_cache() # what is traced doesn't use it
             self._cache.pop(thread, None)
+        if not compiling: self._trials.modes.add(self.model.training)
         return cast_tree(res, torch.float32, half_dtypes)
 
     def _resume(self, around, forward, args, kwargs):
@@ -313,14 +316,16 @@ class Copies(Way):
         "What `module` returns, computed with copies. Other threads wait for it, as they would see the copies."
         if torch.compiler.is_compiling(): return self._traced(half, module, forward, args, kwargs)
         with half._locks[module]:
-            if not torch.is_autocast_enabled(half.device_type): return forward(*args, **kwargs)
+            if _is_off(half, args, kwargs): return forward(*args, **kwargs)
             copies,lent = half._lend(self, module)
             places,found = module.__dict__,{}
             if not places.keys().isdisjoint(copies): # the module is calling itself
                 found = {name:places[name] for name in copies if name in places}
             try:
                 places.update(copies)
-                res = forward(*args, **kwargs)
+                watched = half.model.training not in half._trials.modes or module in half._trials.refused
+                if watched: res = half._trials.run(half, module, lent, forward, args, kwargs)
+                else: res = forward(*args, **kwargs)
             except BaseException as e:
                 if _changed(module, lent): _refuse_changes(half, module, lent, e)
                 _add_note(half, module, e)
@@ -333,12 +338,74 @@ class Copies(Way):
 
     def _traced(self, half, module, forward, args, kwargs):
         "`around` for `torch.compile`: without a lock, and in `_parameters`, which PyTorch 2.6 can trace changes of"
-        if not torch.is_autocast_enabled(half.device_type): return forward(*args, **kwargs)
+        if _is_off(half, args, kwargs): return forward(*args, **kwargs)
         copies,lent = half._lend(self, module, compiling=True)
         try:
             module._parameters.update(copies)
             return forward(*args, **kwargs)
         finally: module._parameters.update({name:p for name,(p,*_) in lent.items()})
+
+def _floats(args, kwargs):
+    return [o for o in (*args,*kwargs.values()) if isinstance(o, Tensor) and o.is_floating_point()]
+
+def _is_off(half, args, kwargs):
+    "Is autocast off? Not where half precision is given, as reversible layers do when they compute again in backward."
+    if torch.is_autocast_enabled(half.device_type): return False
+    return not any([o.dtype==half.dtype for o in _floats(args, kwargs)])
+
+# %% ../nbs/03_half.ipynb #5d0e0002
+class _InFloat32(TorchFunctionMode):
+    "Compute an operation that doesn't take copies from what they stand for, as autocast would"
+    def __init__(self, lent):
+        super().__init__()
+        self.full = {id(copy):(copy,p) for p,copy,*_ in lent.values()} # `id` -> a tensor, and the one in float32
+        self.refused = {} # names of operations
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = [o for o in leaves((args,kwargs)) if isinstance(o, Tensor) and o.is_floating_point()]
+        ours = [o for o in given if id(o) in self.full]
+        target = kwargs.get('out', args[0] if args and func.__name__.endswith('_') else None) # it is written into
+        try:
+            res = func(*args, **kwargs)
+            if ours and target is None and any(o.dtype==torch.float32 for o in given): _try_backward(res, ours)
+        except _computing as e:
+            if not ours or id(target) in self.full or isinstance(e, torch.OutOfMemoryError): raise
+            full_args,full_kwargs = map_tensors(lambda o: self.full.get(id(o), (o,o))[1], (args,kwargs))
+            try: res = func(*full_args, **full_kwargs)
+            except _computing: raise e
+            self.refused[func.__name__] = True
+            return res
+        if ours and len(ours)==len(given):
+            for o in leaves(res):
+                if isinstance(o, Tensor) and o.dtype in half_dtypes and id(o) not in self.full:
+                    self.full[id(o)] = o,o.float()
+        return res
+
+def _try_backward(res, inputs):
+    "Raise the error that the backward pass will: `torch.addr` mixes dtypes in the forward pass only"
+    outs = [o.sum() for o in leaves(res) if isinstance(o, Tensor) and o.is_floating_point() and o.requires_grad]
+    inputs = [o for o in inputs if o.requires_grad]
+    if outs and inputs: torch.autograd.grad(outs, inputs, retain_graph=True, allow_unused=True)
+
+class _Trials:
+    "What calls of a model show: which operations don't take copies"
+    def __init__(self):
+        self.modes = set() # has the model been called in training, `True`, and in evaluation, `False`?
+        self.refused = {} # module -> names of such operations in its code
+
+    def run(self, half, module, lent, forward, args, kwargs):
+        "What `forward` returns. Operations that don't take copies get float32, and are remembered."
+        with _InFloat32(lent) as watched: res = forward(*args, **kwargs)
+        known = self.refused.get(module, {})
+        new = [o for o in watched.refused if o not in known]
+        if not new: return res
+        self.refused[module] = {**known, **watched.refused}
+        path = _name(half, module)
+        keep = f"keep={path!r} computes all of it in float32" if path else "to_fp32() computes all in float32"
+        warn(f"{path or 'The model'} ({type(module).__name__}) uses its parameters in {', '.join(new)}, together with "
+             f"float32 numbers. There they are float32, too, as under autocast, and elsewhere half precision. {keep}.")
+        return res
 
 # %% ../nbs/03_half.ipynb #5d0e0004
 def _state_of(t):
@@ -388,9 +455,6 @@ def _add_note(half, module, e):
 def _name(half, module): return next((n for n,m in named_modules(half.model).items() if m is module), '')
 
 # %% ../nbs/03_half.ipynb #d72d71c4
-def _floats(args, kwargs):
-    return [o for o in (*args,*kwargs.values()) if isinstance(o, Tensor) and o.is_floating_point()]
-
 class Norm(Copies):
     "With copies, in half precision in and out: the kernel adds up in float32, and autocast would return float32"
     name = 'norm'
@@ -448,6 +512,25 @@ class Float32Norm(Float32):
         return Norm('keep') if isinstance(module, kernel_norms) else Copies('keep')
 
 # %% ../nbs/03_half.ipynb #40391ea8
+def _is_pytorchs(cls):
+    "Is the `forward` of the class `cls` one of PyTorch's?"
+    return getattr(getattr_static(cls, 'forward'), '__module__', '').startswith('torch.nn.')
+
+def _functions(cls):
+    "What the class `cls` and those above it define that isn't PyTorch's"
+    own = [o for o in cls.__mro__ if not o.__module__.startswith('torch.')]
+    return [f for o in own for f in vars(o).values()]
+
+def _mentions(f, name):
+    "Does the code of the function `f`, of one inside it, or of a decorator of it have a name with `name` in it?"
+    f = getattr(f, '__func__', f) # of a static or class method
+    codes = [f.__code__] if hasattr(f, '__code__') else []
+    while codes:
+        code = codes.pop()
+        if any(name in o for o in (*code.co_names,*code.co_freevars)): return True
+        codes += [o for o in code.co_consts if hasattr(o, 'co_names')]
+    return hasattr(f, '__wrapped__') and _mentions(f.__wrapped__, name)
+
 def _default_way(half, module):
     "The `Way` of `module` in the model of `half` when `keep` doesn't name it"
     # fastai's `WeightDropout` computes the weights of the recurrent layer inside it from its own parameters
@@ -455,11 +538,13 @@ def _default_way(half, module):
     for o in (module,*recurrent):
         if why := missing(half.device_type, half.dtype, o): return Float32(why)
     if not half.copies: return Way()
+    if any(_mentions(f, 'autocast') for f in _functions(type(module))): return Way('its code asks for autocast')
     if recurrent: return Way('recurrent')
     if isinstance(module, batch_norms): return Way('kernel takes float32 weights')
     if why := inexact(half.device_type, module): return Float32Norm(why)
-    if isinstance(module, kernel_norms): return Norm()
-    if is_norm('', module): return Float32Norm('named like a norm')
+    if isinstance(module, kernel_norms) and _is_pytorchs(type(module)): return Norm()
+    if isinstance(module, kernel_norms) and [*module.children()]: return Way('a norm with layers inside')
+    if is_norm('', module): return Float32Norm('a norm with a forward of its own')
     if isinstance(module, (nn.Embedding,nn.EmbeddingBag)): return Lookup('rows are rounded')
     if isinstance(module, parametrize.ParametrizationList): return Float32('parametrization')
     hooked = any(isinstance(o, (SpectralNorm,WeightNorm)) for o in module._forward_pre_hooks.values())

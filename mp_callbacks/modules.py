@@ -79,19 +79,44 @@ class no_collectives(TorchDispatchMode):
 # %% ../nbs/02a_modules.ipynb #9b1c2a0e
 def remember_buffers(
     modules, # Modules, without those inside them
-)->list: # For `restore_buffers`: the module's dict of buffers, name, buffer, and a copy of its numbers
+)->list: # For `restore_buffers`: each module's dict of buffers, and what was in it
     "The buffers of `modules`, and copies of their numbers"
-    return [(m._buffers,name,b,None if b is None else b.detach().clone())
-            for m in modules for name,b in m._buffers.items()]
+    return [(m._buffers,{name:_remember(b) for name,b in m._buffers.items()}) for m in modules]
 
 @torch.no_grad()
 def restore_buffers(
     snapshot:list, # From `remember_buffers`
 ):
-    "Put the buffers of `snapshot` back, and their numbers into them"
-    for buffers,name,b,numbers in snapshot:
-        if b is not None and 0 not in b.stride(): b.copy_(numbers) # nothing can be copied to an expanded tensor
-        buffers[name] = b
+    """Let `modules` have the buffers that they had, of the shapes and with the numbers that these had
+
+    New ones stay if they are finite: another attribute of the module may say that they are there."""
+    for buffers,before in snapshot:
+        for name in [name for name,b in buffers.items() if name not in before and not _finite(b)]: del buffers[name]
+        for name,o in before.items(): buffers[name] = _restore(*o)
+
+def _finite(b): return b is None or not b.is_floating_point() or b.layout!=torch.strided or b.isfinite().all().item()
+
+def _remember(b):
+    "For `_restore`: `b`, another tensor with its shape and memory, and a copy of its numbers"
+    if b is None: return None,None,None
+    place = b.detach() # `b` itself may be resized, or may get other memory
+    return b,place,_without_repeats(place).clone()
+
+def _restore(b, place, numbers):
+    "`b` as it was for `_remember`, or a copy of it if nothing can be written to `b`, as outside of inference mode"
+    if b is None: return None
+    try:
+        b.data = place
+        _without_repeats(place).copy_(numbers)
+        return b
+    except RuntimeError: return numbers.expand(place.shape) if place.layout==torch.strided else numbers
+
+def _without_repeats(t):
+    "A view of the numbers of `t`, each once: nothing can be copied to an expanded tensor"
+    if t.layout!=torch.strided or t.is_nested or 0 not in t.stride(): return t # sparse tensors have no strides
+    for dim,step in enumerate(t.stride()):
+        if not step and t.shape[dim]: t = t.narrow(dim, 0, 1)
+    return t
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a12
 @contextmanager
@@ -116,7 +141,7 @@ def unchanged(
 ):
     "Without gradients; restore them, buffers, attributes of modules, `dicts` and random numbers afterwards"
     params,buffers = [*model.parameters(),*params],remember_buffers(model.modules())
-    dicts = [*dicts,*[(vars(m),dict(vars(m))) for m in model.modules()]]
+    dicts = [*dicts,*[(d,dict(d)) for m in model.modules() for d in (vars(m),m._buffers)]]
     grads = [p.grad for p in params]
     for p in params: p.grad = None
     try:

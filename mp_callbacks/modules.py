@@ -6,7 +6,8 @@ Docs: https://example.github.io/mp_callbacks/modules.html.md"""
 
 # %% auto #0
 __all__ = ['unwrap', 'named_modules', 'parameter_name', 'several_ranks', 'is_sharded', 'reshard', 'no_collectives',
-           'remember_buffers', 'restore_buffers', 'fork_rngs', 'unchanged', 'StandIn', 'StandIns', 'module_lock']
+           'remember_buffers', 'restore_buffers', 'find_kept', 'restore_float32', 'fork_rngs', 'unchanged', 'StandIn',
+           'StandIns', 'module_lock']
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a08
 import re,torch
@@ -19,6 +20,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode # sees each operation; PyTorch has no public name for it
+
+from .dtypes import cast_in_place,half_dtypes,leaves
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a09
 def unwrap(
@@ -117,6 +120,34 @@ def _without_repeats(t):
     for dim,step in enumerate(t.stride()):
         if not step and t.shape[dim]: t = t.narrow(dim, 0, 1)
     return t
+
+# %% ../nbs/02a_modules.ipynb #9b1c2a31
+_of_every_module = frozenset(vars(nn.Module()))
+_no_tensors = frozenset([bool,int,float,str,type(None)])
+
+def find_kept(
+    modules, # Modules, without those inside them
+)->list: # For `restore_float32`: pairs of a module that may keep tensors, and names that are not its float32 state
+    "Where `modules` may keep tensors from call to call. PyTorch's own modules keep none."
+    places = [(m,[vars(m),m._buffers]) for m in modules if not _of_pytorch(m)]
+    return [(m,_of_every_module.union(k for d in dicts for k,o in d.items() if _has_half(o))) for m,dicts in places]
+
+def restore_float32(
+    kept:list, # From `find_kept`
+):
+    "Cast what modules keep in half precision to float32"
+    for m,others in kept:
+        for d in (m.__dict__,m._buffers):
+            for k in d.keys()-others:
+                o = d[k]
+                if type(o) in _no_tensors or (new := cast_in_place(o, torch.float32, half_dtypes)) is o: continue
+                if k not in m._parameters: d[k] = new # else the copy that another thread computes with
+
+def _of_pytorch(module):
+    "Is its class one of PyTorch's, or made of one by parametrizations or `fully_shard`?"
+    return {o.__module__.partition('.')[0] for o in type(module).__mro__}<={'torch','builtins'}
+
+def _has_half(tree): return any(isinstance(o, torch.Tensor) and o.dtype in half_dtypes for o in leaves(tree))
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a12
 @contextmanager

@@ -22,7 +22,8 @@ buffers = dict(
     coo          = (lambda: torch.eye(4).to_sparse(), double),
     coo_pattern  = (lambda: torch.eye(4).to_sparse(), lambda b: b.add_(torch.ones(4,4).to_sparse())),
     expanded     = (lambda: torch.arange(3.)[None].expand(4,3), lambda b: b[0].mul_(2)),
-    quantized    = (lambda: torch.quantize_per_tensor(torch.arange(4.), .1, 0, torch.qint8), lambda b: b.copy_(torch.ones(4))),
+    quantized    = (lambda: torch.quantize_per_tensor(torch.arange(4.), .1, 0, torch.qint8),
+                    lambda b: b.copy_(torch.ones(4))),
     complex      = (lambda: torch.ones(4, dtype=torch.cfloat), double),
     bool         = (lambda: torch.ones(4, dtype=torch.bool), lambda b: b.logical_not_()))
 

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from .dtypes import as_dtype,cast_tree,half_dtypes,hand_back,keep_attributes,leaves,map_tensors,replaced_parts
 from .devices import inexact,missing
-from .modules import StandIns,module_lock,named_modules
+from .modules import StandIns,find_kept,module_lock,named_modules,restore_float32
 
 # %% ../nbs/03_half.ipynb #5c8d39e6
 class half_precision:
@@ -81,6 +81,7 @@ class half_precision:
         self._locks = {} # module -> its lock
         self._trials = _Trials()
         self._stand_ins = StandIns() # of the modules; the last one is that of the model itself
+        self._kept = [] # where modules may keep tensors from call to call
         self._cache = {} # thread -> the copies that a call of the model has made in it
         self._by_install = False # has `install` been called, and not `remove`?
         self._entered = [] # threads that are inside a `with`, once for each
@@ -102,6 +103,7 @@ class half_precision:
         self.ways = self.choose_ways(named)
         _check_ways(self, named)
         self._locks = {module:module_lock(module) for module in modules}
+        self._kept = find_kept(modules)
         arounds = {module:f for name,module in named.items() if (f := self._around(name, module))}
         around = arounds.pop(self.model, _plain)
         attends = any(isinstance(m, (nn.TransformerEncoderLayer,nn.MultiheadAttention)) for m in modules)
@@ -134,7 +136,10 @@ class half_precision:
         "Does the model compute in half precision now?"
         return self._stand_ins.on
 
-    def _switch(self): self._stand_ins.switch(bool(self._by_install or self._entered))
+    def _switch(self):
+        was_on = self._stand_ins.some_on
+        self._stand_ins.switch(bool(self._by_install or self._entered))
+        if was_on and not self._stand_ins.some_on: restore_float32(self._kept)
 
     def install(self):
         "Let the model compute in half precision until `remove`. Idempotent."

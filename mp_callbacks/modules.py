@@ -6,7 +6,8 @@ Docs: https://example.github.io/mp_callbacks/modules.html.md"""
 
 # %% auto #0
 __all__ = ['unwrap', 'named_modules', 'parameter_name', 'several_ranks', 'is_sharded', 'reshard', 'no_collectives',
-           'remember_buffers', 'restore_buffers', 'fork_rngs', 'unchanged', 'StandIn', 'StandIns', 'module_lock']
+           'remember_buffers', 'restore_buffers', 'find_kept', 'restore_float32', 'fork_rngs', 'unchanged', 'StandIn',
+           'StandIns', 'module_lock']
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a08
 import re,torch
@@ -19,6 +20,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode # sees each operation; PyTorch has no public name for it
+
+from .dtypes import cast_in_place,half_dtypes,leaves
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a09
 def unwrap(
@@ -79,19 +82,72 @@ class no_collectives(TorchDispatchMode):
 # %% ../nbs/02a_modules.ipynb #9b1c2a0e
 def remember_buffers(
     modules, # Modules, without those inside them
-)->list: # For `restore_buffers`: the module's dict of buffers, name, buffer, and a copy of its numbers
+)->list: # For `restore_buffers`: each module's dict of buffers, and what was in it
     "The buffers of `modules`, and copies of their numbers"
-    return [(m._buffers,name,b,None if b is None else b.detach().clone())
-            for m in modules for name,b in m._buffers.items()]
+    return [(m._buffers,{name:_remember(b) for name,b in m._buffers.items()}) for m in modules]
 
 @torch.no_grad()
 def restore_buffers(
     snapshot:list, # From `remember_buffers`
 ):
-    "Put the buffers of `snapshot` back, and their numbers into them"
-    for buffers,name,b,numbers in snapshot:
-        if b is not None and 0 not in b.stride(): b.copy_(numbers) # nothing can be copied to an expanded tensor
-        buffers[name] = b
+    """Let `modules` have the buffers that they had, of the shapes and with the numbers that these had
+
+    New ones stay if they are finite: another attribute of the module may say that they are there."""
+    for buffers,before in snapshot:
+        for name in [name for name,b in buffers.items() if name not in before and not _finite(b)]: del buffers[name]
+        for name,o in before.items(): buffers[name] = _restore(*o)
+
+def _finite(b): return b is None or not b.is_floating_point() or b.layout!=torch.strided or b.isfinite().all().item()
+
+def _remember(b):
+    "For `_restore`: `b`, another tensor with its shape and memory, and a copy of its numbers"
+    if b is None: return None,None,None
+    place = b.detach() # `b` itself may be resized, or may get other memory
+    return b,place,_without_repeats(place).clone()
+
+def _restore(b, place, numbers):
+    "`b` as it was for `_remember`, or a copy of it if nothing can be written to `b`, as outside of inference mode"
+    if b is None: return None
+    try:
+        b.data = place
+        _without_repeats(place).copy_(numbers)
+        return b
+    except RuntimeError: return numbers.expand(place.shape) if place.layout==torch.strided else numbers
+
+def _without_repeats(t):
+    "A view of the numbers of `t`, each once: nothing can be copied to an expanded tensor"
+    if t.layout!=torch.strided or t.is_nested or 0 not in t.stride(): return t # sparse tensors have no strides
+    for dim,step in enumerate(t.stride()):
+        if not step and t.shape[dim]: t = t.narrow(dim, 0, 1)
+    return t
+
+# %% ../nbs/02a_modules.ipynb #9b1c2a31
+_of_every_module = frozenset(vars(nn.Module()))
+_no_tensors = frozenset([bool,int,float,str,type(None)])
+
+def find_kept(
+    modules, # Modules, without those inside them
+)->list: # For `restore_float32`: pairs of a module that may keep tensors, and names that are not its float32 state
+    "Where `modules` may keep tensors from call to call. PyTorch's own modules keep none."
+    places = [(m,[vars(m),m._buffers]) for m in modules if not _of_pytorch(m)]
+    return [(m,_of_every_module.union(k for d in dicts for k,o in d.items() if _has_half(o))) for m,dicts in places]
+
+def restore_float32(
+    kept:list, # From `find_kept`
+):
+    "Cast what modules keep in half precision to float32"
+    for m,others in kept:
+        for d in (m.__dict__,m._buffers):
+            for k in d.keys()-others:
+                o = d[k]
+                if type(o) in _no_tensors or (new := cast_in_place(o, torch.float32, half_dtypes)) is o: continue
+                if k not in m._parameters: d[k] = new # else the copy that another thread computes with
+
+def _of_pytorch(module):
+    "Is its class one of PyTorch's, or made of one by parametrizations or `fully_shard`?"
+    return {o.__module__.partition('.')[0] for o in type(module).__mro__}<={'torch','builtins'}
+
+def _has_half(tree): return any(isinstance(o, torch.Tensor) and o.dtype in half_dtypes for o in leaves(tree))
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a12
 @contextmanager
@@ -116,7 +172,7 @@ def unchanged(
 ):
     "Without gradients; restore them, buffers, attributes of modules, `dicts` and random numbers afterwards"
     params,buffers = [*model.parameters(),*params],remember_buffers(model.modules())
-    dicts = [*dicts,*[(vars(m),dict(vars(m))) for m in model.modules()]]
+    dicts = [*dicts,*[(d,dict(d)) for m in model.modules() for d in (vars(m),m._buffers)]]
     grads = [p.grad for p in params]
     for p in params: p.grad = None
     try:

@@ -16,7 +16,7 @@ from textwrap import fill
 from typing import NamedTuple
 from torch import nn
 
-from .dtypes import cast_tree,half_dtypes,leaves
+from .dtypes import half_dtypes,leaves
 from .modules import StandIn,TorchDispatchMode,named_modules,unchanged
 from .half import half_precision
 
@@ -163,8 +163,6 @@ def trace_batch(
             for name,m in named_modules(model).items():
                 hooks.enter_context(m.register_forward_pre_hook(_before, with_kwargs=True))
                 hooks.enter_context(m.register_forward_hook(partial(_after, name), with_kwargs=True))
-                # the hidden state in a recurrent layer may be in half precision
-                vars(m).update(cast_tree({k:o for k,o in vars(m).items() if k[0]!='_'}, torch.float32, half_dtypes))
             if with_masks: hooks.enter_context(_Softmaxes(running, masked))
             loss = compute_loss()
         check_called(model, any(not o.name for o in calls)) # the model itself has no name

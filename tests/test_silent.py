@@ -174,6 +174,88 @@ def test_rounded_parameter(mode):
     assert all(p.grad is None for p in learn.model.parameters())
     modes[mode](_learner(), keep='2').fit(1)
 
+# --- What a model keeps from batch to batch
+
+class Keeps(nn.Module):
+    "Its next call uses what it has kept, in one of many places"
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(1)
+        self.kind,self.inner,self.outer = kind,nn.Linear(16,8),nn.Linear(8,1)
+        self.table = torch.ones(1, dtype=torch.bfloat16) # its author wants it so
+        self.register_buffer('scale', torch.ones(1, dtype=torch.float16))
+        if kind=='buffer': self.register_buffer('h', torch.zeros(16,8))
+        elif kind=='list': self.h = [(torch.zeros(16,8),0)]
+        elif kind=='dict': self.h = dict(last=[torch.zeros(16,8)])
+        elif kind!='later': self.h = torch.zeros(16,8)
+        self.seen = getattr(self, 'h', None) # the same list or dict
+    def kept(self):
+        if self.kind=='later' and not hasattr(self, 'h'): return torch.zeros(16,8)
+        if self.kind=='list': return self.h[0][0]
+        return self.h['last'][0] if self.kind=='dict' else self.h
+    def keep(self, h):
+        if self.kind=='later' and not hasattr(self, 'h'): self.register_buffer('h', h)
+        elif self.kind=='list': self.h[0] = h,1
+        elif self.kind=='dict': self.h['last'][0] = h
+        else: self.h = h
+    def forward(self, x):
+        h = self.inner(torch.cat([x,self.kept()], 1)).tanh()
+        if self.training: self.keep(h.detach())
+        return self.outer(h)
+
+class Float32(Callback):
+    "What the model keeps is float32 at the events, and so is what is saved"
+    order = 80
+    def look(self):
+        assert self.model.kept().dtype==torch.float32
+        assert {k for k,o in self.model.state_dict().items() if o.dtype!=torch.float32}=={'scale'}
+    after_pred = after_loss = after_step = after_batch = after_train = after_validate = after_fit = look
+
+@pytest.mark.parametrize('mode', halves)
+@pytest.mark.parametrize('kind', ['attribute','buffer','later','list','dict'])
+def test_state_is_float32(mode, kind, tmp_path):
+    "between batches and after the fit, so that predictions, `to_fp32` and checkpoints are float32"
+    learn = modes[mode](get_learner(Keeps(kind), path=tmp_path), clip=1.)
+    learn.fit(2, cbs=Float32())
+    model = learn.model
+    if kind in ('list','dict'): assert model.seen is model.h
+    assert model.table.dtype==torch.bfloat16
+    assert learn.model(numbers(16)[0]).dtype==torch.float32
+    file = learn.save('kept')
+    with torch.serialization.safe_globals([L]): assert torch.load(file)['model']['outer.bias'].dtype==torch.float32
+    if kind!='later': get_learner(Keeps(kind), path=tmp_path, opt_func=learn.opt_func).to_fp32().load('kept').fit(1)
+    learn.to_fp32().fit(1)
+    assert math.isfinite(learn.recorder.values[-1][1])
+
+@pytest.mark.parametrize('copies', [True,False])
+@pytest.mark.parametrize('kind', ['attribute','buffer','later','list','dict'])
+def test_state_after_a_with(copies, kind):
+    model,x = Keeps(kind),numbers(16)[0]
+    half = half_precision(model, torch.bfloat16, copies=copies)
+    try:
+        with half:
+            model(x)
+            raise ZeroDivisionError
+    except ZeroDivisionError: pass
+    assert model.kept().dtype==torch.float32 and model.kept().any() and model.table.dtype==torch.bfloat16
+    assert model(x).dtype==torch.float32
+
+def test_kept_for_the_loss():
+    "What a module keeps for the loss is float32 there, and gradients lead through it"
+    class Penalized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.layer,self.log = nn.Linear(8,1),nn.Linear(8,1)
+        def forward(self, x):
+            self.kept = self.log(x)
+            return self.layer(x)
+    learn = get_learner(Penalized()).to_fp16()
+    learn.loss_func = lambda pred,y: F.mse_loss(pred, y)+(learn.model.kept+1e5).mean()*1e-5 # float16 ends at 65504
+    learn.fit(1)
+    assert skipped(learn)==0 and not torch.equal(learn.model.log.weight, Penalized().log.weight)
+    assert math.isfinite(learn.recorder.values[-1][0])
+
 # --- Copies stand in for their parameters, and casts for containers
 
 class Pruned(nn.Module):

@@ -162,6 +162,7 @@ class GatheredStep:
         self.buffers = remember_buffers(modules)
         self.full = [p for p in params if p.dtype==torch.float32]
         self.losses = [] # of its batches
+        self.batches = [] # their inputs and targets, if the step may have to be explained
         self.stats = None # `StepStats` of the gradients, as soon as they are complete
         self.ended = False # made, or skipped?
 
@@ -409,6 +410,8 @@ class PrecisionCallback(LeanCallback):
         params = self._params() if scale!=1 else []
         if scale!=1: params = [*params,*self._others_reached(loss, params)]
         self._step.losses.append(loss.detach())
+        if self._tells(state.skips+1) or state.bad_losses+1==self.warn_skips:
+            self._step.batches.append((learn.xb,learn.yb))
         mul_grads(params, scale)
         learn.loss_grad = self.scale_loss(cast_tree(loss, torch.float32, half_dtypes), scale)
         half.install()
@@ -488,12 +491,18 @@ class PrecisionCallback(LeanCallback):
         else: self.state = state._replace(scaling=scaling, steps=steps, skips=0,
                                           bad_losses=0 if stats.loss_finite else state.bad_losses+1)
 
+    def _tells(self, skips):
+        "Is there a warning or an error after so many skipped steps in a row?"
+        return skips>=self.max_skips or skips==self.warn_skips
+
+    def _explain(self): return explain_step(self.learn, self.half, self._step.stats, self._step.batches)
+
     def _report_skips(self):
         "Warn or stop after many skipped steps in a row, or rescue"
         state = self.state
         steps,skips = state.steps,state.skips
-        if skips<self.max_skips and skips!=self.warn_skips: return
-        first,found = steps-skips,explain_step(self.learn, self.half, self._step.stats)
+        if not self._tells(skips): return
+        first,found = steps-skips,self._explain()
         story = (f"{skips} steps in a row were skipped, since step {first}, because gradients were not finite. "
                  f"{found} The loss scale is {state.scaling.loss_scale:.9g}, and the weights have not changed since "
                  f"step {first}.")
@@ -505,7 +514,7 @@ class PrecisionCallback(LeanCallback):
     def _report_losses(self):
         "Warn, or rescue, after many steps in a row whose loss is not finite, though their gradients are"
         if self.state.bad_losses!=self.warn_skips: return
-        found = explain_step(self.learn, self.half, self._step.stats)
+        found = self._explain()
         story = (f"The loss of {self.warn_skips} steps in a row was not finite, though their gradients were, so these "
                  f"steps were made. {found}")
         if not self._rescue(found, story): warn(story)

@@ -69,22 +69,29 @@ def diagnose_batch(
 def explain_step(
     learn, # `Learner` in the middle of a batch, after the backward pass
     half:half_precision, # How the learner's model computes
-    stats:StepStats, # Of the batch's gradients; these, or the loss, are not finite
+    stats:StepStats, # Of the step's gradients; these, or a loss, are not finite
+    batches:list=(), # Inputs and targets of each batch of the step; empty: only the one that the learner is in
 )->Finding|str:
-    "What was not finite first in this batch, and what to do"
-    half = half.replace(model=unwrap(learn.model))
+    "What was not finite first in a batch of this step, the last batch first, and what to do"
+    half,present = half.replace(model=unwrap(learn.model)),(learn.xb,learn.yb)
+    batches = [*batches] or [present]
     try:
-        with alone(half.model): found = diagnose_batch(learn, half, stats.scale, first_loss(learn))
+        with alone(half.model):
+            for learn.xb,learn.yb in reversed(batches):
+                found = diagnose_batch(learn, half, stats.scale, first_loss(learn))
+                if found.where!='nothing': return found
     except Exception as e: # such as a lack of memory
-        bad = count_nonfinite(learn.xb).bad
+        bad = max(count_nonfinite(xb).bad for xb,_ in batches)
         if bad: return f"The inputs of this batch have inf or nan, {bad} in all."
         return f"Looking for the cause failed: {type(e).__name__}: {e}."
-    if found.where!='nothing': return found
-    if stats.finite: return "Computed again, this batch is finite."
+    finally: learn.xb,learn.yb = present
+    which = "this batch is" if len(batches)==1 else f"the {len(batches)} batches of this step are"
+    again = f"Computed again, {which} finite."
+    if stats.finite: return again
     name = parameter_name(learn.model, stats.culprit) or 'a parameter outside the model'
     ways = "Look for nan or huge values in the data and the loss, or lower the learning rate."
     if several_ranks(): ways = f"In another process it may not be: read the messages of all. {ways}"
-    return f"The gradient of {name} was the first that was not finite. Computed again, this batch is finite. {ways}"
+    return f"The gradient of {name} was the first that was not finite. {again} {ways}"
 
 def find_cure(
     half:half_precision, # How the model computes

@@ -9,14 +9,14 @@ __all__ = ['diverged', 'huge_weight', 'Finding', 'diagnose', 'Trace', 'Call', 't
            'count_nonfinite', 'shortest_keep', 'fewest', 'outermost', 'describe_run']
 
 # %% ../nbs/06_nonfinite.ipynb #6c83ed94
-import math,torch
+import math,re,torch
 from contextlib import ExitStack,nullcontext
 from functools import partial
 from textwrap import fill
 from typing import NamedTuple
 from torch import nn
 
-from .dtypes import half_dtypes,leaves
+from .dtypes import cast_tree,half_dtypes,leaves,map_tensors
 from .modules import StandIn,TorchDispatchMode,named_modules,unchanged
 from .half import half_precision
 
@@ -55,35 +55,46 @@ def diagnose(
     if isinstance(vars(model).get('forward'), StandIn):
         raise RuntimeError("diagnose runs the batch in float32, too. Call it outside of `with half:`.")
     ends = torch.finfo(half.dtype).max if half else math.inf
-    end = f"{str(half.dtype).removeprefix('torch.')} ends at {ends:g}" if half else ''
-    def _run(half, scale=1., with_masks=False):
+    def _run(half, scale=1., with_ops=False):
         if tell: tell(describe_run(half))
-        return trace_batch(model, compute_loss, half, count_nonfinite, scale, with_masks=with_masks)
-    seen = _run(half, scale, with_masks=True)
+        return trace_batch(model, compute_loss, half, count_nonfinite, scale, with_ops=with_ops)
+    def _look(half, scale=1.):
+        "Look at single operations, which takes three times as long, only if the batch isn't finite"
+        first = _run(half, scale)
+        return first if _finite(first) or _finite(again := _run(half, scale, with_ops=True)) else again
+    seen = _look(half, scale)
     given,wanted = count_nonfinite(inputs),count_nonfinite(targets)
     if _finite(seen):
         nothing = Finding('nothing', f"This batch is finite. Its loss is {seen.loss:.3g}.")
         return _find_large_loss(seen, wanted, usual_loss) or nothing
-    try: full = _run(None, with_masks=True) if half else seen
+    try: full = _look(None) if half else seen
     except Exception as e: # such as a lack of memory, or a kernel for half precision
-        where,text,name = _place(seen, None, ends)
+        where,text,c = _place(seen, None, ends)
         why = f"the model raises {type(e).__name__}: {str(e).strip()}"
-        return Finding(where, f"{text} {_unknown} {why}. {_own_casts}", name)
+        return Finding(where, f"{text} {_unknown} {why}. {_own_casts}", _name(c))
     if not _finite(full):
         if given.bad: return Finding('inputs', f"The inputs of this batch have inf or nan, {given.bad} in all.")
         return _find_float32(model, full, wanted, half, usual_weight)
     if given.largest>ends:
-        return Finding('inputs', f"The inputs have values up to {given.largest:g}, {end}: normalize them.", '', True)
+        values = f"The inputs have values up to {given.largest:g}"
+        return Finding('inputs', f"{values}, {_end(half)}: normalize them.", '', True)
     if found := _find_large_loss(full, wanted, usual_loss): return found
     if wanted.largest>ends and _stand_out(wanted, full, diverged):
         return Finding('targets', _describe_targets(wanted, full))
-    where,text,name = _place(seen, full.calls, ends)
-    if where=='backward' and scale!=1 and _finite(_run(half)):
-        return Finding('scale', f"{text} The loss scale of {scale:.9g} is too large for this batch: with 1, all "
-                                "gradients are finite. A dynamic scale shrinks by itself.", name, True)
-    keep = shortest_keep(half, lambda longer: _finite(_run(longer)), name)
-    text = f"{text} Precision is the cause: {end}, and in float32 all is finite, with a loss of {full.loss:.3g}. "
-    return Finding(where, text+_cure(keep, half, call), name, True, tuple(keep or ()))
+    where,text,c = _place(seen, full.calls, ends)
+    name = _name(c)
+    if where=='backward' and scale!=1:
+        seen = _look(half)
+        if _finite(seen):
+            return Finding('scale', f"{text} The loss scale of {scale:.9g} is too large for this batch: with 1, all "
+                                    "gradients are finite. A dynamic scale shrinks by itself.", name, True)
+    def _works(longer): return _finite(_run(longer))
+    keep,why,other = shortest_keep(half, _works, name),_end(half),'float32'
+    if seen.overflowed is False: why = _rounding(half)
+    if half.dtype==torch.float16 and (seen.overflowed or _works_in_bfloat16(half, _works)):
+        other = 'bfloat16, which has the range of float32'
+    text = f"{text} Precision is the cause: {why}, and in float32 all is finite, with a loss of {full.loss:.3g}. "
+    return Finding(where, text+_cure(keep, half, call, other), name, True, tuple(keep or ()))
 
 # %% ../nbs/06_nonfinite.ipynb #ee138f33
 class Trace(NamedTuple):
@@ -92,6 +103,7 @@ class Trace(NamedTuple):
     calls:list # `Call`s in the order in which they ended
     grads:dict # `id` of a parameter -> result of `measure` for its gradient
     halved:list # Names of the modules that returned half precision
+    overflowed:bool|None # Has an operation given inf or nan, and not in the next wider format? None: not looked at
 
 class Call(NamedTuple):
     "What `trace_batch` has seen in a call of a module"
@@ -111,16 +123,34 @@ def tensors(
     found = [o for o in leaves(tree) if isinstance(o, torch.Tensor)]
     return [t.to_dense() for t in found if t.is_floating_point() and t.numel()]
 
-class _Softmaxes(TorchDispatchMode):
-    "Adds the last of `running` to `masked` when a softmax gets a row of -inf"
-    def __init__(self, running, masked):
+class _Operations(TorchDispatchMode):
+    "Adds the last of `running` to `masked` when a softmax gets a row of -inf, and notes whether `dtype` overflows"
+    def __init__(self, dtype, running, masked):
         super().__init__()
-        self.running,self.masked = running,masked
+        self.dtype,self.running,self.masked,self.overflowed = dtype,running,masked,False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if func.overloadpacket in (torch.ops.aten._softmax,torch.ops.aten._log_softmax) and self.running:
             if args[0].eq(-math.inf).all(args[1]).any(): self.masked.add(self.running[-1][0])
-        return func(*args, **(kwargs or {}))
+        if self.overflowed: return func(*args, **kwargs)
+        # before the operation writes into them
+        given = map_tensors(torch.clone, (args,kwargs)) if func._schema.is_mutable else (args,kwargs)
+        res = func(*args, **kwargs)
+        self.overflowed = self._overflows(func, *given, res)
+        return res
+
+    def _overflows(self, func, args, kwargs, res):
+        "Has `res` more inf and nan than what the operation gives in the next wider format?"
+        def _bad(tree): return sum((~t.isfinite()).sum().item() for t in tensors(tree) if t.itemsize>1) # not FP8
+        bad = _bad([t for t in tensors(res) if t.dtype==self.dtype])
+        if not bad or re.search('empty|resize', func.__name__): return False # memory that nothing was written to
+        wider = torch.float64 if self.dtype==torch.float32 else torch.float32
+        def _widen(o):
+            if isinstance(o, torch.dtype): return wider if o==self.dtype else o
+            return cast_tree(o, wider)
+        try: return bad>_bad(func(*map(_widen, args), **{k:_widen(o) for k,o in kwargs.items()}))
+        except Exception: return bad>_bad((args,kwargs)) # such as a kernel for half precision
 
 def check_called(
     model:nn.Module, # Model that half precision is on for
@@ -138,10 +168,11 @@ def trace_batch(
     measure, # Function of a structure of tensors
     scale:float=1., # Loss scale of the backward pass
     with_args:bool=True, # Measure the arguments of modules, too?
-    with_masks:bool=False, # Look at what each softmax gets, too?
+    with_ops:bool=False, # Look at each operation, too: is a row masked, does a number overflow?
 )->Trace:
     "Run `compute_loss` and the backward pass, and `measure` what modules take and return, and all gradients"
     calls,running,halved,masked = [],[],[],set()
+    ops = _Operations(half.dtype if half else torch.float32, running, masked)
     def _watch(tree):
         seen = []
         for t in tensors(tree):
@@ -159,16 +190,16 @@ def trace_batch(
 
     # `unchanged` gives each run the same random numbers
     with unchanged(model), half or nullcontext(), torch.compiler.set_stance('force_eager'), ExitStack() as watches:
+        if with_ops: watches.enter_context(ops)
         with ExitStack() as hooks: # removed before checkpointing runs `forward` again
             for name,m in named_modules(model).items():
                 hooks.enter_context(m.register_forward_pre_hook(_before, with_kwargs=True))
                 hooks.enter_context(m.register_forward_hook(partial(_after, name), with_kwargs=True))
-            if with_masks: hooks.enter_context(_Softmaxes(running, masked))
             loss = compute_loss()
         check_called(model, any(not o.name for o in calls)) # the model itself has no name
         if loss.isfinite(): (loss*scale).backward()
         grads = {id(p):measure(p.grad) for p in model.parameters() if p.grad is not None}
-    return Trace(loss.item(), calls, grads, halved)
+    return Trace(loss.item(), calls, grads, halved, ops.overflowed if with_ops else None)
 
 # %% ../nbs/06_nonfinite.ipynb #6d564544
 class Numbers(NamedTuple):
@@ -275,6 +306,7 @@ def describe_run(
     return f"{'FP8' if half.fp8 else str(half.dtype).removeprefix('torch.')}, keep={half.keep!r}"
 
 # %% ../nbs/06_nonfinite.ipynb #73a5635f
+def _name(c): return c.name if c else ''
 def _describe(c): return f"{c.name or 'the model'} ({type(c.module).__name__})" if c else 'the loss'
 
 def _between(calls, c, inner):
@@ -283,34 +315,52 @@ def _between(calls, c, inner):
     return f", in its own forward, {f'between {inner.name} and {later}' if later else f'after {inner.name}'}"
 
 def _place(seen, normal, ends):
-    "Where, text and module of what is not finite in `seen`; `normal` are the calls in float32, None if there are none"
+    "Where, text and call of what is not finite in `seen`; `normal` are the calls in float32, None if there are none"
     if math.isfinite(seen.loss):
         c,inner = _first_backward(seen)
         text = f"In the backward pass, {_describe(c)} was the first where gradients became inf or nan"
         if isinstance(inner, Call): text += _between(seen.calls, c, inner)
-        return 'backward',f"{text}.",c.name if c else ''
+        return 'backward',f"{text}{f': inside, {_masked}' if c and c.masked else ''}.",c
     # with no finite run to compare with, any inf or nan is one too many
     if normal is None: normal = [c._replace(args=Numbers(), out=Numbers()) for c in seen.calls]
     spoils = [(c,n) for c,n in zip(seen.calls, normal) if c.args.bad<=n.args.bad and c.out.bad>n.out.bad]
-    if not spoils: return 'loss',"The model's predictions are finite, but the loss is not.",''
+    if not spoils: return 'loss',"The model's predictions are finite, but the loss is not.",None
     c,full = spoils[0]
     own = count_nonfinite(c.module._parameters)
     first = f"{_describe(c)} was the first module that returned inf or nan"
-    if own.bad: return 'weights',f"{first}: {own.bad} of its own weights are inf or nan.",c.name
+    if own.bad: return 'weights',f"{first}: {own.bad} of its own weights are inf or nan.",c
     # a mask of -inf is meant
     held = sum([(b.isnan()|b.isposinf()).sum().item() for b in tensors(c.module._buffers)])
-    if held: return 'weights',f"{first}: {held} numbers in its own buffers are inf or nan.",c.name
+    if held: return 'weights',f"{first}: {held} numbers in its own buffers are inf or nan.",c
     why = f", from inputs up to {c.args.largest:.2g}" if c.args.largest else '' # 0 for integers
-    inside = "a softmax gets -inf in all of a row" if c.masked else "a number is too large, or too small to divide by"
+    inside = _masked if c.masked else "a number is too large, or too small to divide by"
+    if seen.overflowed is False and not c.masked:
+        inside = "a number is too small to divide by, or to take the root or logarithm of"
     why += f": inside, {inside}."
     # the last that is too large counts: large inputs explain a large output
     for what,n in (('its output would have',full.out), ('its weights have',own), ('its input has',c.args)):
         if n.largest>ends: why = f": {what} values up to {n.largest:.2g}."
-    return 'forward',first+why,c.name
+    return 'forward',first+why,c
 
-def _cure(keep, half, call):
-    "What to do if precision is the cause"
-    other = 'bfloat16, which has the range of float32' if half.dtype==torch.float16 else 'float32'
+_masked = "a softmax gets -inf in all of a row"
+
+def _end(half):
+    "Where the format of `half` ends"
+    return f"{str(half.dtype).removeprefix('torch.')} ends at {torch.finfo(half.dtype).max:g}"
+
+def _rounding(half):
+    "What the format of `half` rounds"
+    info = torch.finfo(half.dtype)
+    bits,one,zero = 1-round(math.log2(info.eps)),1-info.eps/8,info.smallest_normal*info.eps/4
+    text = f"{str(half.dtype).removeprefix('torch.')} rounds to {bits} bits ({one:.4g} to 1, {zero:.0g} to 0)"
+    return f"{text}, FP8 to fewer" if half.fp8 else text
+
+def _works_in_bfloat16(half, works):
+    try: return works(half.replace(dtype=torch.bfloat16))
+    except Exception: return False # a rule of `keep` may name float16
+
+def _cure(keep, half, call, other):
+    "What to do if precision is the cause: to keep modules in float32, or to train in `other`"
     if not keep: return f"To keep single modules in float32 is not enough: train in {other}."
     them,names = ('it',repr(keep[0])) if len(keep)==1 else ('these',repr(keep))
     what = f"{names}, beside keep={half.keep!r}" if half.keep else f"{call}(keep={names})"
@@ -337,7 +387,8 @@ def _find_large_loss(trace, wanted, usual_loss):
 
 def _find_float32(model, full, wanted, half, usual_weight):
     "The `Finding` for a batch that isn't finite in float32"
-    where,text,name = _place(full, None, math.inf)
+    where,text,c = _place(full, None, math.inf)
+    name,masked = _name(c),c and c.masked and not full.overflowed
     if half and full.halved:
         why = f"{full.halved[0] or 'the model'} still returns half precision"
         return Finding(where, f"{text} {_unknown} {why}. {_own_casts}", name)
@@ -346,7 +397,7 @@ def _find_float32(model, full, wanted, half, usual_weight):
         where,text = 'targets',f"The targets of this batch have inf or nan, {wanted.bad} in all."
     elif where=='loss' and _stand_out(wanted, full, diverged):
         where,text = 'targets',_describe_targets(wanted, full)
-    elif where in ('forward','backward') and largest>huge_weight:
+    elif where in ('forward','backward') and largest>huge_weight and not masked:
         if usual_weight is None:
             text += (f" Weights have values up to {largest:.2g}: if these have grown, training has diverged, and a "
                      "lower learning rate helps.")

@@ -1,6 +1,7 @@
 "A learner with `rescue=True` keeps the modules in float32 that half precision has made nan, and trains on"
 
 import pytest
+from fastai.callback.training import GradientAccumulation
 from sick_models import *
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:You are shadowing')
@@ -111,3 +112,68 @@ def test_own_keep():
     "The text says what is kept already, too"
     told, = fit(sick['softmax'].make().to_fp16(keep='2', rescue=True), 9)
     assert "keep=['1'], beside keep='2'." in told
+
+# --- Steps of several batches
+
+def quiet_rows(xy):
+    "Every second batch of 16 rows is 0, and finite in half precision"
+    for i in (16,48): xy[0][i:i+16] = 0
+
+def accumulated(make, to, change=quiet_rows, **kwargs):
+    "Steps of two batches, the first of which goes wrong"
+    learn = learner(make(), change, cbs=GradientAccumulation(32))
+    return getattr(learn, to)(**kwargs)
+
+@each_call
+def test_earlier_batch(to):
+    "of a step is looked at, too: what is rescued, and what the warning and the error say"
+    learn = accumulated(lambda: net(Softmax), to, rescue=True)
+    told, = fit(learn, 18)
+    assert '1 (Softmax) was the first module that returned inf or nan' in told and 'Precision is the cause' in told
+    assert learn.mixed_precision.state.rescued==(('1',32),) and learn.precision_recorder.log.finite[32:].all()
+    learn = accumulated(lambda: net(Softmax), to, max_skips=3)
+    with pytest.raises(FloatingPointError, match=r'3 steps in a row.*1 \(Softmax\) was the first'): learn.fit(3)
+
+class Large(nn.Module):
+    "Beyond float16, in the batches that aren't 0; gradients of an absolute error don't know that"
+    def __init__(self): super().__init__(); self.head = nn.Linear(1,1)
+    def forward(self, x): return self.head(x.detach()*0)+(x.abs()>1e-6).to(x.dtype)*3e4*4
+
+@each_call
+def test_infinite_loss_of_an_earlier_batch(to):
+    learn = learner(nn.Sequential(nn.Linear(8,1,bias=False), Large()), quiet_rows, loss_func=L1LossFlat(),
+                    cbs=GradientAccumulation(32))
+    told, = fit(getattr(learn, to)(rescue=True), 18)
+    assert 'The loss of 32 steps in a row was not finite' in told and '1 (Large) was the first' in told
+    assert learn.mixed_precision.state.rescued==(('1',32),)
+    assert not learn.precision_recorder.log.bad_loss[32:].any()
+
+def test_bad_inputs_of_an_earlier_batch():
+    def _change(xy):
+        for i in (0,32): xy[0][i] = math.inf
+    learn = accumulated(net, 'to_bf16', _change, max_skips=3)
+    with pytest.raises(FloatingPointError, match='The inputs of this batch have inf or nan, 8 in all'): learn.fit(3)
+
+def test_all_batches_finite():
+    "Gradients that a callback spoils: computed again, the batches are finite"
+    class Spoil(Callback):
+        order = 5
+        def after_backward(self):
+            if self.training: self.model[0].bias.grad.fill_(math.nan)
+    learn = accumulated(net, 'to_bf16', max_skips=3)
+    with pytest.raises(FloatingPointError, match='Computed again, the 2 batches of this step are finite') as e:
+        learn.fit(3, cbs=Spoil())
+    assert 'The gradient of 0.bias was the first' in str(e.value)
+
+def test_batches_are_not_held():
+    "but in the steps that may be explained"
+    from weakref import ref
+    class Held(Callback):
+        order = 20
+        def before_batch(self):
+            alive.append(len([o for o in seen if o() is not None]))
+            seen.append(ref(self.xb[0]))
+    seen,alive = [],[]
+    learn = accumulated(lambda: net(Softmax), 'to_bf16', max_skips=3)
+    learn.fit(2, cbs=Held())
+    assert not any(alive)

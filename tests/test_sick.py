@@ -9,10 +9,11 @@ pytestmark = pytest.mark.filterwarnings(
     'ignore:.*only emulates', 'ignore:32 steps in a row', 'ignore:You are shadowing')
 
 ends = 'float16 ends at 65504, and in float32 all is finite'
+rounds16 = 'float16 rounds to 11 bits (0.9999 to 1, 1e-08 to 0)'
 told = dict( # what the text has, besides the name of the module
     attention     = ['1 (Attention) was the first module that returned inf or nan', ends, "keep='1'", 'bfloat16'],
     softmax       = ['1 (Softmax) was the first module that returned inf or nan', ends, "keep='1'", 'bfloat16'],
-    variance      = ['1 (SmallVariance) was the first', 'too small to divide by', ends, "keep='1'", 'bfloat16'],
+    variance      = ['1 (SmallVariance) was the first', 'too small to divide by', rounds16, "keep='1'", 'bfloat16'],
     growing       = ['1 (Growing) was the first module that returned inf or nan', ends, "keep='1'", 'bfloat16'],
     loss_inside   = ['the model (LossInside) was the first', 'its output would have values up to 1e+06', ends],
     embedding     = ['embed (Embedding) was the first', '4 of its own weights are inf or nan', 'not the cause'],
@@ -195,6 +196,78 @@ def test_checkpointing(reentrant):
     found = diagnose(model, lambda: model(xb).mean(), half)
     assert (found.where,found.module,found.keep)==('forward','body.1',('body.1','body.3'))
 
+# --- Overflow, or rounding
+
+class YesNo(nn.Module):
+    "Log probabilities of no; a probability near 1 becomes 1"
+    def forward(self, x): return (1-(x*0+9).sigmoid()).log()*x
+
+class Near(nn.Module):
+    "Divides by a difference that is lost"
+    def forward(self, x): return x/((1e4+x.detach()*0+.1)-1e4)
+
+class Tiny(nn.Module):
+    "Divides by what is too small for float16"
+    def forward(self, x): return x/(x.detach()*0+1e-5).square()*1e-9
+
+class Cast(nn.Linear):
+    "Weights too large for float16"
+    def __init__(self):
+        super().__init__(8,8)
+        with torch.no_grad(): self.weight[0,0] = 1e5
+
+class Inner(nn.Module):
+    "Too large inside, beside a mask of -inf"
+    def forward(self, x):
+        logits = ((x*0+3e4)*4+torch.full((8,8), -math.inf).triu(1)[0])/1e5
+        return logits.softmax(-1)*x
+
+class Written(nn.Module):
+    "Too large by an operation in place"
+    def forward(self, x): return (x*0+300).square_()*x*1e-5
+
+overflows = [(Cast,torch.float16),(Inner,torch.float16),(Written,torch.float16)]
+rounds = [(YesNo,torch.float16),(YesNo,torch.bfloat16),(Near,torch.bfloat16),(Tiny,torch.float16)]
+@pytest.mark.parametrize('copies', [True,False])
+@pytest.mark.parametrize('kind,dtype', overflows+rounds)
+def test_overflow_or_rounding(kind, dtype, copies):
+    "The text says where the format ends only if a number went beyond that; else, what it rounds"
+    torch.manual_seed(0)
+    half_kind = type(kind.__name__, (kind,), {})
+    model,x = nn.Sequential(nn.Linear(8,8), half_kind(), nn.Linear(8,1)),torch.randn(8,8)
+    found = diagnose(model, lambda: model(x).float().square().mean(), half_precision(model, dtype, copies=copies))
+    over = (kind,dtype) in overflows
+    assert found.precision and ('ends at' in str(found))==over, found
+    bits = {torch.float16:rounds16, torch.bfloat16:'bfloat16 rounds to 8 bits (0.999 to 1, 2e-41 to 0)'}[dtype]
+    assert (bits in str(found))==(not over)
+
+@pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
+def test_rounded_numbers_are_right(dtype):
+    one,zero = {torch.float16: (.9999,1e-8), torch.bfloat16:(.999,2e-41)}[dtype]
+    assert torch.tensor([one,zero]).to(dtype).tolist()==[1,0]
+
+def test_advice_is_tried():
+    "bfloat16 is a cure for what is too small for float16, and none for what float16 rounds to 1"
+    texts = []
+    for kind in (YesNo,Tiny):
+        model,x = nn.Sequential(nn.Linear(8,8), kind(), nn.Linear(8,1)),torch.randn(8,8)
+        def _loss(): return model(x).float().square().mean()
+        texts.append(str(diagnose(model, _loss, half_precision(model, torch.float16))))
+    assert 'bfloat16' not in texts[0] and 'or train in float32' in texts[0] and 'or train in bfloat16' in texts[1]
+
+def test_rounding_in_the_loss():
+    "What was lost in the model shows in a loss in float32, or in its gradients"
+    model,x = nn.Sequential(nn.Linear(8,8), nn.Sigmoid()),torch.zeros(8,8)
+    with torch.no_grad(): model[0].bias.fill_(9)
+    half = half_precision(model, torch.bfloat16)
+    def loss(): return (1-model(x)).log().mean()
+    def root(): return (1-model(x)).sqrt().mean()
+    for f,where in ((loss,'loss'),(root,'backward')):
+        found = diagnose(model, f, half)
+        assert (found.where,found.precision)==(where,True) and 'bfloat16 rounds to 8 bits' in str(found), found
+        scaled = diagnose(model, f, half_precision(model, torch.float16), scale=2.**20)
+        assert 'float16 rounds to 11 bits' in str(scaled) if scaled.precision else scaled.where=='nothing'
+
 # --- What was named wrongly once
 
 def deep_learner(to, **kwargs):
@@ -285,7 +358,42 @@ def test_large_by_design():
         assert (found.where,found.module,found.precision)==('forward','1',False)
         assert 'diverged' not in f'{found} {e.value}' and 'inside, a softmax gets -inf in all of a row.' in str(found)
     found = _learner().find_nonfinite() # float32: what the weights were isn't known
-    assert (found.where,found.module)==('forward','1') and 'if these have grown, training has diverged' in str(found)
+    assert (found.where,found.module)==('forward','1') and 'diverged' not in str(found)
+
+def large_net(inner, n=1, largest=2e5):
+    "A net with a large weight beside, and `inner`"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8,8), inner, nn.Linear(8,n))
+    model.register_parameter('shift', nn.Parameter(torch.tensor(largest)))
+    return model
+
+class Hidden(MaskedRow):
+    "The row of nan is replaced, and its gradients aren't"
+    def forward(self, x):
+        logits,mask = self.q(x),torch.zeros(8,8)
+        mask[0] = -torch.inf
+        return (logits+mask).softmax(-1).nan_to_num()
+
+class Root(nn.Module):
+    def forward(self, x): return x.sqrt()
+
+class Overflowing(MaskedRow):
+    "Its logits are -inf because of its weights"
+    def forward(self, x): return (-(self.q(x)*1e30).square()).softmax(-1)@x
+
+@pytest.mark.parametrize('to', ['to_fp16','to_fp32'])
+@pytest.mark.parametrize('before', [None,1.])
+@pytest.mark.parametrize('kind', [MaskedRow,Hidden,Root,Overflowing])
+def test_masked_row_and_large_weights(kind, before, to):
+    "A masked row is the cause, whatever weights have done; what else makes nan may come from them"
+    model,x = large_net(kind()),torch.randn(8,8)
+    half = half_precision(model, torch.float16) if to=='to_fp16' else None
+    found = diagnose(model, lambda: model(x).float().square().mean(), half, usual_weight=before)
+    masked = kind in (MaskedRow,Hidden)
+    assert 'a softmax gets -inf in all of a row' in str(found) or not masked, found
+    assert ('training has diverged' in str(found).lower())!=masked, found
+    assert (found.where=='training')==(not masked and before is not None) and not found.precision
+    if masked: assert found.module=='1' and found.where==('forward' if kind is MaskedRow else 'backward')
 
 class OnlyHalf(nn.Linear):
     "Like a kernel that was made for half precision"

@@ -83,8 +83,7 @@ class half_precision:
         self._stand_ins = StandIns() # of the modules; the last one is that of the model itself
         self._kept = [] # where modules may keep tensors from call to call
         self._cache = {} # thread -> the copies that a call of the model has made in it
-        self._by_install = False # has `install` been called, and not `remove`?
-        self._entered = [] # threads that are inside a `with`, once for each
+        self._uses = [] # what it is on for: 'install', and the thread of each open `with`
 
     def __getstate__(self): return self.settings # for copies and pickles
 
@@ -138,34 +137,35 @@ class half_precision:
 
     def _switch(self):
         was_on = self._stand_ins.some_on
-        self._stand_ins.switch(bool(self._by_install or self._entered))
+        self._stand_ins.switch(bool(self._uses))
         if was_on and not self._stand_ins.some_on: restore_float32(self._kept)
 
     def install(self):
         "Let the model compute in half precision until `remove`. Idempotent."
         with _switching:
-            self._by_install = True
+            if 'install' not in self._uses: self._uses.append('install')
             if self.modules: self._switch()
             else: self.refresh() # this is a copy, or was unpickled
 
     def remove(self):
         "Let the model compute as it did before `install`, unless a `with` is open. Idempotent."
         with _switching:
-            self._by_install = False
+            if 'install' in self._uses: self._uses.remove('install')
             self._switch()
 
     @property
     def uses(self)->tuple: # For `reset`
         "Is it on by `install`, and how many `with` has this thread open?"
-        return self._by_install,self._entered.count(get_ident())
+        return 'install' in self._uses,self._uses.count(get_ident())
 
     def reset(self,
         uses:tuple, # From `uses`
     ):
         "Be on by `install` as it was, and close what this thread has opened since then"
         with _switching:
-            self._by_install,n = uses
-            for _ in range(self._entered.count(get_ident())-n): self._entered.remove(get_ident())
+            others = [o for o in self._uses if o not in ('install',get_ident())]
+            by_install,n = uses
+            self._uses = others+['install']*by_install+[get_ident()]*min(n, self._uses.count(get_ident()))
             self._switch()
 
     def __enter__(self):
@@ -173,7 +173,7 @@ class half_precision:
             self.refresh()
             uses = self.uses
             try:
-                self._entered.append(get_ident())
+                self._uses.append(get_ident())
                 self._switch()
             except BaseException: # Ctrl-C: `__exit__` won't be called
                 self.reset(uses)
@@ -182,7 +182,7 @@ class half_precision:
 
     def __exit__(self, *args):
         with _switching:
-            if get_ident() in self._entered: self._entered.remove(get_ident()) # if not, `reset` has closed it
+            if get_ident() in self._uses: self._uses.remove(get_ident()) # if not, `reset` has closed it
             self._switch()
 
     def policy(self)->pd.DataFrame: # One row per module with parameters or with a reason

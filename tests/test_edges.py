@@ -161,7 +161,7 @@ def test_a_with_in_another_thread_around_batches():
         params,half,seen = [*learn.model.parameters()],learn.mixed_precision.autocast,[]
         learn.model[0].register_forward_hook(lambda m,a,res: seen.append(res.dtype))
         def elsewhere(f): assert in_threads(f)==[]
-        def leave(): half._entered.clear() or half.__exit__()
+        def leave(): half._uses.clear() or half.__exit__()
         class Other(Callback):
             order = -50
             def __call__(self, name):

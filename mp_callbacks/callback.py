@@ -164,12 +164,7 @@ class GatheredStep:
         self.losses = [] # of its batches
         self.batches = [] # their inputs and targets, if the step may have to be explained
         self.stats = None # `StepStats` of the gradients, as soon as they are complete
-        self.ended = False # made, or skipped?
-
-    @property
-    def overflowed(self)->bool:
-        "Were the gradients not finite?"
-        return self.stats is not None and not self.stats.finite
+        self.outcome = '' # 'made' or 'skipped', as soon as it has ended
 
     def drop(self,
         params, # Parameters whose gradients belong to the step
@@ -366,12 +361,12 @@ class PrecisionCallback(LeanCallback):
         self.in_batch = True
         try: yield
         except BaseException as e:
-            unfinished = self._step is not None and not self._step.ended
+            unfinished = self._step is not None and not self._step.outcome
             if training and unfinished and not isinstance(e, cancels): self._drop_step()
             reshard(self.learn.model)
             raise
         finally:
-            if not in_batch and self._step is not None and self._step.ended:
+            if not in_batch and self._step is not None and self._step.outcome:
                 self._step = None
                 remove_grads(self._opt_params())
             self.in_batch = in_batch
@@ -434,7 +429,7 @@ class PrecisionCallback(LeanCallback):
         learn.step_stats = self._step.stats = stats
         if stats.finite: return
         self._step.drop(self._params())
-        self._step.ended = True
+        self._step.outcome = 'skipped'
         self._count_step()
         self._report_skips()
         reset_state(learn)
@@ -450,13 +445,14 @@ class PrecisionCallback(LeanCallback):
         finally: write_state(opt, numbers)
 
     def after_step(self): # fastai calls it after a cancelled step, too
-        if self._step.stats is not None and not self._step.overflowed:
-            self._count_step()
-            self._report_losses()
-        self._step.ended = True
+        if self._step.outcome: return
+        self._step.outcome = 'made'
+        if self._step.stats is None: return # cancelled before the check
+        self._count_step()
+        self._report_losses()
 
     def after_batch(self):
-        skipped = self._step is not None and self._step.overflowed
+        skipped = self._step is not None and self._step.outcome=='skipped'
         if self.learn.training and len(self.learn.yb): keep_average(self.learn, skipped)
 
     def _opt_params(self): return [p for pg in self.learn.opt.param_lists for p in pg]
@@ -487,7 +483,7 @@ class PrecisionCallback(LeanCallback):
     def _count_step(self):
         state,stats = self.state,self._step.stats
         scaling,steps = state.scaling.adjust(stats.finite, stats.amax),state.steps+1
-        if not stats.finite: self.state = state._replace(scaling=scaling, steps=steps, skips=state.skips+1)
+        if self._step.outcome=='skipped': self.state = state._replace(scaling=scaling, steps=steps, skips=state.skips+1)
         else: self.state = state._replace(scaling=scaling, steps=steps, skips=0,
                                           bad_losses=0 if stats.loss_finite else state.bad_losses+1)
 
@@ -546,7 +542,7 @@ class MixedPrecision(PrecisionCallback):
     @options_of(PrecisionCallback.__init__, but=['scaling'], positional=['clip'])
     def __init__(self,
         loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # Scale if `dynamic=False`; loss scale or preset
-        flat_master:bool=False, # Step small tensors as one? 240 take 10.2 ms, fused AdamW 6.9 ms, [flat](05_flat.ipynb)
+        flat_master:bool=False, # Step small tensors as one? Faster with fastai's Adam, see [flat](05_flat.ipynb)
         dynamic:bool=True, # Adapt the scale? Steps with gradients that are not finite are skipped either way.
         max_loss_scale:float=2.**24, # Largest value of a dynamic scale, and its start without `headroom`
         div_factor:float=2., # Factor that a dynamic scale grows and shrinks by

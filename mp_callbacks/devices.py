@@ -40,7 +40,7 @@ layers = { # arguments of a small one, and shape of an input
     nn.ConvTranspose3d: ((4,4,3), (2,4,8,8,8))}
 
 # What a try with small layers doesn't show
-known_faults = { # by kind of device or part of its name, and dtype
+known_faults = { # by kind of device or part of its name, and dtype; any modules
     ('GTX 16',torch.float16): ((nn.Conv1d,nn.Conv2d,nn.Conv3d), 'float16 convolutions on GTX 16 return nan')}
 inexact_kernels = {('cpu',nn.LayerNorm): 'CPU kernel is inexact'} # by type of device, with half-precision weights
 
@@ -118,13 +118,16 @@ def pretend(
 # %% ../nbs/00a_devices.ipynb #d0a00026
 def _short(dtype): return str(dtype).removeprefix('torch.')
 
+def _known_fault(machine, device, dtype, module):
+    "Why `device` can't compute a layer such as `module` in `dtype`, if `known_faults` says so"
+    for (part,fault_dtype),(kinds,why) in known_faults.items():
+        named = part==machine.kind(device) or part in machine.name(device)
+        if named and dtype==fault_dtype and isinstance(module, kinds): return why
+
 @lru_cache
 def _fault(machine, device, dtype, kind):
     "Why `device` can't compute layers of this `kind` in `dtype`; empty if it can"
     half,what = dtype in half_dtypes,f'{_short(dtype)} {kind.__name__}'
-    for (part,fault_dtype),(kinds,why) in known_faults.items():
-        named = part==machine.kind(device) or part in machine.name(device)
-        if named and kind in kinds and dtype==fault_dtype: return why
     with _undisturbed(device):
         for input_dtype in (torch.float32,dtype) if half else (dtype,):
             lacks = 'no'
@@ -179,9 +182,11 @@ def missing(
     module:nn.Module, # Any module
 )->str: # The reason; empty if it can, or if `device` doesn't compute in `dtype` at all
     "Why a layer such as `module` can't be computed in `dtype` on `device`, although others can"
+    if support(device, dtype)=='no': return ''
+    device,dtype = torch.device(device),as_dtype(dtype)
+    if why := _known_fault(_machine, device, dtype, module): return why
     kind = next((o for o in layers if isinstance(module, o)), None)
-    if kind is None or support(device, dtype)=='no': return ''
-    return _fault(_machine, torch.device(device), as_dtype(dtype), kind)
+    return _fault(_machine, device, dtype, kind) if kind else ''
 
 # %% ../nbs/00a_devices.ipynb #d0a00016
 def inexact(

@@ -48,7 +48,7 @@ def parameter_name(
     "The name of `param` in `model` from before it was wrapped or compiled"
     for name,module in named_modules(model).items():
         for own,p in module._parameters.items():
-            if p is param: return f'{name}.{own}'.lstrip('.')
+            if p is param and p is not None: return f'{name}.{own}'.lstrip('.')
     return ''
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a0c

@@ -96,6 +96,9 @@ class PrecisionRecorder(LeanCallback):
         if (log.scale==1).all(): del panels['scale']
         if axs is None:
             _,axs = plt.subplots(len(panels), 1, sharex=True, figsize=(6,1.7*len(panels)), layout='constrained')
+        if len(axs)!=len(panels):
+            raise ValueError(f"axs has {len(axs)} axes, and needs {len(panels)}: for {', '.join(panels.values())}. "
+                             "Use axs=None for new ones.")
         skips,norms,bad = log.index[log.skipped],log.norm[log.finite],log.index[log.bad_loss & ~log.skipped]
         for ax,(name,label) in zip(axs, panels.items()):
             ax.plot(log[name], '.-', lw=1, ms=3, drawstyle='steps-post' if name=='scale' else 'default')

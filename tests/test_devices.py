@@ -8,7 +8,7 @@ from torch import nn
 from learners import get_learner
 from machines import Fake,bf16,convs,f16,f32,machine,machines,rnns
 from mp_callbacks import devices
-from mp_callbacks.devices import Machine,device_name,emulation,inexact,layers,missing,pretend,support
+from mp_callbacks.devices import Machine,device_name,emulation,inexact,known_faults,layers,missing,pretend,support
 from mp_callbacks.half import half_precision
 
 fp8 = torch.float8_e4m3fn
@@ -62,6 +62,12 @@ def test_gaps(name, dtype):
             table = half_precision(net, dtype, copies=copies).policy().set_index('module')
             assert {k for k,o in table.iterrows() if o.compute=='float32'}=={o.__name__ for o in kinds}
             assert all(why in table.why[o.__name__] for o in kinds)
+
+def test_known_fault_of_any_module(monkeypatch):
+    "An entry of `known_faults` may name modules that no try is made with, by their base class, too"
+    monkeypatch.setitem(known_faults, ('cpu',bf16), (nn.RNNCellBase,'no cells here'))
+    table = half_precision(nn.Sequential(nn.LSTMCell(2,2), nn.Linear(2,2)), bf16).policy()
+    assert table.why.tolist()==['no cells here',''] and table.compute.tolist()==['float32','bfloat16']
 
 def test_wrapped_recurrent_layer():
     """A module that computes the weights of the recurrent layer inside it, as fastai's `WeightDropout`, stays in

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest,torch
+from fastai.learner import Learner
 from fastcore.nbio import read_nb
+import mp_callbacks.learner # adds the calls
 from mp_callbacks.devices import support
 
 pytest.importorskip('latex2mathml', reason='needs the docs extra')
@@ -247,6 +249,16 @@ def test_documented(mod, name):
     texts = pages.comments(func)
     named = [p.name for p in pages.parameters(func) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     assert [o for o in named if not texts.get(o) and f'`{o}`' not in doc]==[]
+
+def test_table_of_options():
+    "The saved table of Learner calls has the options of their signatures, with defaults and meaning"
+    saved = ''.join(next(o for c in read_nb(nbs['13_learner']).cells for o in c.get('outputs', [])
+                         if '| option |' in str(o))['data']['text/markdown'])
+    calls = [getattr(Learner, o) for o in 'to_bf16 to_fp16 to_native_bf16 to_native_fp16 to_fp8'.split()]
+    found = {name:(p.default,pages.comments(f)[name]) for f in reversed(calls)
+             for name,p in inspect.signature(f).parameters.items() if name!='self'}
+    rows = [re.match(r'\| `(.*?)` \| .*? \| `(.*?)` \| (.*?) \|$', o).groups() for o in saved.splitlines()[2:]]
+    assert sorted(rows)==sorted((name,repr(default),text) for name,(default,text) in found.items())
 
 # --- What a page shows can be pasted
 

@@ -43,7 +43,6 @@ def step_cost(case, size, *loops):
     def _alone(precision): return ms['bare','',precision if precision in ('fp16','bf16') else 'fp32']
     return [ms[o]-_alone(o[-1]) for o in loops]
 
-flat = lambda: step_cost('240 tensors', 10**5, ('ours','flat','fp16'), ('ours','fused','fp16'))
 many = [('fastai','fused','fp32'), ('fastai','fused','autocast-bf16'), ('lightning','fused','autocast-bf16'),
         ('ours','fused','autocast-bf16'), ('ours','fused','bf16')]
 def batches(case, *sizes):
@@ -85,10 +84,11 @@ def test_figures(page, pattern, values):
     assert shown==tuple(f'{v:.{len(o.partition(".")[2])}f}' for o,v in zip(shown, values, strict=True))
 
 def test_docments():
-    "The option says what is faster, by the same figures"
+    "The option says for which optimizer it is faster, and the figures agree"
     source = (root/'mp_callbacks/callback.py').read_text()
-    found = re.findall(r'flat_master:bool=False, # .*?([\d.]+) ms.*?([\d.]+) ms', source)
-    assert found==[tuple(f'{o:.1f}' for o in flat())]
+    assert "flat_master:bool=False, # Step small tensors as one? Faster with fastai's Adam" in source
+    plain,flat = step_cost('240 tensors', 10**5, ('ours','fastai','fp16'), ('ours','flat','fp16'))
+    assert flat<plain
 
 ms_in_text = re.compile(r'(?<![\w.])\d[\d.,]* ?(?:ms|milliseconds)\b')
 @pytest.mark.parametrize('page', [*pages, 'README.md', 'bench/README.md'])

@@ -148,9 +148,11 @@ def test_plot(run):
     plt.close('all')
 
 def test_plot_on_axes():
-    "Those of the user are drawn on, and returned"
+    "Those of the user are drawn on, and returned; too few or too many are refused"
     axs = plt.subplots(1, 3)[1]
     assert recorder(*runs['fp16']).plot(axs) is axs and all(ax.lines for ax in axs) and len(plt.get_fignums())==1
+    with pytest.raises(ValueError, match='axs has 2 axes, and needs 3: for training loss, gradient norm, loss scale'):
+        recorder(*runs['fp16']).plot(axs[:2])
     plt.close('all')
 
 # --- In sentences

@@ -373,7 +373,6 @@ class PrecisionCallback(LeanCallback):
         try: yield
         except BaseException as e:
             unfinished = self._step is not None and not self._step.ended
-            reset_ddp(self.learn.model)
             if isinstance(e, cancels): reshard(self.learn.model)
             else:
                 if training and unfinished: self._drop_step()

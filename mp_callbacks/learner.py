@@ -16,7 +16,7 @@ from inspect import signature
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from .modules import is_sharded,without_ddp
+from .modules import is_sharded,reset_ddp,without_ddp
 from .fp8 import Fp8
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback
 from .callback import check_device,clear_state,fit_device,is_precision,options_of,precision_callback
@@ -152,7 +152,11 @@ def _replaces(name):
 def _in_batch(plain):
     def _one_batch(self, *args, **kwargs):
         cb = precision_callback(self)
-        with nullcontext() if cb is None else cb.batch(): return plain(self, *args, **kwargs)
+        try:
+            with nullcontext() if cb is None else cb.batch(): return plain(self, *args, **kwargs)
+        except BaseException:
+            reset_ddp(self.model) # in float32, too: a look at a batch would send its gradients
+            raise
     return _one_batch
 
 @_replaces('_with_events')

@@ -117,22 +117,25 @@ def ended_early(rank, mode, event):
     finally: gc.enable()
     return dict(same=agreed(learn))
 
-def interrupted(rank, mode, event, engine):
+cancels = {o.__name__:o for o in (CancelFitException,CancelBatchException,CancelBackwardException)}
+
+def interrupted(rank, mode, event, engine, cancel=None):
     "fastai leaves the model wrapped; a look is about the batches, and the next fit trains"
-    by_hand = engine=='hand'
+    by_hand,hooks,e = engine=='hand',[],cancels[cancel]() if cancel else RuntimeError('as asked')
     net,dls = Net(norm=nn.LayerNorm),as_dls(*(rows(rank) if by_hand else numbers(128)))
-    learn = modes[mode](get_learner(DistributedDataParallel(net) if by_hand else net, dls, opt_func=adamw))
-    hooks = []
-    def _spoil(learn): hooks.append(net.blocks[0].a.weight.register_hook(raises(RuntimeError('as asked'))))
-    cb = Now('after_loss', _spoil) if event=='in_backward' else StopAt(event, RuntimeError('as asked'))
+    learn = get_learner(DistributedDataParallel(net) if by_hand else net, dls, opt_func=adamw)
+    if mode!='float32': modes[mode](learn)
+    def _spoil(learn): hooks.append(net.blocks[0].a.weight.register_hook(raises(e)))
+    cb = Now('after_loss', _spoil) if event=='in_backward' else StopAt(event, e)
     def _ctx(): return nullcontext() if by_hand else fastai_ctx(learn)
+    told = nullcontext() if cancel else pytest.raises(RuntimeError, match='as asked')
     with torchrun(rank):
-        with _ctx(), pytest.raises(RuntimeError, match='as asked'): learn.fit(1, cbs=cb)
+        with _ctx(), told: learn.fit(1, cbs=cb)
         for o in hooks: o.remove()
         if rank==0: gc.collect()
         assert 'are finite' in str(learn.find_nonfinite())
         with _ctx(): learn.fit(1)
-    return dict(same=agreed(learn))
+    return dict(same=(params(learn.model),mode!='float32' and precision_state(learn)))
 
 # --- FSDP2
 
@@ -236,7 +239,8 @@ together = dict(
        [('fp16','after_pred'), ('native_bf16','after_backward'), ('bf16','after_loss'), ('bf16','before_step')]},
     **{f'interrupted {m} {e} {o}': (interrupted, dict(mode=m, event=e, engine=o)) for m,e,o in
        [('fp16','after_loss','fastai'), ('native_fp16','in_backward','fastai'), ('bf16','in_backward','hand'),
-        ('native_bf16','after_backward','hand')]})
+        ('native_bf16','after_backward','hand'), ('float32','after_loss','fastai'), ('float32','in_backward','hand')]},
+    **{o: (interrupted, dict(mode='fp16', event='before_backward', engine='hand', cancel=o)) for o in cancels})
 of_shards = dict(
     **{f'interrupted {m} {o}': (interrupted_shards, dict(mode=m, where=o)) for m,o in
        [('fp16','blocks.0'), ('native_bf16','head'), ('bf16','blocks.1.a')]},

@@ -28,7 +28,8 @@ from .dtypes import cast_tree,half_dtypes,leaves
 from .devices import emulation,support
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale,default_headroom
 from .grads import check_clip,finite_grads,mul_grads,prepare_grads,reached_leaves,remove_grads,unique
-from .modules import is_sharded,parameter_name,remember_buffers,reshard,restore_buffers
+from .modules import is_sharded,of_first_rank,parameter_name,remember_buffers,reset_ddp,reset_shards
+from .modules import reshard,restore_buffers,several_ranks,training_group,without_ddp
 from .half import check_half,half_precision
 from .flat import check_flat,flat_steps
 from .fp8 import Fp8,check_fp8
@@ -264,10 +265,10 @@ class PrecisionCallback(LeanCallback):
     @property
     def half(self)->half_precision:
         "How the learner's model computes"
-        rescued = self.state.rescued
+        rescued,model = self.state.rescued,without_ddp(self.learn.model) # to hold the wrapper would keep it alive
         first = self._half is None # `to_fp16` and the others set `half`, and warn themselves
-        if first or self._half[0].model is not self.learn.model or self._half[1]!=rescued:
-            half = self.new_half(self.learn.model)
+        if first or self._half[0].model is not model or self._half[1]!=rescued:
+            half = self.new_half(model)
             names = [name for name,_ in rescued if name in half.ways] # the model may have been replaced
             self._half = half.keeping(names) if names else half, rescued
             if first: warn_of_emulation(fit_device(self.learn), half)
@@ -348,6 +349,12 @@ class PrecisionCallback(LeanCallback):
         "Drop an unfinished step if its gradients are not finite"
         if self._step is not None and not finite_grads(self._params()): self._drop_step()
 
+    def before_train(self):
+        group = training_group(self.learn.model) # fastai wraps the model after our `before_fit`
+        if group is None: return
+        self.half.refresh() # fastai may have replaced batch norms, too
+        self.state = self.state.loaded(of_first_rank(self.state.numbers(), group)) # each may have trained alone before
+
     def after_train(self): self.drop_overflow() # else a validation would use buffers with inf or nan
     def after_validate(self): reshard(self.learn.model)
 
@@ -362,8 +369,10 @@ class PrecisionCallback(LeanCallback):
         try: yield
         except BaseException as e:
             unfinished = self._step is not None and not self._step.outcome
-            if training and unfinished and not isinstance(e, cancels): self._drop_step()
-            reshard(self.learn.model)
+            if isinstance(e, cancels): reshard(self.learn.model)
+            else:
+                if training and unfinished: self._drop_step()
+                reset_shards(self.learn.model)
             raise
         finally:
             if not in_batch and self._step is not None and self._step.outcome:
@@ -416,6 +425,11 @@ class PrecisionCallback(LeanCallback):
             mul_grads(params, 1/scale)
             learn.loss_grad = loss
         if scale!=1 and all(p.grad is None for p in params):
+            if is_sharded(learn.model): raise RuntimeError(
+                "After the backward pass no parameter has a gradient: set_requires_gradient_sync(False) keeps the "
+                f"gradients back, with the loss scale of {scale:.9g}, and this batch is lost. Leave it on, as "
+                "GradientAccumulation adds up what is sent, or use to_bf16() or to_native_bf16(), which have no loss "
+                "scale.")
             raise RuntimeError("After the backward pass no parameter has a gradient. If an optimizer steps in the "
                                "backward pass, as with register_post_accumulate_grad_hook, it has used gradients with "
                                f"the loss scale of {scale:.9g}: load weights from before. Use to_bf16() or "
@@ -450,6 +464,9 @@ class PrecisionCallback(LeanCallback):
         if self._step.stats is None: return # cancelled before the check
         self._count_step()
         self._report_losses()
+
+    def after_cancel_backward(self): reset_ddp(self.learn.model)
+    def after_cancel_batch(self): reset_ddp(self.learn.model)
 
     def after_batch(self):
         skipped = self._step is not None and self._step.outcome=='skipped'
@@ -522,8 +539,12 @@ class PrecisionCallback(LeanCallback):
 
     def _rescue(self, found, story):
         "Keep modules in float32 from now on if that is the cure of what was `found`, say so, and return whether it is"
-        names = find_cure(self.half, found) if self.rescue else []
+        names = find_cure(self.learn.model, self.half, found) if self.rescue else []
         if not names: return False
+        if several_ranks() and training_group(self.learn.model) is None:
+            warn(f"rescue=True does not keep {names} in float32: other processes may train with this one, and without "
+                 f"DistributedDataParallel in the model it can't ask them. In all processes use keep={names}.")
+            return False
         steps = self.state.steps
         self._start_anew([(name,steps) for name in names])
         keep,own = [name for name,_ in self.state.rescued],self.new_half(self.learn.model).keep
@@ -621,6 +642,7 @@ class NativeMixedPrecision(PrecisionCallback):
     def new_half(self, model): return half_precision(model, self.half_dtype, self.keep, copies=False)
 
     def before_train(self):
+        super().before_train()
         device_type = fit_device(self.learn).type
         self.learn.scaler = torch.amp.GradScaler(device_type, self.loss_scale, enabled=self._enabled, **self._factors)
         self._update_scaler()

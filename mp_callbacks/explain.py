@@ -11,10 +11,9 @@ __all__ = ['alone', 'compute_loss', 'first_loss', 'diagnose_batch', 'explain_ste
 import math,torch
 from contextlib import contextmanager,nullcontext,suppress
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .grads import StepStats
-from .modules import is_sharded,named_modules,no_collectives,parameter_name,several_ranks,unwrap
+from .modules import named_modules,no_collectives,parameter_name,several_ranks,training_group,unwrap
 from .half import half_precision
 from .nonfinite import Finding,count_nonfinite,diagnose,outermost
 from .inside import cancels
@@ -25,10 +24,12 @@ def alone(
     model:nn.Module, # The learner's model
 ):
     "Inside a `with`, nothing waits for other processes. Raises `RuntimeError` if something would."
-    synced = several_ranks() and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
-    if synced or is_sharded(model):
-        raise RuntimeError("with FSDP2 or SyncBatchNorm each forward pass waits for all processes, which don't look at "
-                           "the same time. Load the weights into an ordinary model in one process, and ask there")
+    # what has this method is made by `fully_shard` or `replicate`
+    def _waits(m): return isinstance(m, nn.SyncBatchNorm) or hasattr(m, 'set_requires_gradient_sync')
+    if several_ranks() and any(map(_waits, model.modules())):
+        raise RuntimeError("with fully_shard (FSDP2), replicate or SyncBatchNorm each forward pass waits for all "
+                           "processes, which don't look at the same time. Load the weights into an ordinary model in "
+                           "one process, and ask there")
     with no_collectives() if several_ranks() else nullcontext(): yield
 
 def compute_loss(
@@ -94,14 +95,15 @@ def explain_step(
     return f"The gradient of {name} was the first that was not finite. {again} {ways}"
 
 def find_cure(
-    half:half_precision, # How the model computes
+    model:nn.Module, # The learner's model
+    half:half_precision, # How it computes
     found:Finding|str, # From `explain_step`
 )->list: # Names of modules; empty if that isn't the cure, here and in other processes
     "The modules to keep in float32 so that a batch like this one is finite"
-    findings = [found]
-    if any(isinstance(m, DistributedDataParallel) for m in half.model.modules()):
-        findings = [None]*torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(findings, found)
+    findings,group = [found],training_group(model)
+    if group is not None:
+        findings = [None]*group.size()
+        torch.distributed.all_gather_object(findings, found, group)
     findings = [o for o in findings if isinstance(o, Finding)] # in other processes the batch may have been finite
     if not all(o.precision and o.keep for o in findings): return []
     names = {name for o in findings for name in o.keep}

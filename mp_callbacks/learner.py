@@ -16,7 +16,7 @@ from inspect import signature
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from .modules import is_sharded
+from .modules import is_sharded,reset_ddp,without_ddp
 from .fp8 import Fp8
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback
 from .callback import check_device,clear_state,fit_device,is_precision,options_of,precision_callback
@@ -122,7 +122,7 @@ def _forget_scale(learn):
 
 def _set_precision(learn, new, model_to_half=None):
     "Let `learn` train with the `PrecisionCallback` `new`; `model_to_half` says how the model computes if `new` doesn't"
-    half = (model_to_half or new).new_half(learn.model)
+    half = (model_to_half or new).new_half(without_ddp(learn.model))
     device,old = fit_device(learn),precision_callback(learn)
     check_device(device, half)
     warn_of_emulation(device, half)
@@ -130,6 +130,7 @@ def _set_precision(learn, new, model_to_half=None):
     if old is not None and not old.same_settings(new): _forget_scale(learn)
     learn.add_cbs([new] if model_to_half is None else [model_to_half,new])
     new.half = half
+    if learn.opt is not None: new.state = new.state # as for a new optimizer
     if not hasattr(learn, 'precision_recorder'): learn.add_cb(PrecisionRecorder())
     return learn
 
@@ -151,7 +152,11 @@ def _replaces(name):
 def _in_batch(plain):
     def _one_batch(self, *args, **kwargs):
         cb = precision_callback(self)
-        with nullcontext() if cb is None else cb.batch(): return plain(self, *args, **kwargs)
+        try:
+            with nullcontext() if cb is None else cb.batch(): return plain(self, *args, **kwargs)
+        except BaseException:
+            reset_ddp(self.model) # in float32, too: a look at a batch would send its gradients
+            raise
     return _one_batch
 
 @_replaces('_with_events')
@@ -163,6 +168,14 @@ def _in_backward_and_step(plain):
             with cb.backward() if event_type=='backward' else cb.step(): f()
         return plain(self, _inside, event_type, *args, **kwargs)
     return _with_events
+
+# %% ../nbs/13_learner.ipynb #5d8c41e1
+@_replaces('create_opt')
+def _with_state(plain):
+    def _create_opt(self):
+        plain(self)
+        if (cb := precision_callback(self)) is not None: cb.state = cb.state
+    return _create_opt
 
 # %% ../nbs/13_learner.ipynb #9f650a0a
 @_replaces('to_contiguous')

@@ -533,7 +533,7 @@ def checkpointed(rank, mode, path):
     dcp.save(_state(learn), checkpoint_id=file)
     learn.fit(1)
     other = _new()
-    other.fit(0) # makes the optimizer, and its loss scale
+    other.create_opt() # and its loss scale
     loaded = _state(other)
     dcp.load(loaded, checkpoint_id=file)
     set_state_dict(other.model, other.opt.opt, model_state_dict=loaded['model'], optim_state_dict=loaded['opt'])

@@ -353,7 +353,8 @@ class PrecisionCallback(LeanCallback):
         group = training_group(self.learn.model) # fastai wraps the model after our `before_fit`
         if group is None: return
         self.half.refresh() # fastai may have replaced batch norms, too
-        self.state = self.state.loaded(of_first_rank(self.state.numbers(), group)) # each may have trained alone before
+        first = self.state.loaded(of_first_rank(self.state.numbers(), group)) # each may have trained alone before
+        self.state = first._replace(bad_losses=self.state.bad_losses) # each has losses of its own
 
     def after_train(self): self.drop_overflow() # else a validation would use buffers with inf or nan
     def after_validate(self): reshard(self.learn.model)
@@ -530,7 +531,8 @@ class PrecisionCallback(LeanCallback):
         found = self._explain()
         story = (f"The loss of {self.warn_skips} steps in a row was not finite, though their gradients were, so these "
                  f"steps were made. {found}")
-        if not self._rescue(found, story): warn(story)
+        # to rescue means to ask the other processes, whose losses may be finite
+        if training_group(self.learn.model) is not None or not self._rescue(found, story): warn(story)
 
     def _start_anew(self, rescued=()):
         "Look for the loss scale again, and keep the modules `rescued` in float32, too"

@@ -89,6 +89,19 @@ def rescued_in_group(rank):
     learn.fit(3)
     return dict(same=True, flags=learn.mixed_precision.state.rescued, want=(('1',6),) if rank==1 else ())
 
+def infinite_losses(rank):
+    "Only rank 1 has infinite losses, with finite gradients: it warns, and waits for no answer of the other"
+    class Infinite(Callback):
+        order = -20
+        def after_loss(self):
+            if rank==1: self.learn.loss,self.learn.loss_grad = self.loss+torch.inf,self.loss_grad+torch.inf
+    torch.manual_seed(0)
+    learn = get_learner(DistributedDataParallel(Net()), as_dls(*rows(rank)), opt_func=adamw, cbs=Infinite())
+    learn.to_fp16(rescue=True).mixed_precision.warn_skips = 6
+    told = pytest.warns(UserWarning, match='The loss of 6 steps in a row was not finite') if rank==1 else nullcontext()
+    with told: learn.fit(4)
+    return dict(same=params(learn.model))
+
 # --- After a fit that has ended early
 
 class StopAt(Callback):
@@ -234,7 +247,7 @@ together = dict(
        [('fp16','fastai'), ('native_fp16','hand'), ('bf16','fastai')]},
     resumed_late=(resumed_late, dict(mode='fp16')),
     **{f'not_rescued {o}': (not_rescued, dict(how=o)) for o in ('callback','replicate')},
-    rescued_in_group=(rescued_in_group, {}),
+    rescued_in_group=(rescued_in_group, {}), infinite_losses=(infinite_losses, {}),
     **{f'ended_early {m} {e}': (ended_early, dict(mode=m, event=e)) for m,e in
        [('fp16','after_pred'), ('native_bf16','after_backward'), ('bf16','after_loss'), ('bf16','before_step')]},
     **{f'interrupted {m} {e} {o}': (interrupted, dict(mode=m, event=e, engine=o)) for m,e,o in

@@ -22,7 +22,7 @@ base = cfg.doc_url.rstrip('/')+'/'
 vocabularies = {'jmp','mpx','emily','fastai16'} # other libraries' names, many of them ours or plain words: they don't become links
 blob = f'{cfg.git_url}/blob/{cfg.branch}/' # the repository's files
 # The cell that makes a notebook work in Colab, under `#| hide` and `#| eval: false`. A page links to Colab if its notebook has it.
-install = '! [ -e /content ] && pip install -Uqq mp_callbacks'
+install = f'! [ -e /content ] && pip install -Uqq git+{cfg.git_url}'
 # The sidebar: notebooks in nbs/, and files of the repository's root
 sidebar = {
     'Home': 'index',

@@ -167,6 +167,18 @@ def test_search(words, page, new_tab):
     assert any(page in o for o in res), res
     assert errors==[]
 
+def test_search_finds_nothing(new_tab):
+    "It says so, until it finds something"
+    tab,errors = new_tab()
+    tab.goto('index.html')
+    tab.click('.md-search__button')
+    tab.fill('input:focus', 'qqzzqq')
+    tab.wait_for_selector('.nothing-found')
+    tab.fill('input:focus', 'nan')
+    tab.wait_for_selector('ol a')
+    tab.wait_for_selector('.nothing-found', state='detached')
+    assert errors==[]
+
 # --- The files
 
 class Page(HTMLParser):

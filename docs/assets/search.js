@@ -1,0 +1,14 @@
+// The theme's search shows nothing where it finds nothing: say so
+document.addEventListener('input', e => {
+  const input = e.composedPath()[0], root = input.getRootNode()
+  if (!root.host) return // another input: that of the search is in a shadow root
+  setTimeout(() => { // when the results are there
+    root.querySelector('.nothing-found')?.remove()
+    if (!input.value.trim() || root.querySelector('ol a')) return
+    const note = document.createElement('p')
+    note.className = 'nothing-found'
+    note.textContent = 'No page has all of these words. Try one of them, or a shorter one.'
+    note.style.cssText = 'margin: 0; padding: 12px 18px; font-size: 14px; color: rgb(var(--color-foreground))'
+    input.parentElement.parentElement.after(note)
+  }, 500)
+})

@@ -6,9 +6,9 @@ Docs: https://example.github.io/mp_callbacks/callback.html.md"""
 
 # %% auto #0
 __all__ = ['default_max_skips', 'state_prefix', 'options_of', 'refuse_unknown', 'ScaleState', 'read_state', 'clear_state',
-           'write_state', 'GatheredStep', 'fit_device', 'check_device', 'warn_of_emulation', 'keep_freed_memory',
-           'is_precision', 'PrecisionCallback', 'MixedPrecision', 'NativeMixedPrecision', 'ModelToHalf',
-           'precision_callback']
+           'write_state', 'frozen_parameters', 'GatheredStep', 'fit_device', 'check_device', 'warn_of_emulation',
+           'keep_freed_memory', 'is_precision', 'PrecisionCallback', 'MixedPrecision', 'NativeMixedPrecision',
+           'ModelToHalf', 'precision_callback']
 
 # %% ../nbs/10b_callback.ipynb #9d7979a9
 import re,torch,pandas as pd
@@ -28,8 +28,9 @@ from .dtypes import cast_tree,half_dtypes,leaves
 from .devices import emulation,support
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale,default_headroom
 from .grads import check_clip,finite_grads,mul_grads,prepare_grads,reached_leaves,remove_grads,unique
-from .modules import is_sharded,of_first_rank,parameter_name,remember_buffers,reset_ddp,reset_shards
-from .modules import reshard,restore_buffers,several_ranks,training_group,without_ddp
+from .modules import is_sharded,moved_parameters,of_first_rank,parameter_name,remember_buffers
+from .modules import remember_parameters,reset_ddp,reset_shards,reshard,restore_buffers
+from .modules import restore_parameters,several_ranks,training_group,without_ddp
 from .half import check_half,half_precision
 from .flat import check_flat,flat_steps
 from .fp8 import Fp8,check_fp8
@@ -154,24 +155,56 @@ def write_state(
     first_hypers(opt).update({state_prefix+k:v for k,v in numbers.items()})
 
 # %% ../nbs/10b_callback.ipynb #9a2aedc5
+def frozen_parameters(
+    half:half_precision, # How the model computes
+)->list: # Pairs of a module and the name of a parameter
+    """Parameters without gradients, which the forward pass may move, such as a codebook; the smallest first
+
+    Together they have at most as many numbers as those that are trained: copies take no more memory than gradients."""
+    params = [(p.numel(),m,name,p.requires_grad) for m in half.modules for name,p in m._parameters.items()
+              if type(p) is nn.Parameter and p.is_floating_point()]
+    frozen = sorted([o for o in params if not o[3]], key=lambda o: o[0])
+    left,res = sum(n for n,*_,trained in params if trained),[]
+    for n,m,name,_ in frozen:
+        left -= n
+        if left>=0: res.append((m,name))
+    return res
+
 class GatheredStep:
     "An optimizer step, from its first batch to the end of its last one"
-    def __init__(self,
-        modules, # Modules of the model
-        params, # Parameters of the model
-    ):
-        self.buffers = remember_buffers(modules)
-        self.full = [p for p in params if p.dtype==torch.float32]
+    def __init__(self):
+        self.modules,self.full = [],[] # of the model, and its float32 parameters
+        self.buffers,self.moving = [],[] # what they were, also of parameters that `forward` moves without gradients
         self.losses = [] # of its batches
         self.batches = [] # their inputs and targets, if the step may have to be explained
         self.stats = None # `StepStats` of the gradients, as soon as they are complete
         self.outcome = '' # 'made' or 'skipped', as soon as it has ended
 
+    def begin_batch(self,
+        half:half_precision, # How the learner's model computes
+        moving:list=None, # Pairs of a module and the name of a parameter that `forward` moves; None: not known yet
+    ):
+        "Remember what a batch may change, if it is the first one, or the model has other modules now"
+        if self.modules is half.modules: return
+        known = {id(m) for m in self.modules}
+        new = [m for m in half.modules if id(m) not in known]
+        self.modules,self.full = half.modules,[p for p in half.params if p.dtype==torch.float32]
+        self.buffers += remember_buffers(new)
+        if moving is None: moving = frozen_parameters(half)
+        self.moving += remember_parameters([(m,name) for m,name in moving if id(m) not in known])
+
+    def find_moving(self)->list: # Pairs of a module and the name of a parameter
+        "Which parameters the forward pass has moved. The copies of the others are dropped."
+        moving = moved_parameters(self.moving)
+        self.moving = [o for o in self.moving if (o[0],o[1]) in moving]
+        return moving
+
     def drop(self,
         params, # Parameters whose gradients belong to the step
     ):
-        "Let the step not have happened: restore the buffers, and remove the gradients"
+        "Let the step not have happened: restore what the forward pass has changed, and remove the gradients"
         restore_buffers(self.buffers)
+        restore_parameters(self.moving)
         remove_grads(params) # `zero_grad` skips parameters outside the optimizer
 
 # %% ../nbs/10b_callback.ipynb #67641138
@@ -215,9 +248,10 @@ class PrecisionCallback(LeanCallback):
     A subclass says how the model computes: it defines `half_dtype` and `new_half`."""
     order,name = 10,'mixed_precision' # fastai orders its callbacks around it, and `load_learner` looks for the name
     warn_skips = 32 # skipped steps in a row before a warning: more than the 24 halvings from 2**24 to 1
-    _stateattrs = ('_half','_step','in_batch') # not pickled
+    _stateattrs = ('_half','_step','_moving','in_batch') # not pickled
     _half = None # the model's `half_precision`, and the pairs of `ScaleState.rescued` that it was made for
     _step = None # the `GatheredStep`, if one has begun
+    _moving = None # where parameters are that the forward pass moves without gradients; None: not known yet
     in_batch = False # inside `Learner.one_batch`?
 
     def __init__(self,
@@ -343,7 +377,7 @@ class PrecisionCallback(LeanCallback):
         if self.in_batch: return # a validation inside a batch
         if fit_device(self.learn).type=='cpu': keep_freed_memory()
         self.drop_overflow()
-        self._step = None # an unfinished step goes on, but the model may have loaded other buffers
+        self._step = self._moving = None # an unfinished step goes on, but the model may have loaded other buffers
 
     def drop_overflow(self):
         "Drop an unfinished step if its gradients are not finite"
@@ -384,13 +418,18 @@ class PrecisionCallback(LeanCallback):
 
     def before_batch(self):
         if not self.in_batch: return # called outside `one_batch`: an ordinary float32 batch
-        if self.learn.training and self._step is None: self._step = GatheredStep(self.half.modules, self.half.params)
+        if self.half.outdated: self.half.refresh() # a callback has added a block, say
+        if self.learn.training:
+            if self._step is None: self._step = GatheredStep()
+            self._step.begin_batch(self.half, self._moving)
         self.half.install()
 
     def after_pred(self):
         if self.in_batch:
             self.half.remove()
-            if self.learn.training: self._check_float32()
+            if not self.learn.training: return
+            self._check_float32()
+            if self._moving is None: self._moving = self._step.find_moving()
         elif self.learn.training: raise RuntimeError(
             f"This batch isn't run by Learner.one_batch, so {type(self).__name__} can't train with it. If your class "
             "overrides one_batch, call super().one_batch(i, b). To train in plain float32, call learn.to_fp32().")

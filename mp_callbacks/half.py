@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
 from inspect import getattr_static,signature
+from itertools import chain
 from threading import RLock,get_ident
 from warnings import warn
 import pandas as pd
@@ -111,6 +112,12 @@ class half_precision:
         self._stand_ins = StandIns({**arounds, self.model:whole})
         self.modules = modules
         self._switch()
+
+    @property
+    def outdated(self)->bool:
+        "Have modules been added, removed or replaced since `refresh`? This takes less time."
+        inside = chain.from_iterable(map(dict.values, [m._modules for m in self.modules]))
+        return {*map(id, inside)}-{id(None)}!={*map(id, self.modules[1:])}
 
     def choose_ways(self,
         named:dict, # Name -> module, for the modules of the model

@@ -7,8 +7,8 @@ Docs: https://example.github.io/mp_callbacks/modules.html.md"""
 # %% auto #0
 __all__ = ['unwrap', 'named_modules', 'parameter_name', 'several_ranks', 'without_ddp', 'training_group', 'of_first_rank',
            'is_sharded', 'reshard', 'reset_ddp', 'reset_shards', 'no_collectives', 'remember_buffers',
-           'restore_buffers', 'find_kept', 'restore_float32', 'fork_rngs', 'unchanged', 'StandIn', 'StandIns',
-           'module_lock']
+           'restore_buffers', 'remember_parameters', 'restore_parameters', 'moved_parameters', 'find_kept',
+           'restore_float32', 'fork_rngs', 'unchanged', 'StandIn', 'StandIns', 'module_lock']
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a08
 import re,torch
@@ -144,6 +144,30 @@ def restore_buffers(
 
 def _finite(b): return b is None or not b.is_floating_point() or b.layout!=torch.strided or b.isfinite().all().item()
 
+def remember_parameters(
+    places, # Pairs of a module and the name of one of its parameters
+)->list: # For `restore_parameters`
+    "The parameters in these `places`, and copies of their numbers"
+    return [(m,name,*_remember(m._parameters[name])) for m,name in places]
+
+@torch.no_grad()
+def restore_parameters(
+    snapshot:list, # From `remember_parameters`
+):
+    "Put the parameters of `snapshot` back, and their numbers into them"
+    for m,name,*o in snapshot: m._parameters[name] = _restore(*o)
+
+@torch.no_grad()
+def moved_parameters(
+    snapshot:list, # From `remember_parameters`
+)->list: # Pairs of a module and a name
+    "Where parameters of `snapshot` have been replaced, or have other numbers now"
+    replaced = [m._parameters[name] is not p or p.shape!=numbers.shape for m,name,p,_,numbers in snapshot]
+    differ = [p.new_tensor(True, dtype=torch.bool) if o else p.ne(numbers).any()
+              for o,(*_,p,_,numbers) in zip(replaced, snapshot)]
+    moved = torch.stack([o.to(differ[0].device) for o in differ]).tolist() if differ else [] # the host waits once
+    return [(m,name) for (m,name,*_),o in zip(snapshot, moved) if o]
+
 def _remember(b):
     "For `_restore`: `b`, another tensor with its shape and memory, and a copy of its numbers"
     if b is None: return None,None,None
@@ -182,7 +206,7 @@ def restore_float32(
 ):
     "Cast what modules keep in half precision to float32"
     for m,others in kept:
-        for d in (m.__dict__,m._buffers):
+        for d in (m.__dict__,m._buffers) if m._buffers else (m.__dict__,):
             for k in d.keys()-others:
                 o = d[k]
                 if type(o) in _no_tensors or (new := cast_in_place(o, torch.float32, half_dtypes)) is o: continue

@@ -256,6 +256,86 @@ def test_kept_for_the_loss():
     assert skipped(learn)==0 and not torch.equal(learn.model.log.weight, Penalized().log.weight)
     assert math.isfinite(learn.recorder.values[-1][0])
 
+# --- A skipped step leaves no trace
+
+def move_data(codebook, mean): codebook.weight.data.mul_(.9).add_(mean, alpha=.1)
+def copy_to(codebook, mean):
+    with torch.no_grad(): codebook.weight.copy_(.9*codebook.weight+.1*mean)
+def assign_data(codebook, mean): codebook.weight.data = .9*codebook.weight.data+.1*mean
+def replace(codebook, mean): codebook.weight = nn.Parameter(.9*codebook.weight+.1*mean, requires_grad=False)
+
+class Quantizes(nn.Module):
+    "Moves its codebook towards its inputs, without gradients, beside layers that are frozen and stay as they are"
+    def __init__(self, move, frozen=0):
+        super().__init__()
+        torch.manual_seed(1)
+        self.body,self.codebook,self.head,self.move = nn.Linear(8,16),nn.Embedding(4,16),nn.Linear(16,1),move
+        self.frozen = nn.ModuleList(nn.Linear(8,8) for _ in range(frozen))
+        for m in (self.frozen,self.codebook): m.requires_grad_(False)
+    def forward(self, x):
+        for m in self.frozen: x = x+m(x)
+        h = self.body(x)
+        if self.training: self.move(self.codebook, h.detach().float().mean(0))
+        nearest = self.codebook((h[:,None]-self.codebook.weight).square().sum(2).argmin(1))
+        return self.head(h+(nearest-h).detach())
+
+@pytest.mark.parametrize('mode', halves)
+@pytest.mark.parametrize('move', [move_data,copy_to,assign_data,replace])
+@pytest.mark.parametrize('at', [0,2])
+def test_codebook_is_put_back(mode, move, at):
+    "after a skipped step, also the first one; other steps move it"
+    learn = modes[mode](get_learner(Quantizes(move)))
+    seen = []
+    class Look(Callback):
+        def before_batch(self):
+            if self.training: seen.append(self.model.codebook.weight.detach().clone())
+    learn.fit(1, cbs=[InfiniteAt(at), Look()])
+    assert skipped(learn)==1
+    assert [torch.equal(a, b) for a,b in zip(seen, seen[1:])]==[i==at for i in range(3)]
+    assert learn.model.codebook.weight.isfinite().all()
+
+def test_frozen_layers_are_copied_once(monkeypatch):
+    "Of the parameters without gradients, only those that the first forward pass has moved are copied for each step"
+    from mp_callbacks import callback
+    copied,plain = [],callback.remember_parameters
+    monkeypatch.setattr(callback, 'remember_parameters', lambda places: copied.append(len(places)) or plain(places))
+    learn = get_learner(Quantizes(copy_to, frozen=1)).to_native_bf16()
+    for _ in range(2): learn.fit(1)
+    assert copied==[3,1,1,1,3,1,1,1]
+    copied.clear()
+    get_learner(Quantizes(copy_to, frozen=4)).to_native_bf16().fit(1) # more numbers than are trained: the smallest
+    assert copied[0]==6 # of 9
+
+class Grows(Callback):
+    "Appends a block to the model before or after the training batch number `at`, and lets the optimizer train it"
+    order = -30
+    def __init__(self, event, at):
+        self.at,self.run_valid = at,False
+        setattr(self, event, self.grow)
+    def grow(self):
+        if self.learn.train_iter!=self.at or len(self.model)>5: return
+        self.block = nn.Sequential(nn.Linear(16,16), nn.BatchNorm1d(16), nn.GELU())
+        self.model.insert(4, self.block)
+        self.block[1].register_forward_hook(lambda module, args, out: self.dtypes.add(out.dtype))
+        self.opt.opt.add_param_group(dict(params=[*self.block.parameters()], lr=1e-2))
+        self.dtypes = set()
+    def after_step(self):
+        if not self.learn.step_stats.finite: self.after_skip = [o.clone() for o in self.block.buffers()]
+
+@pytest.mark.parametrize('event,at,accumulated', [('before_epoch',4,1), ('before_train',4,1), ('before_batch',4,1),
+                                                  ('after_batch',3,1), ('before_batch',5,2), ('after_batch',4,2)])
+@pytest.mark.parametrize('mode', halves)
+def test_grown_block(mode, event, at, accumulated):
+    "is put back after a skipped step, and `keep` holds for it"
+    learn = modes[mode](get_learner(opt_func=partial(OptimWrapper, opt=torch.optim.SGD)), keep=nn.BatchNorm1d)
+    cb = Grows(event, at)
+    learn.fit(2, cbs=[cb, InfiniteAt(3+accumulated), GradientAccumulation(16*accumulated)])
+    assert skipped(learn)==1 and {*cb.dtypes}=={torch.float32}
+    assert all(map(torch.equal, cb.after_skip, nn.BatchNorm1d(16).buffers()))
+    assert all(o.isfinite().all() for o in cb.block.buffers()) and cb.block[1].running_mean.any()
+    policy = learn.mixed_precision.policy().set_index('module')
+    assert policy.loc['4.1','why']=='keep' and policy.loc['4.0','compute']!='float32'
+
 # --- Copies stand in for their parameters, and casts for containers
 
 class Pruned(nn.Module):

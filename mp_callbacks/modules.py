@@ -107,9 +107,11 @@ def reset_shards(
 ):
     "Let `fully_shard` forget the batch that an exception has ended: else the next one would train a part of the model"
     for m in _outermost_shards(model):
-        if hasattr(m, 'reset_iter_state'): m.reset_iter_state()
-        else: warn("fully_shard of this PyTorch doesn't recover from an exception in the backward pass: the next fit "
-                   "would train a part of the parameters. Make model and learner anew, or update PyTorch.")
+        if not hasattr(m, 'reset_iter_state'):
+            reshard(m)
+            warn("fully_shard of this PyTorch doesn't recover from an exception in the middle of a batch: the next fit "
+                 "may end in an error, or train a part of the model. Make model and learner anew, or update PyTorch.")
+        elif m._get_fsdp_state()._is_root: m.reset_iter_state() # before the first batch that would be an error
 
 def _outermost_shards(model):
     if hasattr(model, 'unshard'): return [model]

@@ -135,7 +135,7 @@ cancels = {o.__name__:o for o in (CancelFitException,CancelBatchException,Cancel
 def interrupted(rank, mode, event, engine, cancel=None):
     "fastai leaves the model wrapped; a look is about the batches, and the next fit trains"
     by_hand,hooks,e = engine=='hand',[],cancels[cancel]() if cancel else RuntimeError('as asked')
-    net,dls = Net(norm=nn.LayerNorm),as_dls(*(rows(rank) if by_hand else numbers(128)))
+    net,dls = Net(norm=nn.LayerNorm),as_dls(*(rows(rank, 32) if by_hand else numbers(64))) # two batches each
     learn = get_learner(DistributedDataParallel(net) if by_hand else net, dls, opt_func=adamw)
     if mode!='float32': modes[mode](learn)
     def _spoil(learn): hooks.append(net.blocks[0].a.weight.register_hook(raises(e)))
@@ -157,13 +157,16 @@ def parts(learn): return [p.full_tensor() for p in opt_params(learn)]
 def sharded(rank, mode, cbs=None):
     return modes[mode](get_learner(shard(Net(norm=nn.LayerNorm)), as_dls(*rows(rank)), opt_func=adamw, cbs=cbs))
 
-def interrupted_shards(rank, mode, where):
-    "After an exception in the backward pass the next fit trains all parameters"
+def interrupted_shards(rank, mode, where, backward):
+    "After an exception in the middle of a batch the next fit trains all parameters"
     learn,hooks = sharded(rank, mode),[]
+    fails = raises(RuntimeError('as asked'))
     def _spoil(learn):
         inside = learn.model.get_submodule(where)
-        hooks.append(inside.register_full_backward_pre_hook(raises(RuntimeError('as asked'))))
-    with pytest.raises(RuntimeError, match='as asked'): learn.fit(1, cbs=Now('before_batch', _spoil))
+        hook = inside.register_full_backward_pre_hook if backward else inside.register_forward_pre_hook
+        hooks.append(hook(fails))
+    for cb in (Callback(before_batch=fails), Now('before_batch', _spoil)): # before its first batch, in its second
+        with learn.no_bar(), pytest.raises(RuntimeError, match='as asked'): learn.fit(1, cbs=cb)
     hooks[0].remove()
     before = parts(learn)
     learn.fit(1)
@@ -255,8 +258,8 @@ together = dict(
         ('native_bf16','after_backward','hand'), ('float32','after_loss','fastai'), ('float32','in_backward','hand')]},
     **{o: (interrupted, dict(mode='fp16', event='before_backward', engine='hand', cancel=o)) for o in cancels})
 of_shards = dict(
-    **{f'interrupted {m} {o}': (interrupted_shards, dict(mode=m, where=o)) for m,o in
-       [('fp16','blocks.0'), ('native_bf16','head'), ('bf16','blocks.1.a')]},
+    **{f'interrupted {m} {o} {b}': (interrupted_shards, dict(mode=m, where=o, backward=b)) for m,o,b in
+       [('fp16','blocks.0',True), ('native_bf16','head',True), ('bf16','blocks.1.a',True), ('fp16','blocks.1',False)]},
     interrupted_before=(interrupted_before, {}), ignored=(ignored, dict(mode='bf16')),
     **{f'unsent {m}': (unsent, dict(mode=m)) for m in ('fp16','bf16')},
     **{f'checkpointed {m} {o}': (checkpointed, dict(mode=m, how=o)) for m,o in

@@ -28,14 +28,14 @@ from .dtypes import cast_tree,half_dtypes,leaves
 from .devices import emulation,support
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale,default_headroom
 from .grads import check_clip,finite_grads,mul_grads,prepare_grads,reached_leaves,remove_grads,unique
-from .modules import is_sharded,moved_parameters,of_first_rank,parameter_name,remember_buffers
-from .modules import remember_parameters,reset_ddp,reset_shards,reshard,restore_buffers
+from .modules import is_sharded,moved_parameters,named_modules,of_first_rank,parameter_name
+from .modules import remember_buffers,remember_parameters,reset_ddp,reset_shards,reshard,restore_buffers
 from .modules import restore_parameters,several_ranks,training_group,without_ddp
 from .half import check_half,half_precision
 from .flat import check_flat,flat_steps
 from .fp8 import Fp8,check_fp8
 from .inside import LeanCallback,cancels,first_hypers,is_fastai_precision,keep_average,reset_state
-from .explain import explain_step,find_cure
+from .explain import explain_step,find_cure,loss_modules
 
 # %% ../nbs/10b_callback.ipynb #203fafa1
 def options_of(
@@ -172,9 +172,12 @@ def frozen_parameters(
 
 class GatheredStep:
     "An optimizer step, from its first batch to the end of its last one"
-    def __init__(self):
+    def __init__(self,
+        others=(), # Modules beside the model, such as those of the loss
+    ):
         self.modules,self.full = [],[] # of the model, and its float32 parameters
-        self.buffers,self.moving = [],[] # what they were, also of parameters that `forward` moves without gradients
+        # what they were, also of parameters that `forward` moves without gradients
+        self.buffers,self.moving = remember_buffers(others),[]
         self.losses = [] # of its batches
         self.batches = [] # their inputs and targets, if the step may have to be explained
         self.stats = None # `StepStats` of the gradients, as soon as they are complete
@@ -249,7 +252,7 @@ class PrecisionCallback(LeanCallback):
     order,name = 10,'mixed_precision' # fastai orders its callbacks around it, and `load_learner` looks for the name
     warn_skips = 32 # skipped steps in a row before a warning: more than the 24 halvings from 2**24 to 1
     _stateattrs = ('_half','_step','_moving','in_batch') # not pickled
-    _half = None # the model's `half_precision`, and the pairs of `ScaleState.rescued` that it was made for
+    _half = None # the model's `half_precision`, and the rescued modules that it was made for
     _step = None # the `GatheredStep`, if one has begun
     _moving = None # where parameters are that the forward pass moves without gradients; None: not known yet
     in_batch = False # inside `Learner.one_batch`?
@@ -299,17 +302,32 @@ class PrecisionCallback(LeanCallback):
     @property
     def half(self)->half_precision:
         "How the learner's model computes"
-        rescued,model = self.state.rescued,without_ddp(self.learn.model) # to hold the wrapper would keep it alive
-        first = self._half is None # `to_fp16` and the others set `half`, and warn themselves
-        if first or self._half[0].model is not model or self._half[1]!=rescued:
-            half = self.new_half(model)
-            names = [name for name,_ in rescued if name in half.ways] # the model may have been replaced
-            self._half = half.keeping(names) if names else half, rescued
+        first,model = self._half is None,without_ddp(self.learn.model) # to hold the wrapper would keep it alive
+        # `to_fp16` and the others set `half`, and warn themselves
+        if first or self._half[0].model is not model or not self.in_batch and self._half[1]!=self._rescued_parts():
+            half,names = self.new_half(model),self._rescued_parts()
+            try: longer = half.keeping(names) if names else half
+            except ValueError: longer = half # another model, of which nothing would be left in half precision
+            self._half = longer,names
             if first: warn_of_emulation(fit_device(self.learn), half)
         return self._half[0]
 
     @half.setter
-    def half(self, half): self._half = half,()
+    def half(self, half): self._half = half,[]
+
+    def _rescued_parts(self):
+        "Names of the rescued modules that the model has: it may have been changed or replaced since"
+        rescued = self.state.rescued
+        named = named_modules(self.learn.model) if rescued else {}
+        return [name for name,_ in rescued if name in named]
+
+    @property
+    def rescued(self)->list: # As `ScaleState.rescued`
+        "The rescued modules that the model has, and that compute in float32"
+        if not self.state.rescued: return []
+        half,names = self.half,self._half[1]
+        def _full(name): return name in names and half.ways[name].compute_dtype(half)==torch.float32
+        return [o for o in self.state.rescued if _full(o[0])]
 
     @property
     def autocast(self):
@@ -319,7 +337,7 @@ class PrecisionCallback(LeanCallback):
     def policy(self)->pd.DataFrame: # As from `half_precision.policy`
         "How each module of the learner's model computes, and why"
         table = self.half.policy()
-        for name,step in self.state.rescued:
+        for name,step in self.rescued:
             table.loc[[o==name or o.startswith(f'{name}.') for o in table.module],'why'] = f'rescued, step {step}'
         return table
 
@@ -420,7 +438,7 @@ class PrecisionCallback(LeanCallback):
         if not self.in_batch: return # called outside `one_batch`: an ordinary float32 batch
         if self.half.outdated: self.half.refresh() # a callback has added a block, say
         if self.learn.training:
-            if self._step is None: self._step = GatheredStep()
+            if self._step is None: self._step = GatheredStep(loss_modules(self.learn))
             self._step.begin_batch(self.half, self._moving)
         self.half.install()
 
@@ -588,7 +606,7 @@ class PrecisionCallback(LeanCallback):
             return False
         steps = self.state.steps
         self._start_anew([(name,steps) for name in names])
-        keep,own = [name for name,_ in self.state.rescued],self.new_half(self.learn.model).keep
+        keep,own = self._rescued_parts(),self.new_half(self.learn.model).keep
         start = f"keep={keep}, beside keep={own!r}" if own else f"keep={keep}"
         warn(f"{story} Kept in float32 from step {steps}: {names}. To do so from the start: {start}.")
         return True

@@ -16,13 +16,13 @@ from fastai.basics import *
 
 from .dtypes import leaves,map_tensors
 from .loss_scale import DynamicLossScale
-from .modules import unchanged,unwrap
+from .modules import remember_buffers,remember_generators,restore_buffers,unchanged,unwrap
 from .nonfinite import Finding
 from .report import PrecisionReport,measure_precision,shorten_keep
 from .plan import MemoryPlan,plan_memory
 from .fp8_report import Fp8Report,measure_fp8
 from .inside import is_look,keep_quiet,look_name,training_batches
-from .explain import alone,compute_loss,diagnose_batch,first_loss
+from .explain import alone,diagnose_batch,first_loss,loss_again,loss_modules
 from .callback import PrecisionCallback,precision_callback
 
 # %% ../nbs/12_doctor.ipynb #111f0db8
@@ -68,15 +68,15 @@ def precision_report(
     else: report = PrecisionReport(cb.half_dtype, cb.loss_scale, .1 if tolerance is None else tolerance)
     def _look():
         batch,keep = (learn.xb,learn.yb),report.keep
-        def _loss():
-            learn.xb,learn.yb = batch # it may be called in a later batch
-            return compute_loss(learn)
-        # without the loss scale, which some steppers refuse
-        with PrecisionCallback.step(cb): # not with `flat_master`: the report looks at the ordinary step
+        # without the loss scale, which some steppers refuse; not with `flat_master`: the ordinary step is looked at
+        with loss_again(learn) as compute_loss, PrecisionCallback.step(cb):
+            def _loss():
+                learn.xb,learn.yb = batch # it may be called in a later batch
+                return compute_loss()
             if half.fp8: return measure_fp8(report, half.model, _loss, half, bar)
             measure_precision(report, half.model, _loss, half, learn.opt, bar)
-        losses.append(_loss)
-        if keep and report.keep and report.keep!=keep: shorten_keep(report, half.model, losses, half, bar)
+            losses.append(_loss)
+            if keep and report.keep and report.keep!=keep: shorten_keep(report, half.model, losses, half, bar)
     with bar: _look_at(learn, _look, n=batches)
     return report
 
@@ -102,8 +102,8 @@ def precision_plan(
             learn('before_batch')
             if cb: cb.half.remove()
             if hasattr(learn, 'model_resetter'): learn.model.reset() # its state may be of another size and dtype
-            return compute_loss(learn)
-        with PrecisionCallback.step(cb) if cb else nullcontext():
+            return compute_loss()
+        with loss_again(learn) as compute_loss, PrecisionCallback.step(cb) if cb else nullcontext():
             plans.append(plan_memory(unwrap(learn.model), _loss, learn.opt, find_bs(learn.yb), half))
         return True
     _look_at(learn, _look, batch)
@@ -118,8 +118,11 @@ class _Look(Callback):
 
     def before_train(self): self.learn.dl = self.batches
 
+    def before_batch(self): self.buffers = remember_buffers([*self.model.modules(),*loss_modules(self.learn)])
+
     def before_backward(self):
         self.seen += 1
+        restore_buffers(self.buffers) # half precision may have left nan there
         if self.look() or self.seen==self.n: raise CancelFitException
         raise CancelBatchException
 
@@ -146,24 +149,27 @@ class _Bar:
 @contextmanager
 def _undisturbed(learn):
     "Restore the learner, its callbacks, its model and the random number generators at the end"
-    dl,opt,rngs = learn.dls.train,learn.opt,get_random_states()
+    dl,opt,rngs = training_batches(learn),learn.opt,get_random_states()
     while hasattr(opt, 'opt'): opt = opt.opt
     groups = getattr(opt, 'hypers', None) or getattr(opt, 'param_groups', ())
     lists = [o for o in (learn.cbs,getattr(getattr(dl, 'items', None), 'idxs', None)) if isinstance(o, L)]
     metrics = [o for cb in learn.cbs for o in vars(cb).values() if isinstance(o, Metric)]
-    owners = [o for o in (learn,dl,*lists,*learn.cbs,*learn.metrics,*metrics) if hasattr(o, '__dict__')]
+    data = [getattr(dl, o, None) for o in ('dataset','sampler','batch_sampler')]
+    owners = [o for o in (learn,dl,*data,*lists,*learn.cbs,*learn.metrics,*metrics) if hasattr(o, '__dict__')]
     before = [(d,dict(d)) for d in (*map(vars, owners),*groups)]
     # these lists change in place: `no_bar` changes the callbacks, shuffling changes the order of texts
     for o in lists: o.items = [*o.items]
-    if 'rng' in getattr(dl, '__dict__', ()): dl.rng = copy(dl.rng)
+    put_back = remember_generators([dl, *[o for cb in learn.cbs for o in vars(cb).values() if o is not learn]])
     if learn.opt is None: learn.create_opt()
     held = [getattr(v, 'items', v) if isinstance(v, L) else v for cb in learn.cbs for v in vars(cb).values()]
     before += [(v,dict(v)) for v in held if isinstance(v, dict)]
     lists = [(v,[*v]) for v in held if isinstance(v, list)]
     try:
-        with unchanged(learn.model, [p for ps in learn.opt.param_lists for p in ps], before): yield
+        params = [p for ps in learn.opt.param_lists for p in ps]
+        with unchanged(learn.model, params, before, loss_modules(learn)): yield
     finally:
         for v,items in lists: v[:] = items
+        put_back()
         set_random_states(**rngs)
 
 def _look_at(learn, look, batch=None, n=None):

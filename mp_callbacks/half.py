@@ -571,7 +571,8 @@ def _matches(named, keep):
         raise TypeError(f"keep has a module, {type(keep).__name__}, and needs its name or type. Use keep={name!r}.")
     if isinstance(keep, type): return [name for name,m in named.items() if isinstance(m, keep)]
     if isinstance(keep, str):
-        if res := [name for name in named if fnmatchcase(name, keep)]: return res
+        # a name that has the signs of a pattern is meant, too
+        if res := [name for name in named if name==keep or fnmatchcase(name, keep)]: return res
         some = ', '.join(list(named)[1:9]) or 'no modules inside'
         raise ValueError(f"keep={keep!r} matches no module. The model has {some}{', …' if len(named)>9 else ''}.")
     if isinstance(keep, (list,tuple,set,L)): return [name for k in keep for name in _matches(named, k)]

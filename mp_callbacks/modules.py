@@ -8,15 +8,15 @@ Docs: https://example.github.io/mp_callbacks/modules.html.md"""
 __all__ = ['unwrap', 'named_modules', 'parameter_name', 'several_ranks', 'without_ddp', 'training_group', 'of_first_rank',
            'is_sharded', 'reshard', 'reset_ddp', 'reset_shards', 'no_collectives', 'remember_buffers',
            'restore_buffers', 'remember_parameters', 'restore_parameters', 'moved_parameters', 'find_kept',
-           'restore_float32', 'fork_rngs', 'unchanged', 'StandIn', 'StandIns', 'module_lock']
+           'restore_float32', 'fork_rngs', 'remember_generators', 'unchanged', 'StandIn', 'StandIns', 'module_lock']
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a08
-import re,torch
+import random,re,numpy as np,torch
 from contextlib import ExitStack,contextmanager
 from functools import partial,update_wrapper
 from inspect import getattr_static
 from threading import RLock
-from types import FunctionType
+from types import FunctionType,ModuleType
 from warnings import warn
 from weakref import WeakKeyDictionary
 from torch import nn
@@ -235,15 +235,42 @@ def fork_rngs(
             stack.enter_context(torch.random.fork_rng(indices, device_type=kind))
         yield
 
+_data = 1000 # items: what has more is data, not a place for a random number generator
+
+def remember_generators(
+    holders, # Objects
+): # Function without arguments that sets the generators back
+    "The states of the random number generators in `holders`, in their attributes and containers, and so on"
+    seen,todo,back = {},[*holders],[]
+    while todo:
+        o = todo.pop()
+        if id(o) in seen or isinstance(o, (type,ModuleType)): continue
+        seen[id(o)] = o # held, so that its id stays unique
+        if isinstance(o, torch.Generator): back.append(partial(o.set_state, o.get_state()))
+        elif isinstance(o, np.random.RandomState): back.append(partial(o.set_state, o.get_state()))
+        elif isinstance(o, np.random.Generator):
+            back.append(partial(setattr, o.bit_generator, 'state', o.bit_generator.state))
+        elif isinstance(o, random.Random):
+            if not isinstance(o, random.SystemRandom): back.append(partial(o.setstate, o.getstate()))
+        elif isinstance(o, dict): todo += o.values() if len(o)<=_data else ()
+        elif isinstance(o, (list,tuple,set)): todo += o if len(o)<=_data else ()
+        else: todo += getattr(o, '__dict__', {}).values()
+    def _put_back():
+        for f in back: f()
+    return _put_back
+
 @contextmanager
 def unchanged(
     model:nn.Module, # Model to look at
     params=(), # More parameters whose gradients are to be restored
     dicts=(), # Pairs of a dict and what it is to have in it afterwards
+    others=(), # More modules, such as those of a loss, without those inside them
 ):
     "Without gradients; restore them, buffers, attributes of modules, `dicts` and random numbers afterwards"
-    params,buffers = [*model.parameters(),*params],remember_buffers(model.modules())
-    dicts = [*dicts,*[(d,dict(d)) for m in model.modules() for d in (vars(m),m._buffers)]]
+    modules = [*model.modules(),*others]
+    params = [*model.parameters(), *params, *[p for m in others for p in m.parameters(recurse=False)]]
+    dicts = [*dicts,*[(d,dict(d)) for m in modules for d in (vars(m),m._buffers)]]
+    buffers = remember_buffers(modules)
     grads = [p.grad for p in params]
     for p in params: p.grad = None
     try:

@@ -149,8 +149,11 @@ class _Operations(TorchDispatchMode):
         def _widen(o):
             if isinstance(o, torch.dtype): return wider if o==self.dtype else o
             return cast_tree(o, wider)
-        try: return bad>_bad(func(*map(_widen, args), **{k:_widen(o) for k,o in kwargs.items()}))
-        except Exception: return bad>_bad((args,kwargs)) # such as a kernel for half precision
+        try:
+            if func.namespace=='aten': # another operator may do more than compute, such as wait for other processes
+                return bad>_bad(func(*map(_widen, args), **{k:_widen(o) for k,o in kwargs.items()}))
+        except Exception: pass # such as a lack of memory
+        return bad>_bad((args,kwargs))
 
 def check_called(
     model:nn.Module, # Model that half precision is on for

@@ -132,8 +132,8 @@ class PrecisionRecorder(LeanCallback):
         for name,n in culprits[:1].items():
             res.append(f"The last parameter whose gradient wasn't finite was mostly {name} ({n} of {culprits.sum()}). "
                        "For the cause: learn.find_nonfinite().")
-        state = getattr(getattr(self.learn, 'mixed_precision', None), 'state', None)
-        for name,step in getattr(state, 'rescued', ()): res.append(f"{name} is kept in float32 since step {step}.")
+        rescued = getattr(getattr(self.learn, 'mixed_precision', None), 'rescued', ())
+        for name,step in rescued: res.append(f"{name} is kept in float32 since step {step}.")
         if scale.nunique()==1: res.append(f"The loss scale was always {scale[0]:.9g}.")
         else: res.append(f"The loss scale went from {scale[0]:.9g} to {scale.iloc[-1]:.9g} (smallest "
                          f"{scale.min():.9g}, largest {scale.max():.9g}, growths: {(scale.diff()>0).sum()}).")

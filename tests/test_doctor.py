@@ -43,11 +43,12 @@ def whole_world(learn):
     groups = getattr(opt, 'hypers', None) or getattr(opt, 'param_groups', [])
     params = [p for m in (learn.model,learn.loss_func) if isinstance(m, nn.Module) for p in m.parameters()]
     order = getattr(getattr(dl, 'items', None), 'idxs', None)
+    modules = [m for o in (learn.model,learn.loss_func) if isinstance(o, nn.Module) for m in o.modules()]
     return dict(
         weights   = frozen(params),
         grads     = [(id(p.grad),frozen(p.grad)) for p in params],
-        modules   = [attributes(m) for m in learn.model.modules()],
-        hooks     = [len(o) for m in learn.model.modules() for k,o in vars(m).items() if k.endswith('hooks')],
+        modules   = [attributes(m) for m in modules],
+        hooks     = [len(o) for m in modules for k,o in vars(m).items() if k.endswith('hooks')],
         learner   = attributes(learn),
         callbacks = [(id(cb),attributes(cb)) for cb in learn.cbs],
         metrics   = frozen([*learn.metrics]),
@@ -72,12 +73,19 @@ def looked(learn, look):
 
 # --- Learners
 
-class ScaledLoss(nn.Module):
-    "A loss with a parameter"
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(()))
-    def forward(self, pred, y): return F.mse_loss(self.w*pred, y)
+class Jitter:
+    "Rows with noise from random number generators of its own, one of them in a transform"
+    class Scale:
+        def __init__(self): self.rng = random.Random(1)
+        def __call__(self, x): return x*self.rng.uniform(.9, 1.1)
+    def __init__(self, x, y):
+        self.x,self.y,self.transforms,self.reads = x,y,[self.Scale()],0
+        self.numpy,self.old,self.torch = np.random.default_rng(1),np.random.RandomState(1),torch.Generator()
+    def __len__(self): return len(self.x)
+    def __getitem__(self, i):
+        self.reads += 1
+        noise = self.numpy.normal()+self.old.normal()+torch.randn((), generator=self.torch)
+        return self.transforms[0](self.x[i])+.1*noise,self.y[i]
 
 class Counting(nn.Module):
     "Counts its calls, in a buffer and in an attribute, and draws random numbers of all three kinds"
@@ -128,9 +136,24 @@ def pytorch_loaders(**kwargs):
     data = torch.utils.data.DataLoader([*zip(x, y)], 16, shuffle=True)
     return get_learner(dls=DataLoaders(data, [(x[:16],y[:16])]), path=Path('.'))
 
+def loss_alone(**kwargs):
+    "The loss has a parameter that the learner's optimizer doesn't know, and a buffer"
+    return shuffled(MovingLoss(), cbs=StepLoss(), **kwargs)
+
+def generators(fastai=False, **kwargs):
+    "Loader, sampler and dataset draw from random number generators of their own"
+    data = Jitter(*numbers())
+    order = torch.utils.data.RandomSampler(data, generator=torch.Generator().manual_seed(1))
+    loader = torch.utils.data.DataLoader(data, 16, sampler=order, generator=torch.Generator())
+    if fastai: loader = DataLoader(data, bs=16, shuffle=True, num_workers=0)
+    return get_learner(dls=DataLoaders(loader, [(data.x[:16],data.y[:16])]), **kwargs)
+
+def fastai_generators(**kwargs): return generators(fastai=True, **kwargs)
+
 makes = dict(plain=shuffled, loss=loss_with_parameter, mixup=mixup, accumulation=accumulation, counting=counting,
              wrapper=wrapper, groups=groups, metrics=metrics, dropout=dropout, language_model=language_model,
-             pytorch=pytorch_loaders)
+             pytorch=pytorch_loaders, loss_alone=loss_alone, generators=generators,
+             fastai_generators=fastai_generators)
 
 def make(name, mode, **kwargs):
     set_seed(3)

@@ -113,6 +113,104 @@ def test_own_keep():
     told, = fit(sick['softmax'].make().to_fp16(keep='2', rescue=True), 9)
     assert "keep=['1'], beside keep='2'." in told
 
+# --- Another model, names like patterns
+
+class Parts(nn.Sequential):
+    "Modules with names"
+    def __init__(self, **modules):
+        super().__init__()
+        for name,m in modules.items(): self.add_module(name, m)
+
+def named_net(name='sq'):
+    torch.manual_seed(1)
+    return Parts(**{'first':nn.Linear(8,16), name:Softmax(), f'{name}s':nn.Linear(16,16), 'last':nn.Linear(16,1)})
+
+def lose_part(learn): del learn.model.sq
+def other_model(learn): learn.model = Parts(body=nn.Linear(8,16), head=nn.Linear(16,1))
+def nothing_else(learn): learn.model = Parts(sq=nn.Linear(8,1)) # all of it would be kept
+
+@pytest.mark.parametrize('event', ['between','before_fit','before_epoch'])
+@pytest.mark.parametrize('change', [lose_part,other_model,nothing_else])
+def test_changed_model(change, event):
+    "What was rescued in the model of before is forgotten where it isn't any more, and nobody is told of a `keep`"
+    learn = learner(named_net()).to_fp16(rescue=True)
+    fit(learn, 9)
+    assert learn.mixed_precision.rescued==[('sq',32)]
+    if event=='between': change(learn)
+    else: learn.fit(1, cbs=Now(event, change, order=5))
+    assert 'rescued' not in ' '.join(learn.mixed_precision.policy().why)
+    assert learn.find_nonfinite().where=='nothing' and learn.precision_report(1).keep==[]
+    learn.fit(1)
+    assert learn.mixed_precision.rescued==[] and 'kept in float32' not in learn.precision_recorder.summary()
+
+@each_call
+@pytest.mark.parametrize('keep', [{'*':'float16'}, {'sq[[]*':'float16', 'last':'float32'}, 'last'])
+def test_name_like_a_pattern(keep, to):
+    "The module is kept alone, whatever the user's dict says of it, and what the text says works from the start"
+    learn = getattr(learner(named_net('sq[a]')), to)(keep=keep, rescue=True)
+    told, = fit(learn, 9)
+    assert "Kept in float32 from step 32: ['sq[a]']" in told
+    compute = learn.mixed_precision.policy().set_index('module').compute
+    assert compute[['first','sq[a]s']].eq('float16').all()
+    assert compute['last']==('float32' if 'last' in keep else 'float16') and compute['sq[a]']=='float32'
+    found = getattr(learner(named_net('sq[a]')), to)(keep=['sq[a]']).find_nonfinite()
+    assert found.where in ('nothing','scale') # the first scale of `to_native_fp16` is too large
+
+# --- What an explanation leaves as it was
+
+class InfiniteLosses(Callback):
+    "Each loss is infinite, its gradients aren't"
+    order = -20
+    def after_loss(self):
+        if self.training: self.learn.loss,self.learn.loss_grad = self.loss+torch.inf,self.loss_grad+torch.inf
+
+class InfiniteInputs(Callback):
+    "in the first batches"
+    def before_batch(self):
+        if self.training and self.epoch==0: self.learn.xb = (self.x*math.inf,)
+
+@pytest.mark.parametrize('to', calls)
+@pytest.mark.parametrize('change', [InfiniteLosses,InfiniteInputs])
+def test_loss_with_parameters(change, to, monkeypatch):
+    "Gradients, buffers and attributes of the loss function, which a callback steps, are untouched by an explanation"
+    def _loss(tells):
+        monkeypatch.setattr(NativeMixedPrecision, 'warn_skips', 3 if tells else 1000)
+        monkeypatch.setattr(MixedPrecision, 'warn_skips', 3 if tells else 1000)
+        learn = get_learner(loss_func=MovingLoss(), cbs=[StepLoss(),change()])
+        told = fit(getattr(learn, to)(), 3)
+        assert bool(told)==tells
+        return learn.loss_func
+    told,quiet = _loss(True),_loss(False)
+    assert (told.w,told.size,told.calls)==(quiet.w,quiet.size,quiet.calls)
+
+class RunningSize(nn.Module):
+    "Divides by what its inputs have been"
+    def __init__(self): super().__init__(); self.register_buffer('size', torch.ones(()))
+    def forward(self, x):
+        self.size.copy_(.9*self.size+.1*x.detach().abs().mean())
+        return x/self.size
+
+def test_model_is_the_same_in_each_run():
+    "What half precision leaves in the buffers of the model, which it divides by, isn't there in the run in float32"
+    found = learner(nn.Sequential(*net(Softmax)[:2], RunningSize(), nn.Linear(16,1))).to_fp16().find_nonfinite()
+    assert (found.where,found.module,found.precision,found.keep)==('forward','1',True,('1',))
+
+class Remembers(nn.Module):
+    "A loss that divides by what predictions have been"
+    def __init__(self): super().__init__(); self.register_buffer('size', torch.ones(()))
+    def forward(self, pred, y):
+        if pred.requires_grad: self.size.copy_(.9*self.size+.1*pred.detach().abs().mean())
+        return F.mse_loss(pred/self.size, y/self.size)
+
+def test_loss_is_the_same_in_each_run():
+    "What half precision leaves in the loss's buffers isn't there in the run in float32"
+    learn = learner(net(Softmax), loss_func=Remembers()).to_fp16()
+    found = learn.find_nonfinite()
+    assert (found.where,found.module,found.precision,found.keep)==('forward','1',True,('1',))
+    assert learn.loss_func.size==1
+    told, = fit(learn.to_fp16(rescue=True), 9) # nor does a skipped step leave anything there
+    assert learn.mixed_precision.state.rescued==(('1',32),) and learn.loss_func.size.isfinite()
+
 # --- Steps of several batches
 
 def quiet_rows(xy):

@@ -1,5 +1,5 @@
 "What used to be wrong without a message: each is right now, or is said"
-import inspect
+import inspect,random
 from functools import partial
 
 import pytest
@@ -74,12 +74,6 @@ class Weighted(nn.Module):
     "A loss with a weight of its own"
     def __init__(self): super().__init__(); self.weight = nn.Parameter(torch.ones(1))
     def forward(self, pred, y): return F.mse_loss(pred*self.weight, y)
-
-class StepLoss(Callback):
-    "Step the parameters of the loss with an optimizer of their own"
-    def before_fit(self): self.opt2 = torch.optim.SGD(self.loss_func.parameters(), lr=.01)
-    def after_step(self): self.opt2.step()
-    def after_batch(self): self.opt2.zero_grad()
 
 def loss_weight(mode):
     learn = get_learner(loss_func=Weighted(), cbs=StepLoss())
@@ -470,6 +464,24 @@ def test_rule_of_the_user_and_rescue():
     model = nn.Sequential(nn.Linear(8,8), nn.Linear(8,8))
     half = half_precision(model, torch.bfloat16, {'0':'float32', '1':'bfloat16', '*':'bfloat16'}).keeping(['1'])
     assert half.policy().compute.tolist()==['bfloat16','float32']
+
+def test_rules_of_the_user_and_more():
+    "Whatever rules the user has, and in whatever order: more modules in float32 change nothing else"
+    draw = random.Random(0)
+    rules = ['*','a*','sub*','sub.*','[[]a]','sub.x[*]','x[*]','x1']
+    def _layers(**parts): return nn.ModuleDict({**{o:nn.Linear(2,2) for o in ('[a]','x*','x1','a')}, **parts})
+    for _ in range(60):
+        keep = {draw.choice(rules):draw.choice(['float32','bfloat16']) for _ in range(draw.randint(1, 4))}
+        model = _layers(sub=_layers())
+        more = draw.sample(['[a]','x*','sub','sub.[a]','sub.x*','a'], 2)
+        try: before = half_precision(model, torch.bfloat16, {'x1':'bfloat16', **keep}).policy()
+        except ValueError: continue # nothing would be left in half precision
+        try: after = half_precision(model, torch.bfloat16, {'x1':'bfloat16', **keep}).keeping(more).policy()
+        except ValueError: continue
+        after = after.set_index('module').compute
+        for o in before.itertuples():
+            kept = any(o.module==m or o.module.startswith(f'{m}.') for m in more)
+            assert after[o.module]==('float32' if kept else o.compute), (keep,more,o.module)
 
 def test_scaler_of_somebody_else():
     "Another scale in `learn.scaler` doesn't change the gradients"

@@ -35,12 +35,12 @@ def alone(
 
 def loss_modules(
     learn, # `Learner`
-)->list: # Without those of the model, which a loss may use; empty for a plain function
+)->list: # Empty for a plain function
     "The modules of the loss function: it may be a module, or hold one, as those of fastai do"
-    loss,of_model = learn.loss_func,{*learn.model.modules()}
+    loss = learn.loss_func
     owner = getattr(loss, '__self__', loss) # a callback's own loss function, as mixup's, has that of the learner
     parts = [loss] if isinstance(loss, nn.Module) else getattr(owner, '__dict__', {}).values()
-    return [m for m in nn.ModuleList([o for o in parts if isinstance(o, nn.Module)]).modules() if m not in of_model]
+    return [m for o in parts if isinstance(o, nn.Module) for m in o.modules()]
 
 @contextmanager
 def loss_again(

@@ -275,3 +275,15 @@ def test_batches_are_not_held():
     learn = accumulated(lambda: net(Softmax), 'to_bf16', max_skips=3)
     learn.fit(2, cbs=Held())
     assert not any(alive)
+
+class UsesModel(nn.Module):
+    "A loss that has a part of the model, as one of features"
+    def __init__(self, part): super().__init__(); self.part = part
+    def forward(self, pred, y): return F.mse_loss(pred, y)+self.part(torch.ones(1,8)).square().mean()
+
+@each_call
+def test_loss_with_a_part_of_the_model(to):
+    "A look at it computes in half precision, too"
+    model = net(Softmax)
+    found = getattr(learner(model, loss_func=UsesModel(model[0])), to)().find_nonfinite()
+    assert (found.where,found.module,found.precision)==('forward','1',True)

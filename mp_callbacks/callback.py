@@ -20,6 +20,7 @@ from types import FunctionType
 from typing import NamedTuple
 from warnings import warn
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
 from fastai.callback.core import CancelStepException
 from fastai.torch_core import default_device
@@ -426,6 +427,9 @@ class PrecisionCallback(LeanCallback):
             else:
                 if training and unfinished: self._drop_step()
                 reset_shards(self.learn.model)
+            if isinstance(e, CheckpointError) and hasattr(e, 'add_note'): e.add_note( # since Python 3.11
+                "Checkpointing computes the forward pass again, in half precision only inside the learner's backward "
+                "pass. If you compute gradients elsewhere, do it inside `with learn.mixed_precision.autocast:`.")
             raise
         finally:
             if not in_batch and self._step is not None and self._step.outcome:
@@ -514,6 +518,12 @@ class PrecisionCallback(LeanCallback):
         try:
             clear_state(opt) # optimizers pass all hyper-parameters to their steppers, some of which refuse unknown ones
             yield
+        except TypeError as e:
+            if "'closure'" in str(e) and hasattr(e, 'add_note'): e.add_note( # since Python 3.11
+                f"{type(getattr(opt, 'opt', opt)).__name__} computes the loss several times in a step, and asks for a "
+                "function that does so. fastai's Learner passes none, in float32 either. Use an optimizer without a "
+                "closure.")
+            raise
         finally: write_state(opt, numbers)
 
     def after_step(self): # fastai calls it after a cancelled step, too

@@ -71,12 +71,10 @@ def cast_in_place(
 ): # What to use in place of `tree`: itself, if it is a list or dict, which somebody else may hold, too
     "Like `cast_tree`, but lists and dicts stay the same objects, with other tensors in them"
     new = cast_tree(tree, dtype, source)
-    if new is tree: return tree
-    if isinstance(tree, list): tree[:] = [cast_in_place(o, dtype, source) for o in tree]
-    elif isinstance(tree, MutableMapping):
-        for k,o in [*tree.items()]: tree[k] = cast_in_place(o, dtype, source)
-    else: return new
-    return tree
+    replaced = replaced_parts(tree, new)
+    same = {id(new):old for old,new in replaced if isinstance(old, (list,MutableMapping))}
+    _write(replaced, same)
+    return same.get(id(new), new)
 
 def map_tensors(
     f:Callable, # Called with each tensor, of any class; returns the replacement
@@ -112,7 +110,30 @@ def _rebuild(tree, new, changed):
     for k in changed: put(res, k, new[k])
     return res
 
-def _map(f, tree, rest):
+class _Circle(Exception): "A structure refers to itself"
+
+def _below(tree, above):
+    "`above` and `tree`, one of its parts. Raises `_Circle` if it is there already."
+    if torch.compiler.is_compiling(): return above # it can't compare containers
+    if any(o is tree for o in above): raise _Circle
+    return (*above,tree)
+
+def _map_circle(f, tree):
+    "`tree_map` for a structure that refers to itself"
+    found = _each_once(tree, {})
+    new = {id(o):f(o) for o in found}
+    # `deepcopy` follows circles, and takes what is in its memo as copied
+    return copy.deepcopy(tree, new) if any(new[id(o)] is not o for o in found) else tree
+
+def _each_once(tree, seen):
+    "The leaves of `tree`, those of each container once"
+    parts = _parts(tree)
+    if parts is None: return [tree]
+    if id(tree) in seen: return []
+    seen[id(tree)] = tree
+    return [leaf for o in parts.values() for leaf in _each_once(o, seen)]
+
+def _map(f, tree, rest, above=()):
     "Result of `tree_map`, and whether it differs from `tree`: `torch.compile` can't compare containers"
     parts,others = _parts(tree),[_parts(o) for o in rest]
     for o in others:
@@ -122,41 +143,58 @@ def _map(f, tree, rest):
     if parts is None:
         new = f(tree, *rest)
         return new,new is not tree
-    results = {k:_map(f, part, [o[k] for o in others]) for k,part in parts.items()}
+    above = _below(tree, above)
+    results = {k:_map(f, part, [o[k] for o in others], above) for k,part in parts.items()}
     changed = [k for k,(_,differs) in results.items() if differs]
     return (_rebuild(tree, {k:new for k,(new,_) in results.items()}, changed),True) if changed else (tree,False)
 
 def tree_map(
     f:Callable, # Called with each leaf of `tree` and the leaves of `rest` in the same place
-    tree, # Any nesting of dicts, lists, tuples, `L`s and dataclasses; all else is a leaf
+    tree, # Any nesting of dicts, lists, tuples, `L`s and dataclasses, which may refer to each other; all else is a leaf
     *rest # More structures with the same keys
 ): # A structure like `tree`, or `tree` itself if no leaf has changed
     "Apply `f` to every leaf of `tree`, together with those of `rest`. Raises `ValueError` if a structure differs."
-    return _map(f, tree, rest)[0]
+    try: return _map(f, tree, rest)[0]
+    except _Circle:
+        if not rest: return _map_circle(f, tree)
+    raise ValueError("A structure that refers to itself can't be mapped together with others. Pass one structure only.")
 
 def leaves(
     tree, # Any structure, see `tree_map`, with modules in it or without
 )->list:
     "Every leaf of `tree`, and for a module its parameters and buffers"
-    if isinstance(tree, nn.Module): return [*tree.parameters(),*tree.buffers()]
+    try: found = _leaves(tree, ())
+    except _Circle: found = _each_once(tree, {})
+    return [leaf for o in found for leaf in ([*o.parameters(),*o.buffers()] if isinstance(o, nn.Module) else [o])]
+
+def _leaves(tree, above):
     parts = _parts(tree)
-    return [tree] if parts is None else [leaf for o in parts.values() for leaf in leaves(o)]
+    if parts is None: return [tree]
+    above = _below(tree, above)
+    return [leaf for o in parts.values() for leaf in _leaves(o, above)]
 
 def replaced_parts(
     tree, # Any structure, see `tree_map`
     new, # A structure like `tree`, as from `cast_tree`
 )->list: # Pairs of a part of `tree` and the one of `new` in its place; none for parts that are the same object
     "What stands in `new` in place of something else, containers and leaves"
-    if new is tree: return []
-    parts,others = _parts(tree),_parts(new)
-    inside = [] if parts is None else [o for k in parts for o in replaced_parts(parts[k], others[k])]
-    return [(tree,new),*inside]
+    pairs,todo = {},[(tree,new)]
+    while todo:
+        old,new = todo.pop()
+        if new is old or (id(old),id(new)) in pairs: continue
+        pairs[id(old),id(new)] = old,new
+        parts,others = _parts(old),_parts(new)
+        if parts is not None: todo += [(parts[k],others[k]) for k in parts]
+    return [*pairs.values()]
 
 def hand_back(
     replaced:list, # Pairs from `replaced_parts`, made before somebody used the new structure
 ):
     "Do to the lists and dicts of the old structure what has been done to those of the new one"
-    known = {id(new):old for old,new in replaced}
+    _write(replaced, {id(new):old for old,new in replaced})
+
+def _write(replaced, known):
+    "Do it; what has its `id` in `known` counts as what stands there"
     for old,new in replaced:
         if isinstance(old, list):
             now = [known.get(id(o), o) for o in new]

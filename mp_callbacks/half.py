@@ -17,6 +17,7 @@ from glob import escape
 from inspect import getattr_static,signature
 from itertools import chain
 from threading import RLock,get_ident
+from traceback import walk_tb
 from warnings import warn
 import pandas as pd
 from fastcore.foundation import L
@@ -212,6 +213,9 @@ class half_precision:
         self._cache[thread] = {}
         try:
             with torch.autocast(self.device_type, self.dtype): res = around(forward, args, kwargs)
+        except _computing as e:
+            _add_note(self, _raised_in(self, e), e)
+            raise
         finally:
             if not compiling: torch.clear_autocast_cache() # what is traced doesn't use it
             self._cache.pop(thread, None)
@@ -455,13 +459,26 @@ def _refuse_changes(half, module, lent, error=None):
     finally: del e # else error and frame hold each other, and checkpointing's hooks stay until both go
 
 _computing = RuntimeError,TypeError # what PyTorch raises if it can't compute something
+_about_dtypes = re.compile(r'half|float16|dtype|scalar type', re.IGNORECASE)
+
+def _raised_in(half, e):
+    "The innermost module of the model whose code has raised `e`"
+    modules = {*map(id, half.modules)}
+    owners = [frame.f_locals.get('self') for frame,_ in walk_tb(e.__traceback__)]
+    return next((o for o in reversed(owners) if id(o) in modules), half.model)
 
 def _add_note(half, module, e):
     "Say in a note to `e` which module has raised it, if that may be for its dtypes"
     if not isinstance(e, _computing) or isinstance(e, torch.OutOfMemoryError) or hasattr(e, 'mp_module'): return
-    e.mp_module = path = _name(half, module)
+    path = _name(half, module)
+    way,how = half.ways.get(path),"half-precision copies of its parameters"
+    if isinstance(way, Float32): return
+    if not isinstance(way, Copies):
+        if not _about_dtypes.search(str(e)): return
+        how = "its operations in half precision"
+    e.mp_module = path
     keep = f"keep={path!r} computes it" if path else "learn.to_fp32() computes"
-    text = f"In {path or 'the model'} ({type(module).__name__}), with half-precision copies of its parameters: {keep} "
+    text = f"In {path or 'the model'} ({type(module).__name__}), with {how}: {keep} "
     if hasattr(e, 'add_note'): e.add_note(f"{text}in float32.") # since Python 3.11
 
 def _name(half, module): return next((n for n,m in named_modules(half.model).items() if m is module), '')
@@ -628,6 +645,11 @@ def _check_model(model):
             raise ValueError("FullyShardedDataParallel has flat shards for parameters. Use to_fp32() and its own mixed "
                              "precision, or DistributedDataParallel.")
     params = [*model.parameters()]
+    for name,p in model.named_parameters():
+        if p.is_meta: raise ValueError(
+            f"{name} is on the device 'meta', without numbers, as after cpu_offload of accelerate, which loads them "
+            "for predictions only. Put them back with accelerate.hooks.remove_hook_from_module(model, recurse=True), "
+            "or load the model without offloading.")
     if any(map(is_lazy, params)):
         raise ValueError("The model has lazy parameters without a shape. Call it once on a batch before training.")
     if any(p.dtype==torch.float32 for p in params): return

@@ -57,7 +57,7 @@ def prepare_grads(
     known = {*map(id, params)}
     also,others = _grads([p for p in also if id(p) not in known])
     carried = 1. if unscaled else scale
-    losses = [o.detach() for o in losses]
+    losses = [o.detach().as_subclass(torch.Tensor) for o in losses] # of one class, so that one call takes all
     norms = _norms(values+others+losses)/carried # on the CPU
     norms,of_losses = norms[:len(values+others)],norms[len(values+others):]
     loss_finite = of_losses.isfinite().all().item()

@@ -29,7 +29,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
-from .dtypes import as_dtype,cast_tree,half_dtypes,hand_back,keep_attributes,leaves,map_tensors,replaced_parts
+from .dtypes import as_dtype,cast_tree,half_dtypes,hand_back,leaves,map_tensors,replaced_parts
 from .devices import inexact,missing
 from .modules import StandIns,find_kept,module_lock,named_modules,restore_float32
 
@@ -242,7 +242,7 @@ class half_precision:
                 copy = way.cast(self, p)
                 if not compiling:
                     copy._is_param = True # then it is an `nn.Parameter` for `isinstance`
-                    keep_attributes(p, copy)
+                    if p.__dict__: copy.__dict__.update(p.__dict__) # such as a mask
                 known[key] = (p,copy,None,None) if compiling else _loan(p, copy) # keeps `p`, so its id stays unique
             loan = known[key]
             copies[name],lent[name] = loan[1],loan
@@ -332,7 +332,8 @@ class Copies(Way):
         "What `module` returns, computed with copies. Other threads wait for it, as they would see the copies."
         if torch.compiler.is_compiling(): return self._traced(half, module, forward, args, kwargs)
         with half._locks[module]:
-            if _is_off(half, args, kwargs): return forward(*args, **kwargs)
+            if not torch.is_autocast_enabled(half.device_type) and not _given_half(half, args, kwargs):
+                return forward(*args, **kwargs)
             copies,lent = half._lend(self, module)
             places,found = module.__dict__,{}
             if not places.keys().isdisjoint(copies): # the module is calling itself
@@ -354,7 +355,8 @@ class Copies(Way):
 
     def _traced(self, half, module, forward, args, kwargs):
         "`around` for `torch.compile`: without a lock, and in `_parameters`, which PyTorch 2.6 can trace changes of"
-        if _is_off(half, args, kwargs): return forward(*args, **kwargs)
+        if not torch.is_autocast_enabled(half.device_type) and not _given_half(half, args, kwargs):
+            return forward(*args, **kwargs)
         copies,lent = half._lend(self, module, compiling=True)
         try:
             module._parameters.update(copies)
@@ -364,10 +366,9 @@ class Copies(Way):
 def _floats(args, kwargs):
     return [o for o in (*args,*kwargs.values()) if isinstance(o, Tensor) and o.is_floating_point()]
 
-def _is_off(half, args, kwargs):
-    "Is autocast off? Not where half precision is given, as reversible layers do when they compute again in backward."
-    if torch.is_autocast_enabled(half.device_type): return False
-    return not any([o.dtype==half.dtype for o in _floats(args, kwargs)])
+def _given_half(half, args, kwargs):
+    "Is half precision given? Reversible layers do so outside autocast, when they compute again in the backward pass."
+    return any([o.dtype==half.dtype for o in _floats(args, kwargs)])
 
 # %% ../nbs/03_half.ipynb #5d0e0002
 class _InFloat32(TorchFunctionMode):

@@ -214,7 +214,7 @@ class half_precision:
         try:
             with torch.autocast(self.device_type, self.dtype): res = around(forward, args, kwargs)
         except _computing as e:
-            _add_note(self, _raised_in(self, e), e)
+            if not hasattr(e, 'mp_module'): _add_note(self, _raised_in(self, e), e)
             raise
         finally:
             if not compiling: torch.clear_autocast_cache() # what is traced doesn't use it
@@ -465,7 +465,9 @@ _about_dtypes = re.compile(r'half|float16|dtype|scalar type', re.IGNORECASE)
 def _raised_in(half, e):
     "The innermost module of the model whose code has raised `e`"
     modules = {*map(id, half.modules)}
-    owners = [frame.f_locals.get('self') for frame,_ in walk_tb(e.__traceback__)]
+    # a frame keeps the dict of its locals, and those of our own have the error, which then would hold itself
+    frames = [frame for frame,_ in walk_tb(e.__traceback__) if frame.f_globals is not globals()]
+    owners = [frame.f_locals.get('self') for frame in frames]
     return next((o for o in reversed(owners) if id(o) in modules), half.model)
 
 def _add_note(half, module, e):

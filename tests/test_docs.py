@@ -224,8 +224,9 @@ progress.defaults.callbacks.remove(progress.ProgressCallback)
 dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
 model = nn.Sequential(OrderedDict(layers=nn.Sequential(new_model())))
 """
-    code = start+''.join(o for o in blocks if 'fully_shard' not in o)
-    code += sharded+''.join(o for o in blocks if 'fully_shard' in o)+'learn.fit(1)\ndist.destroy_process_group()'
+    of_shards = [o for o in blocks if 'fully_shard' in o or 'dcp.save' in o]
+    code = start+''.join(o for o in blocks if o not in of_shards)
+    code += sharded+'learn.fit(1)\n'.join(of_shards)+'learn.fit(1)\ndist.destroy_process_group()'
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(root/'examples'), str(root)])}
     subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env=env, check=True, timeout=300)
 

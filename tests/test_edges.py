@@ -421,7 +421,7 @@ def test_its_own_error_has_a_note():
     "What can't be computed in half precision names the module and a way out, once"
     class Scatter(nn.Module):
         def __init__(self): super().__init__(); self.rows = nn.Parameter(torch.ones(2,4))
-        def forward(self, x): return x+torch.zeros(2,4).index_add_(0, torch.arange(2), self.rows)
+        def forward(self, x): return x+(self.rows*2).index_add_(0, torch.arange(2), x.float())
     class Outer(nn.Module):
         def __init__(self): super().__init__(); self.gain,self.inner = nn.Parameter(torch.ones(4)),Scatter()
         def forward(self, x): return self.inner(x*self.gain)

@@ -110,7 +110,9 @@ operations = dict(
     to_numpy      = (lambda x,w: x+torch.from_numpy(w.detach().numpy()), 4),
     solve         = (lambda x,w: torch.linalg.solve(torch.eye(4)+w@w.T, x), (4,4)))
 
-@pytest.mark.parametrize('dtype', [torch.bfloat16,torch.float16])
+halves = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+
+@pytest.mark.parametrize('dtype', halves)
 @pytest.mark.parametrize('name', operations)
 def test_operation(name, dtype):
     f,shape = operations[name]
@@ -216,14 +218,14 @@ def around(new):
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(8,8), new(), nn.Linear(8,1))
 
-@pytest.mark.parametrize('dtype', [torch.bfloat16,torch.float16])
+@pytest.mark.parametrize('dtype', halves)
 @pytest.mark.parametrize('name', own_code)
 def test_own_code(name, dtype):
     x = numbers()[0]*(300 if name=='root_mean_square' else 1) # squares beyond float16
     compare(lambda: around(own_code[name]), [x], dtype)
 
 @pytest.mark.parametrize('name', own_code)
-@pytest.mark.parametrize('mode', ['bf16','fp16'])
+@pytest.mark.parametrize('mode', ['bf16', pytest.param('fp16', marks=pytest.mark.slow)])
 def test_own_code_trains(name, mode):
     "as in float32, and validates; `policy` says what is float32"
     learn,full = get_learner(around(own_code[name])),get_learner(around(own_code[name]))

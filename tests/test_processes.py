@@ -267,6 +267,7 @@ of_shards = dict(
 
 def test_together(tmp_path): check(run(tmp_path, together))
 
+@pytest.mark.slow
 @pytest.mark.skipif(not fsdp2_runs, reason=no_fsdp2)
 def test_shards(tmp_path): check(run(tmp_path, of_shards))
 

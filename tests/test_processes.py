@@ -265,6 +265,7 @@ of_shards = dict(
     **{f'checkpointed {m} {o}': (checkpointed, dict(mode=m, how=o)) for m,o in
        [('fp16','after'), ('native_fp16','after'), ('fp16','before')]})
 
+@pytest.mark.slow
 def test_together(tmp_path): check(run(tmp_path, together))
 
 @pytest.mark.slow

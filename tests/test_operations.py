@@ -1,8 +1,7 @@
 """Where autocast runs, copies run: PyTorch's database of modules, and operations on own parameters
 
 Each case runs in float32, under autocast and with copies: what runs under autocast runs with copies, with float32
-results and gradients whose error is at most three times autocast's. The database is a slow test: 1,632 cases for a
-dtype."""
+results and gradients whose error is at most three times autocast's. The database is a slow test."""
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext

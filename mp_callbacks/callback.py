@@ -594,7 +594,7 @@ class PrecisionCallback(LeanCallback):
 
     def _report_losses(self):
         "Warn, or rescue, after many steps in a row whose loss is not finite, though their gradients are"
-        if self.state.bad_losses!=self.warn_skips: return
+        if self._step.stats.loss_finite or self.state.bad_losses!=self.warn_skips: return
         found = self._explain()
         story = (f"The loss of {self.warn_skips} steps in a row was not finite, though their gradients were, so these "
                  f"steps were made. {found}")

@@ -81,6 +81,7 @@ def map_tensors(
     tree, # Tensors in any structure, see `tree_map`
 ): # A structure like `tree`, or `tree` itself if `f` changed nothing
     "Apply `f` to each tensor of `tree`, keeping the structure and its classes"
+    if isinstance(tree, Tensor): return f(tree)
     return tree_map(lambda o: f(o) if isinstance(o, Tensor) else o, tree)
 
 # %% ../nbs/00_dtypes.ipynb #d7000002

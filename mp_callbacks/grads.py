@@ -68,8 +68,8 @@ def prepare_grads(
     norm = own.norm().item() if others else total
     largest = largest_number(values)/carried if amax else None
     factor = min(1., clip/(norm+1e-6)) if clip is not None else 1.
-    mul_grads(params, factor/carried)
-    mul_grads(also, 1/carried)
+    _mul(values, factor/carried)
+    _mul(others, 1/carried)
     return StepStats(step, scale, norm, True, own, amax=largest, loss_finite=loss_finite)
 
 def finite_grads(
@@ -118,8 +118,11 @@ def mul_grads(
     by:float, # Factor
 ):
     "Multiply the gradients of `params` in place"
+    _mul(_grads(params)[1], by)
+
+def _mul(grads, by):
     if by==1: return
-    for device,dtype,group,_ in _kinds(_grads(params)[1]):
+    for device,dtype,group,_ in _kinds(grads):
         # On a CPU, PyTorch turns a number into a tensor for each gradient, which takes longer than the product
         foreach_mul_(group, torch.tensor(by, dtype=dtype) if device.type=='cpu' and dtype not in half_dtypes else by)
 
@@ -137,8 +140,8 @@ def largest_number(
 
 def _grads(params):
     "The `params` that have a gradient, without repetitions, and the gradients, or the values of sparse gradients"
-    params = unique([p for p in params if p.grad is not None])
-    grads = [p.grad for p in params]
+    found = {id(p):(p,g) for p in params if (g := p.grad) is not None} # each access makes a Python object
+    params,grads = [p for p,_ in found.values()],[g for _,g in found.values()]
     if not any(map(attrgetter('is_sparse'), grads)): return params,grads
     for p in params:
         if p.grad.is_sparse: p.grad = p.grad.coalesce() # the sum of two finite entries for the same row may overflow

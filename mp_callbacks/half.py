@@ -19,7 +19,7 @@ from itertools import chain
 from threading import RLock,get_ident
 from traceback import walk_tb
 from warnings import warn
-import pandas as pd
+import pandas as pd, torch.nn.functional as F
 from fastcore.foundation import L
 from torch import Tensor,nn
 from torch.nn.parallel import DataParallel
@@ -227,26 +227,20 @@ class half_precision:
         with torch.autocast(self.device_type, self.dtype): res = around(forward, args, kwargs)
         return cast_tree(res, torch.float32, half_dtypes)
 
-    def _lend(self, way, module, compiling=False):
-        "Name -> the copy that `way` makes of a parameter; and name -> parameter, copy, and its address and version"
+    def _copies(self, way, module, compiling=False):
+        "Name -> a parameter of `module` and the copy that `way` makes of it, once per call of the model"
         cache = self._cache.get(0 if compiling else get_ident()) # `get_ident` can't be traced
         if cache is None: cache = {} # checkpointing computes again, in the backward pass
         inference = not compiling and torch.is_inference_mode_enabled()
         state = _no_state if compiling else _state_of
         known = cache.setdefault((way.shares,torch.is_grad_enabled(),inference), {})
-        copies,lent = {},{}
+        res = {}
         for name,p in module._parameters.items():
             if type(p) not in (nn.Parameter,Tensor) or p.dtype!=torch.float32: continue
             key = id(p),p.requires_grad,*state(p) # which a model may change between two uses
-            if key not in known:
-                copy = way.cast(self, p)
-                if not compiling:
-                    copy._is_param = True # then it is an `nn.Parameter` for `isinstance`
-                    if p.__dict__: copy.__dict__.update(p.__dict__) # such as a mask
-                known[key] = (p,copy,None,None) if compiling else _loan(p, copy) # keeps `p`, so its id stays unique
-            loan = known[key]
-            copies[name],lent[name] = loan[1],loan
-        return copies,lent
+            if key not in known: known[key] = p,way.cast(self, p) # keeps `p`, so its id stays unique
+            res[name] = known[key]
+        return res
 
 _switching = RLock() # one thread at a time
 
@@ -331,10 +325,14 @@ class Copies(Way):
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns, computed with copies. Other threads wait for it, as they would see the copies."
         if torch.compiler.is_compiling(): return self._traced(half, module, forward, args, kwargs)
+        compute = _functional.get(getattr(forward, 'func', None)) # of a stand-in's partial of the class's own
+        if compute and len(args)==1 and not kwargs and {'weight'}<=module._parameters.keys()<={'weight','bias'}:
+            return self._functional(half, module, compute, args[0], forward)
         with half._locks[module]:
             if not torch.is_autocast_enabled(half.device_type) and not _given_half(half, args, kwargs):
                 return forward(*args, **kwargs)
-            copies,lent = half._lend(self, module)
+            lent = {name:_loan(*o) for name,o in half._copies(self, module).items()}
+            copies = {name:copy for name,(_,copy,*_) in lent.items()}
             places,found = module.__dict__,{}
             if not places.keys().isdisjoint(copies): # the module is calling itself
                 found = {name:places[name] for name in copies if name in places}
@@ -353,15 +351,30 @@ class Copies(Way):
             if _changed(module, lent): _refuse_changes(half, module, lent)
             return res
 
+    def _functional(self, half, module, compute, x, forward):
+        "What one of PyTorch's own modules returns: copies are given to its function, and nothing is lent"
+        if not torch.is_autocast_enabled(half.device_type) and x.dtype!=half.dtype: return forward(x)
+        copies = {name:copy for name,(_,copy) in half._copies(self, module).items()}
+        try: return compute(module, x, **{**module._parameters, **copies})
+        except BaseException as e:
+            _add_note(half, module, e)
+            raise
+
     def _traced(self, half, module, forward, args, kwargs):
         "`around` for `torch.compile`: without a lock, and in `_parameters`, which PyTorch 2.6 can trace changes of"
         if not torch.is_autocast_enabled(half.device_type) and not _given_half(half, args, kwargs):
             return forward(*args, **kwargs)
-        copies,lent = half._lend(self, module, compiling=True)
+        lent = half._copies(self, module, compiling=True)
         try:
-            module._parameters.update(copies)
+            module._parameters.update({name:copy for name,(_,copy) in lent.items()})
             return forward(*args, **kwargs)
-        finally: module._parameters.update({name:p for name,(p,*_) in lent.items()})
+        finally: module._parameters.update({name:p for name,(p,_) in lent.items()})
+
+_functional = { # PyTorch's own `forward` -> the function with its arguments, and other parameters
+    nn.Linear.forward:    lambda m, x, weight, bias: F.linear(x, weight, bias),
+    nn.LayerNorm.forward: lambda m, x, weight, bias: F.layer_norm(x, m.normalized_shape, weight, bias, m.eps),
+    nn.GroupNorm.forward: lambda m, x, weight, bias: F.group_norm(x, m.num_groups, weight, bias, m.eps),
+    nn.RMSNorm.forward:   lambda m, x, weight: F.rms_norm(x, m.normalized_shape, weight, m.eps)}
 
 def _floats(args, kwargs):
     return [o for o in (*args,*kwargs.values()) if isinstance(o, Tensor) and o.is_floating_point()]
@@ -433,7 +446,11 @@ def _state_of(t):
 
 def _no_state(t): return () # can't be traced
 
-def _loan(p, copy): return p,copy,*_state_of(copy)
+def _loan(p, copy):
+    "What a module gets for `p`: parameter, copy, and the copy's address and version"
+    copy._is_param = True # then it is an `nn.Parameter` for `isinstance`
+    if p.__dict__: copy.__dict__.update(p.__dict__) # such as a mask
+    return p,copy,*_state_of(copy)
 
 def _changed(module, lent):
     "Name of the parameter that the forward pass of `module` has changed or replaced, if there is one"
@@ -487,18 +504,30 @@ def _add_note(half, module, e):
 def _name(half, module): return next((n for n,m in named_modules(half.model).items() if m is module), '')
 
 # %% ../nbs/03_half.ipynb #d72d71c4
+def _autocast_off(device_type):
+    return torch.autocast(device_type, enabled=False) if torch.compiler.is_compiling() else _AutocastOff(device_type)
+
+class _AutocastOff:
+    "`torch.autocast(device_type, enabled=False)` in a fifth of the time, which is that of a small norm"
+    def __init__(self, device_type): self.device_type = device_type
+
+    def __enter__(self):
+        self.on = torch.is_autocast_enabled(self.device_type)
+        torch.set_autocast_enabled(self.device_type, False)
+
+    def __exit__(self, *args): torch.set_autocast_enabled(self.device_type, self.on)
+
 class Norm(Copies):
     "With copies, in half precision in and out: the kernel adds up in float32, and autocast would return float32"
     name = 'norm'
 
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns, computed with copies if its input is in half precision"
-        def _no_autocast(*args, **kwargs):
-            with torch.autocast(half.device_type, enabled=False): return forward(*args, **kwargs)
-        given_half = {o.dtype for o in _floats(args, kwargs)}<={half.dtype}
-        if given_half: return super().around(half, module, _no_autocast, args, kwargs)
-        with nullcontext() if torch.compiler.is_compiling() else half._locks[module]:
-            return _no_autocast(*args, **kwargs)
+        with _autocast_off(half.device_type):
+            if all([o.dtype==half.dtype for o in _floats(args, kwargs)]):
+                return super().around(half, module, forward, args, kwargs)
+            with nullcontext() if torch.compiler.is_compiling() else half._locks[module]:
+                return forward(*args, **kwargs)
 
 class Lookup(Way):
     "With float32 weights, and the result rounded: the same numbers as from a copy of the whole table"
@@ -522,12 +551,13 @@ class Float32(Way):
         # one by one: `torch.compile` can't follow a comparison of tuples
         full = [cast_tree(o, torch.float32, half_dtypes) for o in args]
         full_kwargs = {k:cast_tree(o, torch.float32, half_dtypes) for k,o in kwargs.items()}
-        compiling = torch.compiler.is_compiling()
-        replaced = [] if compiling else replaced_parts([*args,kwargs], [*full,full_kwargs])
+        compiling = torch.compiler.is_compiling() # it can't follow lists and dicts
+        nested = not compiling and not all([isinstance(o, Tensor) for o in (*args,*kwargs.values())])
+        replaced = replaced_parts([*args,kwargs], [*full,full_kwargs]) if nested else []
         try:
-            with torch.autocast(half.device_type, enabled=False): return forward(*full, **full_kwargs)
+            with _autocast_off(half.device_type): return forward(*full, **full_kwargs)
         finally:
-            if not compiling: hand_back(replaced)
+            if nested: hand_back(replaced)
 
 class Float32Norm(Float32):
     "In float32, but with the result in the dtype of the input"

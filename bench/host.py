@@ -1,0 +1,145 @@
+"""What a step costs the host, which a GPU waits for if the batch is small
+
+The models are a ViT, a GPT and 240 weights, so narrow that arithmetic is nothing. The time is that of the thread, which
+other work on the machine changes least, in turns in one process. It is split where fastai's events are:
+
+- forward: from `before_batch` to `after_loss`, with the casts of weights and the loss
+- backward: from there to `after_backward`, with the loss scale, and the copies' gradients in float32
+- check: from there to the end of `before_step`: unscaling, looking for inf and nan, clipping
+- optimizer: AdamW(fused=True)
+- between: all else, such as clearing gradients and fastai's recorder
+
+`operations` is how many PyTorch dispatches in a step."""
+from collections import Counter
+from time import thread_time_ns
+
+from fastai.callback.core import Callback
+from fastai.callback.training import GradientClip
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common import *
+from loops import Fastai,Hand,Loaders,Variant,build
+from models import GPT,Task,ViT,Weights,loss_func
+
+stages = 'forward','backward','check','optimizer','between'
+
+class Laps(Clock):
+    "CPU microseconds of this thread per step, for each of the `stages`"
+    us,last = Counter(),0 # of the turn that is running
+
+    @classmethod
+    def lap(cls, stage):
+        now = thread_time_ns()
+        cls.us[stage],cls.last = cls.us[stage]+(now-cls.last)/1e3,now
+
+    def __enter__(self):
+        super().__enter__()
+        Laps.us,Laps.last = Counter(),thread_time_ns()
+
+    def __exit__(self, *args):
+        Laps.lap('between')
+        super().__exit__(*args)
+        self.us = Laps.us
+
+    def rows(self, n):
+        yield 'step_us',sum(self.us.values())/n,''
+        for o in stages: yield f'{o}_us',self.us[o]/n,''
+
+class TimedHand(Hand):
+    "A loop without a library, which clips as the others do"
+    def __call__(self, batches):
+        for x,y in batches:
+            Laps.lap('between')
+            self.push()
+            loss = self.scaler.scale(self.forward(x, y))
+            Laps.lap('forward')
+            loss.backward()
+            self.pull()
+            Laps.lap('backward')
+            self.scaler.unscale_(self.opt)
+            torch.nn.utils.clip_grad_norm_(self.masters, 1.)
+            Laps.lap('check')
+            self.step()
+            Laps.lap('optimizer')
+            self.opt.zero_grad()
+
+class First(Callback):
+    order = -100
+    def before_batch(self): Laps.lap('between')
+    def after_backward(self): Laps.lap('backward')
+    def after_step(self): Laps.lap('optimizer')
+
+class Last(Callback):
+    order = 100
+    def after_loss(self): Laps.lap('forward')
+    def before_step(self): Laps.lap('check')
+
+class Operations(TorchDispatchMode):
+    "Counts what PyTorch dispatches"
+    n = 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += 1
+        return func(*args, **(kwargs or {}))
+
+def operations(loop, batch):
+    "How many a step of `loop` dispatches"
+    def _of(n):
+        with Operations() as counted: loop([batch]*n)
+        return counted.n
+    return (_of(3)-_of(1))/2 # without what a fit does once
+
+def build_timed(v, model):
+    "The loop that `v` names, around `model`, which clips and tells `Laps`"
+    if v.loop=='hand':
+        return TimedHand(v, model, lambda ps: torch.optim.AdamW(ps, lr=1e-9, fused=True))
+    res = build(v, model)
+    res.learn.add_cbs([First(),Last()])
+    if v.loop=='fastai': res.learn.add_cb(GradientClip(1.))
+    else: res.learn.mixed_precision.clip = 1.
+    return res
+
+variants = [Variant(loop, 'fused', precision) for dtype in ('fp16','bf16') for loop,precision in (
+    ('hand',f'autocast-{dtype}'), ('hand',dtype), ('fastai',f'autocast-{dtype}'), ('ours',f'autocast-{dtype}'),
+    ('ours',dtype))]
+
+def tasks(depth, n):
+    return [Task('vit', lambda: ViT(8, 4, 8, 16, 2, depth, 10), (3,8,8), 10, 2),
+            Task('gpt', lambda: GPT(100, 8, 8, 16, 2, depth), (8,), 100, 2),
+            Task(f'{n} weights', lambda: Weights(n, 8), (1,), 2, 1)]
+
+def measure(task, turns, turn):
+    "Rows of (variant, turn, metric, value, note)"
+    yield from take_turns(task, variants, 'cpu', probe=Laps, turns=turns, seconds=3600, turn=turn, build=build_timed)
+    for v in variants:
+        loop = build_timed(v, task.model('cpu'))
+        loop([task.data('cpu')]*2) # the first batch looks at more
+        yield v,1,'operations',operations(loop, task.data('cpu')),''
+
+# (what, loop and precision, divided by, at most): the goals
+goals = [('native, and fastai\'s autocast', ('ours','autocast-{}'), ('fastai','autocast-{}'), 1.05),
+         ('copies, and autocast by hand', ('ours','{}'), ('hand','autocast-{}'), 1.),
+         ('copies, and native', ('ours','{}'), ('ours','autocast-{}'), 1.)]
+
+def ratios(df):
+    "A row for each task, dtype and goal: the median step of ours over that of the other"
+    us = df[df.metric=='step_us'].groupby(['case','loop','precision'], sort=False).value.median()
+    rows = [(case, dtype, what, us[case,a,i.format(dtype)]/us[case,b,j.format(dtype)], most)
+            for case in us.index.unique('case') for dtype in ('fp16','bf16') for what,(a,i),(b,j),most in goals]
+    return pd.DataFrame(rows, columns=['model','dtype','ours, and the other','ratio','goal']).set_index('model')
+
+def main():
+    p = arguments(__doc__)
+    p.set_defaults(threads=1)
+    p.add_argument('--turns', type=int, default=15, help='how many turns every loop has [15]')
+    args,_,results = start(p, 'host_cpu')
+    sizes,how = (tasks(1, 5),(1,.01)) if args.tiny else (tasks(12, 240),(args.turns,.2))
+    for task in sizes: results.measure('host', task.name, task.batch, measure(task, *how))
+    df = results.read()
+    text = ['## Ratios\n', markdown(ratios(df))]
+    for case,o in df.groupby('case', sort=False):
+        shown = medians(o, of='step_us')[['step_us',*[f'{s}_us' for s in stages],'operations']]
+        text += [f'## {case}\n', markdown(shown)]
+    results.write("The host's cost of a step", text)
+    print('\n'.join(text))
+
+if __name__=='__main__': main()

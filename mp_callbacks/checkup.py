@@ -47,8 +47,10 @@ class Checkup(NamedTuple):
 
     def __str__(self):
         rows = [(o.title,o.text) for o in self.lines]+[('', f'Each line is explained at {page}')]
-        return '\n'.join(fill(text, 100, initial_indent=f'{title:<11}', subsequent_indent=' '*11, break_long_words=False,
-                              break_on_hyphens=False) for title,text in rows)
+        def _fill(title, text):
+            return fill(text, 100, initial_indent=f'{title:<11}', subsequent_indent=' '*11, break_long_words=False,
+                        break_on_hyphens=False)
+        return '\n'.join(_fill(*o) for o in rows)
 
     def __repr__(self): return str(self)
 
@@ -88,8 +90,18 @@ class _Facts:
     def device(self): return fit_device(self.learn)
 
     @property
+    def keep(self):
+        "The option `keep` of the call, without what was rescued later"
+        return next(o.keep for o in self.learn.cbs if is_precision(o) and hasattr(o, 'keep'))
+
+    @property
+    def now(self):
+        "What is found in healthy batches"
+        return 'the loss scale is still too large' if self.shrinks else 'the batches are finite now'
+
+    @property
     def healthy(self):
-        "Are the batches finite, as far as is known?"
+        "Have the batches nothing that training doesn't cure by itself, as far as is known?"
         return self.finding is not None and (self.finding.where=='nothing' or self.shrinks)
 
     @property
@@ -118,20 +130,21 @@ def _machine(facts):
     return f"{name[0].upper()}{name[1:]} ({facts.device}). {', '.join(can)}."
 
 def _versions(facts):
-    return (f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, torch {torch.__version__}, "
-            f"fastai {fastai.__version__}, mp_callbacks {sys.modules['mp_callbacks'].__version__}")
+    return (f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, "
+            f"torch {torch.__version__}, fastai {fastai.__version__}, "
+            f"mp_callbacks {sys.modules['mp_callbacks'].__version__}")
 
 def _precision(facts):
     cb,theirs = facts.cb,[o for o in facts.learn.cbs if is_fastai_precision(o)]
     if theirs: return f"{type(theirs[0]).__name__} of fastai, which this package doesn't look into."
     if cb is None: return 'float32: no call of this package is on.'
-    half,keep = cb.half,next(o.keep for o in facts.learn.cbs if is_precision(o) and hasattr(o, 'keep'))
+    half = cb.half
     how = str(half.fp8) if half.fp8 else 'half-precision copies' if half.copies else 'autocast'
     scale = f'loss scale {cb.loss_scale:.9g}, at first {cb.initial}'
     if cb.initial==StaticLossScale(): scale = 'no loss scale'
     more = [f'{k}={v}' for k,default in _defaults.items() if (v := getattr(cb, k, default))!=default]
     return ', '.join([f'learn.{call_name(half)}: {_short(half.dtype)} with {how}', f'clip={cb.clip}',
-                      f'keep={_show(keep)}', scale, *more])
+                      f'keep={_show(facts.keep)}', scale, *more])
 
 _defaults = dict(flat_master=False, rescue=False, max_skips=default_max_skips)
 
@@ -175,9 +188,9 @@ def _emulated(facts):
 def _keep(facts):
     found = facts.finding
     if found is None or not found.keep: return ''
-    half,names = facts.cb.half,[*found.keep]
-    if half.keep: return f"Keep {names} in float32, too: add them to keep={_show(half.keep)} of learn.{call_name(half)}."
-    return f"Keep modules in float32: learn.{call_name(half)}(keep={names})."
+    call,names = f'learn.{call_name(facts.cb.half)}',[*found.keep]
+    if facts.keep: return f"Keep {names} in float32, too: add them to keep={_show(facts.keep)} of {call}."
+    return f"Keep modules in float32: {call}(keep={names})."
 
 def _not_finite(facts):
     if facts.finding is None or facts.finding.keep or facts.healthy: return ''
@@ -187,7 +200,7 @@ def _infinite_losses(facts):
     if not facts.healthy or not hasattr(facts.learn, 'precision_recorder'): return ''
     n = int((facts.steps.bad_loss & ~facts.steps.skipped).sum())
     if not n: return ''
-    return (f"The loss of {n} step{'s'*(n>1)} of the last fit was not finite, and the batches are finite now: "
+    return (f"The loss of {n} step{'s'*(n>1)} of the last fit was not finite, and {facts.now}: "
             "normalize the targets, keep modules that compute the loss in float32, or ask about one batch: "
             "learn.precision_checkup(batch).")
 
@@ -197,7 +210,7 @@ def _skipped_steps(facts):
     n,last = sum(skipped),next((i for i,o in enumerate(reversed(skipped)) if not o), len(skipped)) # at the end
     if not n or last<2 and isinstance(facts.cb.scaling, DynamicLossScale): return ''
     steps,end = f"{n} step{'s'*(n>1)} of the last fit {'were' if n>1 else 'was'}",f' the last {last} in a row,'*(last>1)
-    return (f"{steps} skipped,{end} and the batches are finite now: train on, and if it goes on, "
+    return (f"{steps} skipped,{end} and {facts.now}: train on, and if it goes on, "
             "lower the learning rate, or ask about one batch: learn.precision_checkup(batch).")
 
 def _not_asked(facts):

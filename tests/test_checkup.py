@@ -1,5 +1,5 @@
 "`precision_checkup`: each line is true, each has its explanation on the page, and the learner is as it was"
-import re
+import re,runpy
 
 import pytest
 from fastai.callback.fp16 import MixedPrecision as FastaiPrecision
@@ -159,6 +159,12 @@ def test_skipped_steps():
         return lines(learn.precision_checkup())[1].get('Skipped steps', '')
     assert todo([1])==todo([3])==todo([0,1])==''
     assert todo([0,2,3]).startswith('3 steps of the last fit were skipped, the last 2 in a row, and the batches are')
+    learn = get_learner().to_native_fp16(2.**24)
+    learn.fit(1)
+    texts,found = lines(learn.precision_checkup())
+    assert 'loss scale' in texts['Batches'] and 'Not finite' not in found
+    assert found['Skipped steps'].startswith('4 steps of the last fit were skipped, the last 4 in a row, and the loss '
+                                             'scale is still too large: train on')
     assert todo([1], dynamic=False).startswith('1 step of the last fit was skipped, and the batches are finite now')
 
 def test_last_fit():
@@ -266,7 +272,8 @@ def test_script(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, 'path', [*sys.path])
     (tmp_path/'train.py').write_text(script)
     (tmp_path/'helper.py').write_text('n = 24')
-    assert main()==0
+    with pytest.raises(SystemExit) as e: runpy.run_module('mp_callbacks', run_name='__main__')
+    assert e.value.code==0
     out = capsys.readouterr().out
     assert out.startswith("['--x']\n\n--- one\nMachine ") and 'All 3 batches of dls.train are finite.' in out
     (tmp_path/'none.py').write_text('x = 1')

@@ -145,6 +145,8 @@ def test_infinite_losses():
     loss.now = True
     learn = get_learner(loss_func=loss).to_bf16()
     learn.fit(1)
+    _,todo = lines(learn.precision_checkup())
+    assert 'Not finite' in todo and 'Infinite losses' not in todo # still there: the line Batches knows more
     loss.now = False
     texts,todo = lines(learn.precision_checkup())
     assert 'The loss of 4 steps was not finite' in texts['Last fit']

@@ -56,11 +56,12 @@ def forking():
 aborted = 'terminate called without an active exception'
 
 def launch(cmd, path, **env):
-    "Run `python` with the arguments `cmd`, and again if it was `aborted` at its end"
+    "Run `python` with the arguments `cmd`, and up to four times again as long as it is `aborted` at its end"
     out = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     given = {**os.environ, 'OMP_NUM_THREADS':'1', **env}
-    def _run(): return subprocess.run([sys.executable, *cmd], cwd=path, env=given, timeout=300, **out)
-    res = _run()
-    return _run() if aborted in res.stdout else res
+    for _ in range(5):
+        res = subprocess.run([sys.executable, *cmd], cwd=path, env=given, timeout=300, **out)
+        if aborted not in res.stdout: break
+    return res
 
 torchrun = '-m torch.distributed.run --standalone --nproc-per-node 2'.split()

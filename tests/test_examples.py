@@ -33,6 +33,7 @@ def test_resume(run, tmp_path):
     assert [out[2],*out[at+1:]]==2*['No improvement since epoch 1: early stopping']+['Weights are equal: True']
     assert not [*tmp_path.glob('*.pth')] # the files of ended runs are gone
 
+@pytest.mark.slow
 def test_resume_with_other_dropout(run):
     "What the example prints can be False"
     assert run('resume', **{'self.epoch*self.n_iter+self.iter':'self.train_iter'})[-1]=='Weights are equal: False'
@@ -95,6 +96,9 @@ def test_own_loop(run):
     out = run('own_loop')
     assert out[1:3]==['stopped in step 47', 'goes on from step 40']
     assert out[0]==out[3] and out[0].startswith('87 steps') and out[4]=='losses are equal: True'
+
+@pytest.mark.slow
+def test_own_loop_with_other_dropout(run):
     assert run('own_loop', **{"torch.set_rng_state(state['random'])":'pass'})[-1]=='losses are equal: False'
 
 # --- In two processes

@@ -23,6 +23,7 @@ from .callback import check_device,clear_state,fit_device,is_precision,options_o
 from .callback import warn_of_emulation
 from .recorder import PrecisionRecorder
 from .doctor import find_nonfinite,precision_plan,precision_report
+from .checkup import precision_checkup
 
 def _scale_options(callback):
     "Names of the options of `callback` that are for a loss scale, which bfloat16 doesn't need"
@@ -136,6 +137,7 @@ def _set_precision(learn, new, model_to_half=None):
 
 # %% ../nbs/13_learner.ipynb #a0ba863c
 Learner.find_nonfinite,Learner.precision_plan,Learner.precision_report = find_nonfinite,precision_plan,precision_report
+Learner.precision_checkup = precision_checkup
 
 # %% ../nbs/13_learner.ipynb #1d558af3
 def _replaces(name):

@@ -72,6 +72,11 @@ class MemoryPlan(NamedTuple):
         def _fits(line): return bisect_right(range(1, 2**31), gb*2**30, key=lambda n: _most(line, n))
         return pd.Series({k:_fits(v[-1]) for k,v in self.steps.items()}, name='batch size')
 
+    def summary(self)->str:
+        "The peak in each precision, in a sentence"
+        peaks = [f'{name} {_show(mb)}' for name,mb in self.table.peak.items()]
+        return f"Peak with batch size {self.items}, in MB: {', '.join(peaks)}."
+
     def __repr__(self): return f"MB with batch size {self.items}:\n{self.table.to_string(float_format=_show)}"
     def _repr_html_(self): return f"<p>MB with batch size {self.items}:</p>{self.table.to_html(float_format=_show)}"
 

@@ -47,12 +47,14 @@ class PrecisionRecorder(LeanCallback):
     # stats of the last step; did this batch add a row?; rows when this epoch's training began, None if it hasn't
     _stats,_new,_start = None,False,None
     first_weight = None # largest absolute weight when training began
+    first_row = 0 # of the last fit
 
     def __init__(self,
         columns:bool=False, # Add `skipped` and `loss_scale` to fastai's table of epochs?
     ): self.columns,self.rows = columns,[]
 
     def before_fit(self):
+        if not is_look(self.learn): self.first_row = len(self.rows)
         if self.first_weight is None and not is_look(self.learn):
             params = [p.detach() for p in self.learn.model.parameters() if p.is_floating_point()]
             self.first_weight = largest_number(params)
@@ -87,6 +89,11 @@ class PrecisionRecorder(LeanCallback):
         "One row per step"
         return pd.DataFrame(self.rows, columns=[*log_columns]).astype({k:o.dtype for k,o in log_columns.items()})
 
+    @property
+    def last_fit(self)->pd.DataFrame:
+        "The rows of `log` that are of the last fit. `fine_tune` makes two fits."
+        return self.log[self.first_row:]
+
     def plot(self,
         axs=None, # Matplotlib axes, one for each panel; None: new ones
     ): # The axes
@@ -114,10 +121,12 @@ class PrecisionRecorder(LeanCallback):
         if len(skips) or len(bad): axs[0].legend()
         return axs
 
-    def summary(self)->str: # One sentence a line
+    def summary(self,
+        last_fit:bool=False, # Only the steps of the last fit?
+    )->str: # One sentence a line
         "Skipped steps, loss scale and gradient norm in sentences, with steps numbered as the rows of `log`"
-        log = self.log
-        if log.empty: return 'No steps yet.'
+        log = self.last_fit if last_fit else self.log
+        if log.empty: return 'No steps in the last fit.' if self.rows else 'No steps yet.'
         skips,scale,norm = log.index[log.skipped],log.scale,log.norm[log.finite]
         res = [f"{len(log)} step{'s'*(len(log)>1)}, {len(skips) or 'none'} skipped."]
         if len(skips):
@@ -134,8 +143,8 @@ class PrecisionRecorder(LeanCallback):
                        "For the cause: learn.find_nonfinite().")
         rescued = getattr(getattr(self.learn, 'mixed_precision', None), 'rescued', ())
         for name,step in rescued: res.append(f"{name} is kept in float32 since step {step}.")
-        if scale.nunique()==1: res.append(f"The loss scale was always {scale[0]:.9g}.")
-        else: res.append(f"The loss scale went from {scale[0]:.9g} to {scale.iloc[-1]:.9g} (smallest "
+        if scale.nunique()==1: res.append(f"The loss scale was always {scale.iloc[0]:.9g}.")
+        else: res.append(f"The loss scale went from {scale.iloc[0]:.9g} to {scale.iloc[-1]:.9g} (smallest "
                          f"{scale.min():.9g}, largest {scale.max():.9g}, growths: {(scale.diff()>0).sum()}).")
         if len(norm): res.append(f"The median gradient norm was {norm.median():.3g}, "
                                  f"the largest {norm.max():.3g} (step {norm.idxmax()}).")

@@ -36,3 +36,9 @@ def seed():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+@pytest.fixture(scope='module')
+def forked():
+    "Run code in a fork of an interpreter that has imported fastai, see `interpreters.forking`"
+    from interpreters import forking
+    with forking() as run: yield run

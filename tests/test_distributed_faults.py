@@ -3,13 +3,14 @@
 The processes train as `examples/distributed.py` does. They are real, and so are the faults: signals, a write that the
 system ends in the middle, data that don't come. The file takes long because each fault needs new
 processes, and one that hangs its time-out."""
-import functools,importlib.util,os,re,signal,subprocess,sys,time
+import functools,importlib.util,os,re,signal,sys,time
 from datetime import timedelta
 from multiprocessing import get_context
 
 import pytest,torch
 import torch.distributed as dist
 
+from interpreters import launch,torchrun
 from learners import *
 from states import *
 
@@ -176,19 +177,6 @@ def test_plain_save_is_cut_off(tmp_path):
 
 # --- The programs that start several processes
 
-# PyTorch frees the threads of gloo only with the last `DistributedDataParallel`, and sometimes not even then. If one of
-# them still holds a tensor as the interpreter exits, it aborts the process: github.com/pytorch/pytorch/pull/179291.
-aborted = 'terminate called without an active exception'
-
-def launch(cmd, path, **env):
-    "Run `python` with the arguments `cmd`, and again if it was `aborted` at its end"
-    out = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    env = {**os.environ, 'OMP_NUM_THREADS':'1', **env}
-    def _run(): return subprocess.run([sys.executable, *cmd], cwd=path, env=env, timeout=300, **out)
-    res = _run()
-    return _run() if aborted in res.stdout else res
-
-torchrun = '-m torch.distributed.run --standalone --nproc-per-node 2'.split()
 accelerate = '-m accelerate.commands.launch --multi_gpu --num_processes 2'.split()
 launchers = [pytest.param([], 1, id='alone'), pytest.param(torchrun, 2, id='torchrun'),
              pytest.param(accelerate, 2, id='accelerate')]

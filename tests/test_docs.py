@@ -10,6 +10,7 @@ import pytest,torch
 from fastai.learner import Learner
 from fastcore.nbio import read_nb
 import mp_callbacks.learner # adds the calls
+from interpreters import paste
 from mp_callbacks.devices import support
 
 pytest.importorskip('latex2mathml', reason='needs the docs extra')
@@ -294,44 +295,6 @@ def test_names_are_shown(name):
     used = {o.id for o in ast.walk(tree) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Load)}
     assert sorted(used-defined(tree))==yours.get(name, [])
 
-env = {**os.environ, 'MPLBACKEND':'agg', 'OMP_NUM_THREADS':'1', 'PYTHONPATH':str(root)}
-python = [sys.executable, '-W', 'ignore', '-c']
-
-def paste(code, folder):
-    "What a plain interpreter prints that runs `code` in `folder`"
-    res = subprocess.run([*python, code], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert res.returncode==0, res.stderr[-2000:]
-    return res.stdout
-
-# An interpreter that has imported fastai, which takes longer than most pages, and forks for each folder that it reads
-# from stdin. The fork runs page.py there, in a `__main__` of its own, and writes what is printed to `out`.
-forks = """
-import os,signal,sys,traceback,types
-import fastai.tabular.all,fastai.text.all,fastai.vision.all,mp_callbacks.all
-for folder in sys.stdin:
-    if not (pid := os.fork()):
-        signal.alarm(300)
-        os.chdir(folder.rstrip())
-        out = os.open('out', os.O_WRONLY|os.O_CREAT)
-        os.dup2(out, 1), os.dup2(out, 2)
-        main = sys.modules['__main__'] = types.ModuleType('__main__')
-        failed = True
-        try:
-            exec(open('page.py').read(), vars(main))
-            failed = False
-        except BaseException: traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(failed)
-    print(os.waitpid(pid, 0)[1], flush=True)
-"""
-
-@pytest.fixture(scope='module')
-def forking():
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-    with subprocess.Popen([*python, forks], **pipes) as process:
-        yield process
-        process.stdin.close()
-
 long = 'tutorials/underflow','howto/fp8' # they train for long, in test_notebooks: test_names_are_shown reads them here
 
 @pytest.mark.slow
@@ -341,11 +304,7 @@ long = 'tutorials/underflow','howto/fp8' # they train for long, in test_notebook
 def test_pasted(name, tmp_path, request):
     "An interpreter runs what readers see of a page, without the hidden cells. Slow cells run in `nbdev-test` only."
     code = '\n'.join(o for o in shown(name, ['slow']).splitlines() if not re.match(r'\s*[!%]', o))
-    if 'fastai' in code and hasattr(os, 'fork'):
-        (tmp_path/'page.py').write_text(code)
-        forking = request.getfixturevalue('forking')
-        print(tmp_path, file=forking.stdin, flush=True)
-        assert forking.stdout.readline()=='0\n', (tmp_path/'out').read_text()[-2000:]
+    if 'fastai' in code: request.getfixturevalue('forked')(code, tmp_path)
     else: paste(code, tmp_path)
 
 @pytest.mark.slow

@@ -104,6 +104,7 @@ made = { # page -> cells that show a file of the repository, after those that re
     '05_flat':         ([], ['7866ee40','7866ee41']),
     'index':           (['5a1f3c06','f1r57m01'], ['f1r57m02']),
     'several_gpus':    ([], ['gpus0011']),
+    'examples':        (['exampl03'], [f'exampl{i}b' for i in range(10)]),
     'architecture':    ([], ['7e575f01'])}
 
 @pytest.mark.parametrize('page', made)

@@ -1,0 +1,283 @@
+"`precision_checkup`: each line is true, each has its explanation on the page, and the learner is as it was"
+import re,runpy
+
+import pytest
+from fastai.callback.fp16 import MixedPrecision as FastaiPrecision
+from fastcore.nbio import read_nb
+from learners import *
+from machines import machine
+from mp_callbacks import checkup
+from mp_callbacks.checkup import Checkup,Line,main
+from mp_callbacks.devices import emulation,pretend
+from test_doctor import assert_untouched,whole_world
+
+pytestmark = pytest.mark.filterwarnings('ignore')
+root = Path(__file__).resolve().parent.parent
+titles = ['Machine','Versions','Precision','Modules','Last fit','Batches','Memory','To do']
+all_modes = {'fp32':noop, **modes, 'fp8':lambda learn: learn.to_fp8(emulate=True)}
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    "An empty folder to be in"
+    monkeypatch.chdir(tmp_path)
+
+def lines(report):
+    "Title -> text; for 'To do' heading -> text"
+    return {o.title:o.text for o in report.lines if o.title!='To do'},{o.about:o.text for o in report.lines
+                                                                       if o.title=='To do'}
+
+def wide(): return nn.Sequential(nn.Linear(8,16), nn.GELU(), nn.Linear(16,16), nn.GELU(), nn.Linear(16,1))
+
+class Overflows(nn.Module):
+    "Squares numbers that float16 has no squares of"
+    def __init__(self): super().__init__(); self.layer = nn.Linear(16,1)
+    def forward(self, x): return self.layer((x*1e4)**2/1e8)
+
+def sick(): return nn.Sequential(nn.Linear(8,16), Overflows())
+
+# --- Nothing changes, and all lines are there
+
+@pytest.mark.parametrize('mode', all_modes)
+@pytest.mark.parametrize('fitted', [False,True])
+def test_any_precision(mode, fitted, capsys):
+    "In each precision, before the first fit and after it: all lines in order, and the learner as it was"
+    learn = all_modes[mode](get_learner(wide(), path=Path('.')))
+    if fitted: learn.fit(1)
+    capsys.readouterr()
+    before = whole_world(learn)
+    report = learn.precision_checkup()
+    assert_untouched(learn, before)
+    assert capsys.readouterr()==('','')
+    texts,todo = lines(report)
+    assert list(dict.fromkeys(o.title for o in report.lines))==titles and 'Not asked' not in todo
+    assert texts['Batches']==str(report.finding)=='All 4 batches of dls.train are finite.'
+    assert texts['Memory']==report.plan.summary() and 'batch size 16' in texts['Memory']
+    if mode=='fp32': return
+    assert texts['Precision'].startswith(f"learn.to_{mode.removesuffix('_static')}: ")
+    counted = sum(int(n) for n in re.findall(r'(\d+) (?:with|in|by|as)\b', texts['Modules']))
+    assert counted==len(learn.mixed_precision.policy())
+    summary = learn.precision_recorder.summary(last_fit=True)
+    assert texts['Last fit']==summary.replace('\n', ' ') and summary.startswith('4 steps' if fitted else 'No steps yet')
+
+def test_training_goes_on():
+    "As if nobody had looked"
+    def train(look):
+        learn = get_learner(norm=True).to_fp16()
+        for _ in range(2):
+            look(learn)
+            learn.fit(1)
+        return [*weights(learn),*learn.model.buffers()],precision_state(learn)
+    (a,state),(b,other) = train(lambda learn: learn.precision_checkup()),train(noop)
+    assert all(map(torch.equal, a, b)) and state==other
+
+def test_same_as_the_calls():
+    "What it composes: other modules' texts, letter by letter"
+    learn = get_learner(norm=True).to_bf16(clip=2., keep=[nn.BatchNorm1d,'5'])
+    texts,_ = lines(learn.precision_checkup())
+    assert texts['Precision']==("learn.to_bf16: bfloat16 with half-precision copies, clip=2.0, "
+                                "keep=[BatchNorm1d, '5'], no loss scale")
+    assert texts['Modules']=='2 with copies, 2 in float32 (keep)'
+    assert all(o in texts['Versions'] for o in (f'torch {torch.__version__}','Python 3.','fastai 2','mp_callbacks 0'))
+    learn = get_learner().to_native_fp16(2.**8, rescue=True, max_skips=9)
+    texts,_ = lines(learn.precision_checkup())
+    assert texts['Precision']==(f"learn.to_native_fp16: float16 with autocast, clip=None, keep=(), loss scale 256, "
+                                f"at first {learn.mixed_precision.initial}, rescue=True, max_skips=9")
+
+def test_float32():
+    texts,todo = lines(get_learner().precision_checkup())
+    assert texts['Precision'].startswith('float32') and texts['Last fit'].startswith('Not recorded')
+    assert texts['Modules']=='As PyTorch does, with parameters in float32.'
+    texts,todo = lines(get_learner(cbs=FastaiPrecision()).precision_checkup())
+    assert texts['Precision'].startswith('MixedPrecision of fastai') and 'Try half precision' not in todo
+
+# --- What to do
+
+@pytest.mark.parametrize('name,mode,word', [('T4','fp16','Nothing to do'), ('H100','bf16','Nothing to do'),
+                                            ('T4','fp32','Try half precision'), ('T4','bf16','Emulated')])
+def test_machines(name, mode, word):
+    "The device says what it computes natively; emulation is named with its way out"
+    learn = modes[mode](get_learner()) if mode!='fp32' else get_learner()
+    with pretend(machine(name)) as m, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkup, 'fit_device', lambda learn: torch.device('cuda'))
+        patch.setattr('mp_callbacks.callback.fit_device', lambda learn: torch.device('cuda'))
+        facts = checkup.precision_checkup(learn)
+        text = emulation('cuda', torch.bfloat16)
+    texts,todo = lines(facts)
+    can = ('native' if name=='H100' else 'emulated'),('native' if name=='H100' else 'no')
+    assert texts['Machine']==f'{m.called} (cuda). float16: native, bfloat16: {can[0]}, FP8: {can[1]}.'
+    assert [*todo]==[word] and (word!='Emulated' or todo[word]==text)
+    if word=='Try half precision': assert 'to_fp16() or to_native_fp16()' in todo[word]
+    if word=='Nothing to do': assert todo[word]=='Nothing to do.'
+
+def test_keep_cures():
+    "After skipped steps the report names the modules to keep, and with these there is nothing to do about them"
+    learn = get_learner(sick()).to_fp16()
+    learn.fit(1)
+    texts,todo = lines(report := learn.precision_checkup())
+    assert skipped(learn)==4 and texts['Last fit'].startswith('4 steps, 4 skipped.')
+    assert report.finding.precision and texts['Batches']==str(report.finding)
+    assert todo['Keep in float32']==f"Keep modules in float32: learn.to_fp16(keep={[*report.finding.keep]})."
+    assert 'Skipped steps' not in todo and 'Not finite' not in todo
+    learn.to_fp16(keep=[*report.finding.keep]).fit(1)
+    texts,todo = lines(report := learn.precision_checkup())
+    assert report.finding.where=='nothing' and texts['Last fit'].startswith('4 steps, none skipped')
+    assert not {'Keep in float32','Skipped steps'}&{*todo}
+
+def test_keep_beside_another():
+    _,todo = lines(get_learner(sick()).to_fp16(keep='0').precision_checkup((torch.ones(4,8)*30,torch.ones(4,1))))
+    assert 'Keep in float32' not in todo or "keep='0'" in todo['Keep in float32']
+    model = nn.Sequential(nn.Linear(8,16), nn.Linear(16,16), Overflows())
+    _,todo = lines(get_learner(model).to_fp16(keep='0').precision_checkup())
+    assert todo['Keep in float32']=="Keep ['2'] in float32, too: add them to keep='0' of learn.to_fp16."
+
+@pytest.mark.parametrize('mode', ['fp32','fp16','bf16'])
+def test_not_finite(mode):
+    "What is no matter of precision: the line Batches has the way out"
+    learn = all_modes[mode](get_learner())
+    x,y = numbers(16)
+    texts,todo = lines(report := learn.precision_checkup((x,y*math.nan)))
+    assert report.finding.where=='targets' and 'targets' in texts['Batches']
+    assert todo['Not finite'].startswith('Do what the line Batches says') and 'Nothing to do' not in todo
+
+def test_infinite_losses():
+    "The steps are made, and nothing of it is left in the batches"
+    def loss(pred, y): return F.mse_loss(pred, y)+(loss.now and pred.new_tensor(math.inf))
+    loss.now = True
+    learn = get_learner(loss_func=loss).to_bf16()
+    learn.fit(1)
+    _,todo = lines(learn.precision_checkup())
+    assert 'Not finite' in todo and 'Infinite losses' not in todo # still there: the line Batches knows more
+    loss.now = False
+    texts,todo = lines(learn.precision_checkup())
+    assert 'The loss of 4 steps was not finite' in texts['Last fit']
+    assert todo['Infinite losses'].startswith('The loss of 4 steps of the last fit was not finite')
+
+def test_skipped_steps():
+    "Single ones are normal; a fit that ends in several, or a constant scale, is not"
+    def todo(at, **kwargs):
+        learn = get_learner().to_fp16(max_loss_scale=2.**10, **kwargs)
+        learn.fit(1, cbs=[InfiniteAt(o) for o in at])
+        assert skipped(learn)==len(at)
+        return lines(learn.precision_checkup())[1].get('Skipped steps', '')
+    assert todo([1])==todo([3])==todo([0,1])==''
+    assert todo([0,2,3]).startswith('3 steps of the last fit were skipped, the last 2 in a row, and the batches are')
+    learn = get_learner().to_native_fp16(2.**24)
+    learn.fit(1)
+    texts,found = lines(learn.precision_checkup())
+    assert 'loss scale' in texts['Batches'] and 'Not finite' not in found
+    assert found['Skipped steps'].startswith('4 steps of the last fit were skipped, the last 4 in a row, and the loss '
+                                             'scale is still too large: train on')
+    assert todo([1], dynamic=False).startswith('1 step of the last fit was skipped, and the batches are finite now')
+
+def test_last_fit():
+    "Not the fits before"
+    learn = get_learner().to_fp16(max_loss_scale=2.**10)
+    learn.fit(1, cbs=[InfiniteAt(2),InfiniteAt(3)])
+    learn.fit(2)
+    texts,todo = lines(learn.precision_checkup())
+    assert texts['Last fit'].startswith('8 steps, none skipped.') and 'Skipped steps' not in todo
+    assert len(learn.precision_recorder.last_fit)==8 and len(learn.precision_recorder.log)==12
+    learn.lr_find(num_it=5, show_plot=False)
+    assert len(learn.precision_recorder.last_fit)==8
+    learn.fit(0)
+    assert lines(learn.precision_checkup())[0]['Last fit']=='No steps in the last fit.'
+
+# --- What can't be asked
+
+def test_without_batches():
+    learn = get_learner().to_bf16()
+    learn.fit(1)
+    learn.dls = DataLoaders([], [])
+    texts,todo = lines(report := learn.precision_checkup())
+    assert texts['Batches'].startswith('Not asked: ValueError: There was no batch with targets')
+    assert texts['Memory'].startswith('Not asked') and texts['Last fit'].startswith('4 steps')
+    assert 'see lines Batches, Memory.' in todo['Not asked'] and report.finding is report.plan is None
+
+def test_exported(tmp_path):
+    "A file has no data, and `load_learner` trains in float32"
+    learn = get_learner(path=tmp_path).to_bf16()
+    learn.fit(1)
+    learn.export()
+    texts,todo = lines(load_learner(tmp_path/'export.pkl').precision_checkup())
+    assert texts['Precision'].startswith('float32') and texts['Batches'].startswith('Not asked')
+
+def test_broken_model():
+    "Whatever a model raises"
+    class Broken(nn.Module):
+        def __init__(self): super().__init__(); self.layer = nn.Linear(8,1)
+        def forward(self, x): raise KeyError('as asked')
+    texts,_ = lines(get_learner(Broken()).to_bf16().precision_checkup())
+    assert texts['Batches'].startswith('Not asked: KeyError') and texts['Modules']=='1 with copies'
+
+def test_interrupt():
+    "Ctrl-C is no answer"
+    learn = get_learner(cbs=Now('after_pred', raises(KeyboardInterrupt()))).to_bf16()
+    with pytest.raises(KeyboardInterrupt): learn.precision_checkup()
+
+def test_in_the_middle_of_a_batch():
+    class Ask(Callback):
+        def after_loss(self): reports.append(self.learn.precision_checkup())
+    reports,learn = [],get_learner().to_bf16()
+    learn.fit(1, cbs=Ask())
+    assert 'in the middle of a batch' in lines(reports[0])[0]['Batches']
+    assert learn.precision_recorder.last_fit.shape[0]==4
+
+def test_refused():
+    "What the next fit would say"
+    learn = get_learner(cbs=MixedPrecision())
+    _,todo = lines(learn.precision_checkup())
+    with pytest.raises(ValueError) as e: learn.mixed_precision.check(learn)
+    assert todo['Refused']==f'The next fit would end with ValueError: {e.value}'
+
+# --- Text and table
+
+def anchors():
+    "Anchors of the page's headings"
+    cells = read_nb(root/'nbs/12a_checkup.ipynb').cells
+    heads = re.findall('^#+ (.*)$', '\n'.join(o.source for o in cells if o.cell_type=='markdown'), re.M)
+    return [o.lower().replace(' ', '-') for o in heads]
+
+def test_links():
+    "Each line that there can be has an explanation, on the page where the links lead"
+    found = anchors()
+    html = get_learner().to_fp16().precision_checkup()._repr_html_()
+    urls = re.findall('<a href="(.*?)">', html)
+    assert len(urls)>=len(titles) and {o.partition('#')[0] for o in urls}=={checkup.page}
+    assert {o.partition('#')[2] for o in urls}<={*found}
+    headings = *checkup._lines,*checkup._rules,'Nothing to do'
+    assert {Line('', '', o).url.partition('#')[2] for o in headings}<={*found}
+    assert len({*found})==len(found)
+    config = (root/'pyproject.toml').read_text()
+    assert checkup.page==re.search('Documentation = "(.*)"', config)[1]+'checkup.html'
+
+def test_text():
+    "Short lines, in columns; HTML is escaped"
+    report = Checkup((Line('Machine', 'a<b '*60, 'Machine'),Line('To do', 'Nothing to do.', 'Nothing to do')))
+    rows = str(report).splitlines()
+    assert max(map(len, rows))<=100 and rows[0].startswith('Machine    a<b') and rows[1].startswith(' '*11+'a<b')
+    assert checkup.page in rows[-1] and rows[-2]=='To do      Nothing to do.' and repr(report)==str(report)
+    assert 'a&lt;b' in report._repr_html_() and '<b ' not in report._repr_html_()
+
+script = """
+import sys
+from fastai.basics import *
+from helper import n
+x = torch.randn(n, 8)
+dls = DataLoaders.from_dsets([*zip(x, x[:,:1])], [*zip(x, x[:,:1])], bs=8, num_workers=0, device='cpu')
+if __name__=='__main__': one = Learner(dls, nn.Linear(8,1), loss_func=MSELossFlat())
+print(sys.argv[1:])
+"""
+
+def test_script(tmp_path, capsys, monkeypatch):
+    "`python -m mp_callbacks checkup train.py` runs the script as Python does, and checks the learners that it leaves"
+    monkeypatch.setattr(sys, 'argv', ['mp_callbacks','checkup',str(tmp_path/'train.py'),'--x'])
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+    (tmp_path/'train.py').write_text(script)
+    (tmp_path/'helper.py').write_text('n = 24')
+    with pytest.raises(SystemExit) as e: runpy.run_module('mp_callbacks', run_name='__main__')
+    assert e.value.code==0
+    out = capsys.readouterr().out
+    assert out.startswith("['--x']\n\n--- one\nMachine ") and 'All 3 batches of dls.train are finite.' in out
+    (tmp_path/'none.py').write_text('x = 1')
+    assert main([str(tmp_path/'none.py')])==1 and 'leaves no Learner' in capsys.readouterr().err
+    assert main([])==main(['--help'])==2 and 'usage: python -m mp_callbacks checkup' in capsys.readouterr().err

@@ -1,0 +1,137 @@
+"The programs of `examples` do what their first lines say, and a page shows each as it is"
+import csv,re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from fastcore.nbio import read_nb
+from interpreters import launch,torchrun
+from learners import *
+
+root = Path(__file__).resolve().parent.parent
+examples = {o.stem: o for o in sorted((root/'examples').glob('*.py'))}
+
+@pytest.fixture
+def run(forked, tmp_path):
+    "The lines that an example prints, run in a folder of its own, with some of its code replaced"
+    def _run(name, **changes):
+        code = examples[name].read_text()
+        for old,new in changes.items():
+            assert old in code
+            code = code.replace(old, new)
+        return forked(code, tmp_path).splitlines()
+    return _run
+
+# --- In one process
+
+def test_resume(run, tmp_path):
+    "The resumed run knows the best epoch, and how many have been worse since"
+    out = run('resume')
+    at = out.index('Ctrl-C, and on from epoch 3, batch 10:')
+    better = [o for o in out[:at] if o.startswith('Better')]
+    assert len(better)==4 and better[:2]==better[2:] # none after the interrupt
+    assert [out[2],*out[at+1:]]==2*['No improvement since epoch 1: early stopping']+['Weights are equal: True']
+    assert not [*tmp_path.glob('*.pth')] # the files of ended runs are gone
+
+@pytest.mark.slow
+def test_resume_with_other_dropout(run):
+    "What the example prints can be False"
+    assert run('resume', **{'self.epoch*self.n_iter+self.iter':'self.train_iter'})[-1]=='Weights are equal: False'
+
+def test_start_epoch_alone():
+    "What the example is for: fastai's trackers look for losses of the epochs that `start_epoch` passes over"
+    learn = get_learner()
+    with pytest.raises(IndexError): learn.fit(3, start_epoch=1, cbs=EarlyStoppingCallback())
+
+def test_log_steps(run, tmp_path):
+    out,rows = run('log_steps'),[*csv.DictReader(open(tmp_path/'steps.csv'))]
+    assert [*rows[0]]=='step loss norm scale skipped'.split() and [o['step'] for o in rows]==[*map(str, range(11))]
+    assert [o['skipped'] for o in rows[:3]]==['True','True','False']
+    assert [float(o['scale']) for o in rows[:3]]==[2**22,2**21,2**20] and float(rows[2]['loss'])>2
+    if find_spec('tensorboard'):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        seen = EventAccumulator(str(tmp_path/'runs')).Reload().Scalars('precision/norm')
+        assert [o.step for o in seen]==[*range(11)] and seen[5].value==pytest.approx(float(rows[5]['norm']))
+    assert ('wandb is not installed' in out)==(not find_spec('wandb'))
+
+def test_own_scale(run):
+    plain,careful,saved,loaded = run('own_scale')
+    skips = [int(re.search(r': (\d+) of 115', o)[1]) for o in (plain,careful)]
+    assert skips[0]>5*skips[1]>0
+    assert saved.split()[1:]==loaded.split()[1:]
+    assert 'ceiling=524288.0' in saved
+
+def test_own_keep(run):
+    out = run('own_keep')
+    assert [o.split()[0] for o in out if o.split()[-1]=='keep']==['narrow','head']
+    assert float(out[-1].removeprefix('accuracy '))>.8
+
+def test_export(run):
+    "Each file that can be written here gives the outputs of the model"
+    out = run('export')
+    errors = [float(o.split()[-1]) for o in out if 'difference' in o]
+    assert len(errors)==2+bool(find_spec('onnx') and find_spec('onnxscript') and find_spec('onnxruntime'))
+    assert max(errors)<1e-4
+    assert (out[-1]=='ONNX: not installed')==(not (find_spec('onnx') and find_spec('onnxscript')))
+
+def test_inference(run):
+    out = run('inference')
+    assert [re.search(r'torch\.\w+(?= +\d)', o)[0] for o in out]==['torch.float32','torch.bfloat16','torch.bfloat16',
+                                                                  'torch.float32','torch.bfloat16']
+    assert min(int(re.search(r'(\d+) of 64', o)[1]) for o in out)>60
+
+def test_trainer(run):
+    pytest.importorskip('transformers')
+    found,end = run('trainer')
+    assert found.startswith('In the backward pass, head (YesNo)') and 'Precision is the cause' in found
+    assert float(end.removeprefix('loss with YesNo32: '))<.6
+
+@pytest.mark.slow
+def test_trainer_with_other_dropout(run):
+    "If the second look drew other masks, the doctor would find nothing"
+    pytest.importorskip('transformers')
+    assert run('trainer', **{'torch.set_rng_state(cpu)':'pass'})[0].startswith('This batch is finite.')
+
+def test_own_loop(run):
+    out = run('own_loop')
+    assert out[1:3]==['stopped in step 47', 'goes on from step 40']
+    assert out[0]==out[3] and out[0].startswith('87 steps') and out[4]=='losses are equal: True'
+
+@pytest.mark.slow
+def test_own_loop_with_other_dropout(run):
+    assert run('own_loop', **{"torch.set_rng_state(state['random'])":'pass'})[-1]=='losses are equal: False'
+
+# --- In two processes
+
+def in_two(name, folder):
+    "The lines that the example prints, without what torchrun and warnings say"
+    res = launch([*torchrun, examples[name]], folder, PYTHONPATH=str(root))
+    assert res.returncode==0, res.stdout
+    return re.findall('^(?:process|accuracy|part|weights).*', res.stdout, re.M)
+
+@pytest.mark.slow
+def test_own_data(tmp_path):
+    out = in_two('own_data', tmp_path)
+    assert sorted(out[:2])==['process 0 of 2 has 899 items', 'process 1 of 2 has 898 items']
+    acc,same = re.fullmatch(r'accuracy (.*), weights are equal: (.*)', out[2]).groups()
+    assert float(acc)>.8 and same=='True'
+    assert (tmp_path/'models/digits.pth').exists()
+
+@pytest.mark.slow
+@pytest.mark.skipif(not fsdp2_runs, reason=no_fsdp2)
+def test_fsdp2(tmp_path):
+    assert in_two('fsdp2', tmp_path)==['part of the first weight: (32, 64), loaded scale: 8192',
+                                         'weights are equal: True']
+    assert len([*(tmp_path/'checkpoint').glob('*.distcp')])==2 # each process has written its part
+
+# --- Where readers find them
+
+def test_short():
+    assert {k:n for k,o in examples.items() if k!='distributed' and (n := len(o.read_text().splitlines()))>=60}=={}
+
+def test_named():
+    "README names each, and the page of examples shows each and runs it; test_figures looks at what is saved there"
+    readme,page = (root/'README.md').read_text(),read_nb(root/'nbs/howto/examples.ipynb')
+    assert {o for o in examples if f'/examples/{o}.py' not in readme}==set()
+    code = '\n'.join(o.source for o in page.cells if o.cell_type=='code')
+    for f in ('show','run'): assert {*re.findall(rf"^{f}\('(\w+)'", code, re.M)}==examples.keys()-{'distributed'}

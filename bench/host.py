@@ -18,8 +18,8 @@ from fastai.callback.training import GradientClip
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import *
-from loops import Fastai,Hand,Loaders,Variant,build
-from models import GPT,Task,ViT,Weights,loss_func
+from loops import Hand,Variant,build
+from models import GPT,Task,ViT,Weights
 
 stages = 'forward','backward','check','optimizer','between'
 
@@ -115,17 +115,23 @@ def measure(task, turns, turn):
         loop([task.data('cpu')]*2) # the first batch looks at more
         yield v,1,'operations',operations(loop, task.data('cpu')),''
 
-# (what, loop and precision, divided by, at most): the goals
-goals = [('native, and fastai\'s autocast', ('ours','autocast-{}'), ('fastai','autocast-{}'), 1.05),
-         ('copies, and autocast by hand', ('ours','{}'), ('hand','autocast-{}'), 1.),
-         ('copies, and native', ('ours','{}'), ('ours','autocast-{}'), 1.)]
+# What, the loop that is ours, the other one, and the most that their ratio should be
+goals = [("native, and fastai's autocast",    ('ours','autocast-{}'), ('fastai','autocast-{}'), 1.05),
+         ("copies, and autocast by hand",     ('ours','{}'),          ('hand','autocast-{}'),   1.),
+         ("copies, and native",               ('ours','{}'),          ('ours','autocast-{}'),   1.)]
 
 def ratios(df):
-    "A row for each task, dtype and goal: the median step of ours over that of the other"
-    us = df[df.metric=='step_us'].groupby(['case','loop','precision'], sort=False).value.median()
-    rows = [(case, dtype, what, us[case,a,i.format(dtype)]/us[case,b,j.format(dtype)], most)
-            for case in us.index.unique('case') for dtype in ('fp16','bf16') for what,(a,i),(b,j),most in goals]
-    return pd.DataFrame(rows, columns=['model','dtype','ours, and the other','ratio','goal']).set_index('model')
+    """A row for each model, dtype and goal: the median step of ours over that of the other
+
+    Beside a loop by hand, ours is less what a `Learner` takes: the difference between autocast in fastai and by hand."""
+    us,rows = df[df.metric=='step_us'].groupby(['case','loop','precision'], sort=False).value.median(),[]
+    for case in us.index.unique('case'):
+        for dtype in ('fp16','bf16'):
+            def _us(loop, precision): return us[case,loop,precision.format(dtype)]
+            fastais = _us('fastai', 'autocast-{}')-_us('hand', 'autocast-{}')
+            for what,ours,other,most in goals:
+                rows.append((case, dtype, what, (_us(*ours)-fastais*(other[0]=='hand'))/_us(*other), most))
+    return pd.DataFrame(rows, columns=['model','dtype','ours, and the other','ratio','at most']).set_index('model')
 
 def main():
     p = arguments(__doc__)

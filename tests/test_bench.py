@@ -60,6 +60,17 @@ def test_first_minute(tmp_path):
     assert [(o['case'],o['metric']) for o in found]==[('make help','s'), ('make help','venv_mb')]
 
 @pytest.mark.slow
+def test_host(tmp_path):
+    "The parts of a step add up to it, and each loop dispatches something"
+    path,found = run('host', tmp_path)
+    assert [o for o in found if failed(o)]==[] and {o['case'] for o in found}=={'vit','gpt','5 weights'}
+    us = [float(o['value']) for o in found if o['case']=='vit' and o['metric'].endswith('_us')]
+    steps = [float(o['value']) for o in found if o['case']=='vit' and o['metric']=='step_us']
+    assert len(steps)==10 and sum(us)==pytest.approx(2*sum(steps), rel=1e-3)
+    assert all(float(o['value'])>40 for o in found if o['metric']=='operations')
+    assert '| copies, and native |' in path.with_suffix('.md').read_text()
+
+@pytest.mark.slow
 def test_families(tmp_path):
     "A family of each library, and both comparisons"
     path,found = run('families', tmp_path)

@@ -1,6 +1,7 @@
 "`half_precision` in a training loop written by hand: what a `with` does, and what is left after it"
 import copy,io,pickle
 from contextlib import nullcontext
+from inspect import signature
 
 import pytest,torch
 import torch.distributed as dist
@@ -434,6 +435,42 @@ def test_keep(wrap, form, one_process):
     (lambda: nn.Linear(2,2).half(), r'no float32 parameters \(torch.float16\).* model.float\(\)')])
 def test_refused(make, match):
     with pytest.raises(ValueError, match=match): half_precision(make(), bf16)
+
+def _own_forward(m): m.forward = lambda input: F.linear(input, m.weight, m.bias)*2
+def _another_parameter(m): m.scale = nn.Parameter(torch.ones(1))
+def _plain_weight(m):
+    weight = m.weight.detach()
+    del m.weight
+    m.weight = weight
+
+def _linear(m, x, weight, bias=None): return F.linear(x, weight, bias)
+
+@pytest.mark.parametrize('make,function,change', [
+    (lambda: nn.Linear(8,8), _linear, None), (lambda: nn.Linear(8,8,bias=False), _linear, None),
+    (lambda: nn.RMSNorm(8), lambda m,x,weight: F.rms_norm(x, (8,), weight), None),
+    (lambda: nn.GroupNorm(2,8), lambda m,x,weight,bias: F.group_norm(x, 2, weight, bias), None),
+    (lambda: nn.GroupNorm(2,8,affine=False), lambda m,x: F.group_norm(x, 2), None),
+    (lambda: nn.Linear(8,8), lambda *args, **kwargs: _linear(*args, **kwargs)*2, _own_forward),
+    (lambda: nn.Linear(8,8), lambda m,x,weight,bias,scale: F.linear(x, weight, bias), _another_parameter),
+    (lambda: nn.Linear(8,8), lambda m,x,bias: F.linear(x, m.weight.to(bf16), bias), _plain_weight)])
+def test_functions_of_copies(make, function, change):
+    "PyTorch's own layers compute with copies, also if somebody has changed them, or calls them with keywords"
+    torch.manual_seed(0)
+    m,x = make(),torch.randn(4,8).to(bf16)
+    if change: change(m)
+    model = nn.Sequential(m, nn.Linear(8,8))
+    def _expected(m): return {k:p.to(bf16) for k,p in m._parameters.items() if p is not None}
+    expected = _linear(model[1], function(m, x, **_expected(m)), **_expected(model[1])).float()
+    expected.square().mean().backward()
+    wanted = grads(model)
+    model.zero_grad()
+    with half_precision(model, bf16): (res := model(x)).square().mean().backward()
+    assert res.equal(expected)
+    assert all(a is b or a.equal(b) for a,b in zip(grads(model),wanted))
+    class Keyword(nn.Sequential):
+        def forward(self, x): return self[1](self[0](**{next(iter(signature(self[0].forward).parameters)):x}))
+    with half_precision(Keyword(m, nn.Linear(8,8)), bf16) as half: assert half.model(x).isfinite().all()
+    if change is not _own_forward: assert_plain(model)
 
 def test_write_into_a_copy():
     "Is an error that names the parameter and `keep`; with `keep`, without copies, or without gradients it isn't lost"

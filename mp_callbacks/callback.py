@@ -567,7 +567,7 @@ class PrecisionCallback(LeanCallback):
 
     def _count_step(self):
         state,stats = self.state,self._step.stats
-        scaling,steps = state.scaling.adjust(stats.finite, stats.amax),state.steps+1
+        scaling,steps = state.scaling.adjust(stats.finite, stats.amax),state.steps+1 # gradients alone move the scale
         if self._step.outcome=='skipped': self.state = state._replace(scaling=scaling, steps=steps, skips=state.skips+1)
         else: self.state = state._replace(scaling=scaling, steps=steps, skips=0,
                                           bad_losses=0 if stats.loss_finite else state.bad_losses+1)

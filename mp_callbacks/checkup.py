@@ -10,6 +10,7 @@ __all__ = ['page', 'Line', 'Checkup', 'precision_checkup', 'main']
 # %% ../nbs/12a_checkup.ipynb #c12a0010
 import platform,runpy,sys,fastai,torch
 from html import escape
+from inspect import signature
 from pathlib import Path
 from textwrap import fill
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from .nonfinite import Finding
 from .plan import MemoryPlan
 from .inside import is_fastai_precision
 from .explain import call_name
-from .callback import default_max_skips,fit_device,is_precision,precision_callback
+from .callback import MixedPrecision,PrecisionCallback,fit_device,is_precision,precision_callback
 from .doctor import find_nonfinite,precision_plan
 
 # %% ../nbs/12a_checkup.ipynb #c12a0011
@@ -146,7 +147,8 @@ def _precision(facts):
     return ', '.join([f'learn.{call_name(half)}: {_short(half.dtype)} with {how}', f'clip={cb.clip}',
                       f'keep={_show(facts.keep)}', scale, *more])
 
-_defaults = dict(flat_master=False, rescue=False, max_skips=default_max_skips)
+_defaults = {k:o.default for k,o in signature(MixedPrecision).parameters.items()
+             if k=='flat_master' or k in signature(PrecisionCallback).parameters and k!='clip'}
 
 def _ways(facts):
     if facts.cb is None:

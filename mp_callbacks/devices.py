@@ -40,7 +40,7 @@ layers = { # arguments of a small one, and shape of an input
     nn.ConvTranspose3d: ((4,4,3), (2,4,8,8,8))}
 
 # What a try with small layers doesn't show
-known_faults = { # by kind of device or part of its name, and dtype; any modules
+known_faults = { # by kind of device or part of its name, and dtype; any modules: `nn.RNNBase` is no LSTMCell
     ('GTX 16',torch.float16): ((nn.Conv1d,nn.Conv2d,nn.Conv3d), 'float16 convolutions on GTX 16 return nan')}
 inexact_kernels = {('cpu',nn.LayerNorm): 'CPU kernel is inexact'} # by type of device, with half-precision weights
 
@@ -128,19 +128,19 @@ def _known_fault(machine, device, dtype, module):
 def _fault(machine, device, dtype, kind):
     "Why `device` can't compute layers of this `kind` in `dtype`; empty if it can"
     half,what = dtype in half_dtypes,f'{_short(dtype)} {kind.__name__}'
-    with _undisturbed(device):
-        for input_dtype in (torch.float32,dtype) if half else (dtype,):
-            lacks = 'no'
-            try:
+    for input_dtype in (torch.float32,dtype) if half else (dtype,):
+        lacks = 'no'
+        try:
+            with _undisturbed(device):
                 res = machine.forward(kind, device, dtype, input_dtype)
                 if not res.isfinite().all().item(): return f'{what} returns inf or nan'
                 if half and res.dtype not in (torch.float32,dtype): return f'autocast would use {_short(res.dtype)}'
                 lacks = 'no backward pass of'
                 machine.backward(res)
-            except Exception as e: # each backend raises another
-                full = isinstance(e, torch.OutOfMemoryError) or re.search('out of memory|ALLOC_FAILED', str(e))
-                if full: raise # so that `lru_cache` doesn't remember what may be otherwise tomorrow
-                return f'{lacks} {what} on {machine.name(device)}'
+        except Exception as e: # each backend raises another, also where autocast is asked for
+            full = isinstance(e, torch.OutOfMemoryError) or re.search('out of memory|ALLOC_FAILED', str(e))
+            if full: raise # so that `lru_cache` doesn't remember what may be otherwise tomorrow
+            return f'{lacks} {what} on {machine.name(device)}'
     return ''
 
 # %% ../nbs/00a_devices.ipynb #d0a00011

@@ -34,7 +34,7 @@ class StepStats(NamedTuple):
     norms:torch.Tensor # Unscaled norm of each gradient: float64, on the CPU
     culprit:nn.Parameter|None=None # Last parameter whose gradient is not finite, if any
     amax:float|None=None # Largest absolute gradient, unscaled, before clipping; None if not requested or not finite
-    loss_finite:bool=True # Are the losses finite? Gradients may be, where they aren't
+    loss_finite:bool=True # Are the losses of this process finite? Gradients may be, where they aren't
 
 # %% ../nbs/02_grads.ipynb #4c46aa6e
 def prepare_grads(

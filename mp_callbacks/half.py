@@ -312,7 +312,7 @@ class Copies(Way):
         why:str='', # The reason, where there is one
     ):
         super().__init__(why)
-        self.shares = type(self).cast.__qualname__ # ways with the same value share copies of tied weights
+        self.shares = type(self).cast.__qualname__ # ways with the same `cast` share copies of tied weights
 
     def cast(self,
         half, # The `half_precision` of the model
@@ -325,9 +325,9 @@ class Copies(Way):
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns, computed with copies. Other threads wait for it, as they would see the copies."
         if torch.compiler.is_compiling(): return self._traced(half, module, forward, args, kwargs)
-        compute = _functional.get(getattr(forward, 'func', None)) # of a stand-in's partial of the class's own
+        compute = _function_of.get(getattr(forward, 'func', None)) # in a stand-in's partial of the class's own
         if compute and len(args)==1 and not kwargs and {'weight'}<=module._parameters.keys()<={'weight','bias'}:
-            return self._functional(half, module, compute, args[0], forward)
+            return self._by_function(half, module, compute, args[0], forward)
         with half._locks[module]:
             if not torch.is_autocast_enabled(half.device_type) and not _given_half(half, args, kwargs):
                 return forward(*args, **kwargs)
@@ -351,7 +351,7 @@ class Copies(Way):
             if _changed(module, lent): _refuse_changes(half, module, lent)
             return res
 
-    def _functional(self, half, module, compute, x, forward):
+    def _by_function(self, half, module, compute, x, forward):
         "What one of PyTorch's own modules returns: copies are given to its function, and nothing is lent"
         if not torch.is_autocast_enabled(half.device_type) and x.dtype!=half.dtype: return forward(x)
         copies = {name:copy for name,(_,copy) in half._copies(self, module).items()}
@@ -370,7 +370,7 @@ class Copies(Way):
             return forward(*args, **kwargs)
         finally: module._parameters.update({name:p for name,(p,_) in lent.items()})
 
-_functional = { # PyTorch's own `forward` -> the function with its arguments, and other parameters
+_function_of = { # PyTorch's own `forward` -> what it computes, of a module, an input, and parameters
     nn.Linear.forward:    lambda m, x, weight, bias: F.linear(x, weight, bias),
     nn.LayerNorm.forward: lambda m, x, weight, bias: F.layer_norm(x, m.normalized_shape, weight, bias, m.eps),
     nn.GroupNorm.forward: lambda m, x, weight, bias: F.group_norm(x, m.num_groups, weight, bias, m.eps),

@@ -28,7 +28,7 @@ from .checkup import precision_checkup
 def _scale_options(callback):
     "Names of the options of `callback` that are for a loss scale, which bfloat16 doesn't need"
     others = {*signature(PrecisionCallback).parameters, 'flat_master', 'dtype', 'keep'}
-    return [*{*signature(callback).parameters}-others, 'rescue']
+    return [*{*signature(callback).parameters}-others, 'rescue'] # bfloat16 overflows where float32 does
 
 # %% ../nbs/13_learner.ipynb #b17aa64d
 def _with_copies(learn, dtype, keep=(), fp8=None, **options):

@@ -28,7 +28,7 @@ def _culprit(learn, skipped):
     stats = learn.step_stats
     return '' if stats.finite else parameter_name(learn.model, stats.culprit) or '(outside the model)'
 
-log_columns = dict( # the last one that is drawn is on top
+log_columns = dict( # `plot` draws those with a label, from the last one, on top, to the first
     step     = Column(int,   lambda learn,skipped: learn.step_stats.step),
     scale    = Column(float, lambda learn,skipped: learn.step_stats.scale, 'loss scale'),
     norm     = Column(float, lambda learn,skipped: learn.step_stats.norm,  'gradient norm'),
@@ -97,7 +97,7 @@ class PrecisionRecorder(LeanCallback):
     def plot(self,
         axs=None, # Matplotlib axes, one for each panel; None: new ones
     ): # The axes
-        "Plot loss, gradient norm and loss scale (unless it is always 1) over the rows of `log`, and mark skipped steps"
+        "Plot the columns of `log` that have a label (the loss scale unless it is always 1), and mark skipped steps"
         log = self.log
         panels = {name:o.label for name,o in reversed(log_columns.items()) if o.label}
         if (log.scale==1).all(): del panels['scale']

@@ -81,7 +81,7 @@ def test_same_as_the_calls():
     learn = get_learner().to_native_fp16(2.**8, rescue=True, max_skips=9)
     texts,_ = lines(learn.precision_checkup())
     assert texts['Precision']==(f"learn.to_native_fp16: float16 with autocast, clip=None, keep=(), loss scale 256, "
-                                f"at first {learn.mixed_precision.initial}, rescue=True, max_skips=9")
+                                f"at first {learn.mixed_precision.initial}, max_skips=9, rescue=True")
 
 def test_float32():
     texts,todo = lines(get_learner().precision_checkup())

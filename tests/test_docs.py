@@ -288,7 +288,7 @@ def defined(tree):
 
 yours = {'howto/from_other_libraries': ['model','train_dl','valid_dl']} # as the page says
 
-@pytest.mark.parametrize('name', guides)
+@pytest.mark.parametrize('name', nbs)
 def test_names_are_shown(name):
     "Pasted into an interpreter, without the hidden cells, no name is missing"
     tree = ast.parse('\n'.join(o for o in shown(name).splitlines() if not re.match(r'\s*[!%]', o)))
@@ -300,12 +300,12 @@ long = 'tutorials/underflow','howto/fp8' # they train for long, in test_notebook
 @pytest.mark.slow
 @pytest.mark.skipif(support('cpu', torch.bfloat16)=='emulated',
                     reason='half precision is emulated: pages run once, in test_notebooks')
-@pytest.mark.parametrize('name', [o for o in guides if shown(o) and o not in (*yours,*long)])
+@pytest.mark.parametrize('name', [o for o in nbs if shown(o) and o not in (*yours,*long)])
 def test_pasted(name, tmp_path, request):
     "An interpreter runs what readers see of a page, without the hidden cells. Slow cells run in `nbdev-test` only."
     code = '\n'.join(o for o in shown(name, ['slow']).splitlines() if not re.match(r'\s*[!%]', o))
-    if 'fastai' in code: request.getfixturevalue('forked')(code, tmp_path)
-    else: paste(code, tmp_path)
+    run = request.getfixturevalue('forked' if 'fastai' in code else 'forked_plain')
+    run(code, tmp_path)
 
 @pytest.mark.slow
 def test_lightning(tmp_path):

@@ -23,17 +23,19 @@ vocabularies = {'jmp','mpx','emily','fastai16'} # other libraries' names, many o
 blob = f'{cfg.git_url}/blob/{cfg.branch}/' # the repository's files
 # The cell that makes a notebook work in Colab, under `#| hide` and `#| eval: false`. A page links to Colab if its notebook has it.
 install = f'! [ -e /content ] && pip install -Uqq git+{cfg.git_url}'
-# The sidebar: notebooks in nbs/, and files of the repository's root
+# The sidebar: notebooks in nbs/, and files of the repository's root. What a beginner reads comes first, formulas and internals last.
 sidebar = {
     'Home': 'index',
-    'Get started': 'tutorials/get_started howto/which_precision howto/migrate howto/applications tutorials/measure tutorials/your_own_loop',
-    'How-to': 'howto/examples howto/troubleshooting howto/keep howto/recorder_and_report howto/less_memory howto/accumulation_and_clipping '
-              'howto/checkpoints howto/several_gpus howto/other_trainers howto/callbacks howto/fp8 howto/from_other_libraries',
+    'First steps': 'tutorials/get_started howto/which_precision howto/migrate howto/applications tutorials/measure',
+    'How-to': 'howto/examples howto/troubleshooting howto/recorder_and_report howto/checkpoints howto/accumulation_and_clipping '
+              'howto/less_memory howto/keep',
+    'Advanced': 'tutorials/your_own_loop howto/other_trainers howto/from_other_libraries howto/several_gpus howto/callbacks howto/fp8',
     'Concepts': 'explanations/training_step tutorials/underflow howto/results explanations/tested_models explanations/guarantees explanations/comparison '
                 'explanations/presets explanations/scale',
-    'Reference': '13_learner 10b_callback 10a_explain 10_inside 11_recorder 12_doctor 12a_checkup 03_half 02_grads 01_loss_scale 04_functional 06_nonfinite 07_report 08_plan '
-                 '09_fp8 09a_fp8_report 00_dtypes 00a_devices 02a_modules 05_flat 30_demo names.md 20_jmp 21_mpx 22_emily 23_fastai16',
-    'Contributing': 'CONTRIBUTING.md explanations/architecture CHANGELOG.md'}
+    'Reference': '13_learner 12_doctor 12a_checkup 11_recorder 10b_callback 03_half 04_functional 01_loss_scale 02_grads 06_nonfinite 07_report 08_plan '
+                 '09_fp8 09a_fp8_report 00_dtypes 00a_devices 05_flat names.md',
+    "Other libraries' names": '20_jmp 21_mpx 22_emily 23_fastai16',
+    'Contributing': 'CONTRIBUTING.md explanations/architecture 10_inside 10a_explain 02a_modules 30_demo CHANGELOG.md'}
 generated = ['names.md'] # by this script
 root_files = [o for part in sidebar.values() for o in part.split() if o.endswith('.md') and o not in generated]
 
@@ -51,6 +53,7 @@ class GitHub:
     def symbol(self, name, anchors, source): return f'### {name}' + (f' ([source]({source}))' if source else '')
     def code(self, s, summary=None): return f'```python\n{s}\n```'
     def text(self, s): return f'```text\n{s.rstrip()}\n```'
+    def diff(self, s): return f'```diff\n{s}```'
     def html(self, s): return s
     def math(self, s): return f'${s}$'
     def image(self, path, alt): return f'![{alt}]({path})'
@@ -78,14 +81,20 @@ class Site(GitHub):
         res = super().code(s)
         return f'??? example "{summary}"\n\n{indent(res, "    ")}' if summary else res
     def text(self, s):
-        prose = '' if re.search(r'\S {2,}\S', s) else '.prose '
-        return f'``` {{ .text .output .no-copy {prose}}}\n{s.rstrip()}\n```'
+        "Paragraphs with columns apart from those of sentences, which wrap"
+        parts = groupby(s.rstrip().split('\n\n'), key=lambda o: '' if re.search(r'\S {2,}\S', o) else '.prose ')
+        return '\n\n'.join('``` { .text .output .no-copy '+prose+'}\n'+'\n\n'.join(o)+'\n```' for prose,o in parts)
+    def diff(self, s):
+        "With what it leads to, to copy, after a click"
+        new = '\n'.join(o[1:] for o in s.splitlines() if o[:1]!='-')
+        return f'``` {{ .diff .no-copy }}\n{s}```\n\n{self.code(new, "The new code, to copy")}'
     def html(self, s): return f'<div class="output">{s}</div>'
     def math(self, s): return mathml(s)
     def image(self, path, alt): return f'<figure markdown="span">\n![{alt}]({path})\n</figure>'
 
 _callout = re.compile(r'^::: *\{\.callout-(\w+)\} *\n(.*?)^::: *$', re.M|re.S)
 _alert   = re.compile(r'^> \[!(\w+)\] *\n((?:^>.*\n?)+)', re.M)
+_diff    = re.compile(r'^```diff\n(.*?)^```', re.M|re.S)
 _link    = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|\]\((?P<url>[^)\s]+)', re.M|re.S)
 _math    = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|(?<![\\\w$])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?!\d)', re.M|re.S)
 
@@ -108,7 +117,8 @@ def to_dialect(s, d, names=()):
     s = _callout.sub(lambda m: d.callout(m[1], m[2].strip()), s)
     s = _alert.sub(lambda m: d.callout(m[1].lower(), re.sub('(?m)^> ?', '', m[2]).strip())+'\n', s)
     s = _link.sub(lambda m: m[0] if m['code'] else f']({d.link(m["url"])}', s)
-    return _math.sub(lambda m: m[0] if m['code'] else d.math(m['inline']), s)
+    s = _math.sub(lambda m: m[0] if m['code'] else d.math(m['inline']), s)
+    return _diff.sub(lambda m: d.diff(m[1]), s)
 
 # --- Documentation of a symbol
 
@@ -263,15 +273,20 @@ def convert_file(fn, d):
 def first_sentence(doc): return re.split(r'(?<=[.?!])\s|\n\n', ' '.join(doc.split(' ')), maxsplit=1)[0].replace('\n', ' ')
 
 def name_index(d):
-    "Title, description and Markdown of the page with all public names, in the order of the modules"
-    res = []
-    for mod in (o for o in import_module(f'{cfg.lib_path.name}._modidx').d['syms'] if o.split('.')[-1] not in vocabularies):
-        module,name = import_module(mod),mod.split('.')[-1]
+    "Title, description and Markdown of the page with all public names, module by module: those of users first, then internals"
+    modidx = import_module(f'{cfg.lib_path.name}._modidx').d['syms']
+    internals = {re.sub(r'^\d+[a-z]?_', '', o) for o in sidebar['Contributing'].split()}
+    names = [o.split('.')[-1] for o in modidx]
+    res = ['The names that a user needs. Those at the end hold the package together, and may change in any version.']
+    for name in sorted({*names}-vocabularies, key=lambda o: (o in internals, names.index(o))):
+        mod = f'{cfg.lib_path.name}.{name}'
+        module = import_module(mod)
         values = {o: getattr(module, o) for o in getattr(module, '__all__', ())}
         docs = {k: first_sentence(inspect.getdoc(v)).replace('|', r'\|') for k,v in values.items()
                 if getattr(v, '__module__', None)==mod and inspect.getdoc(v)}
         rows = [f'| `{k}` | {v} |' for k,v in docs.items()]
-        if rows: res.append('\n'.join([f'## {name}', '', '| name | what it is |', '|---|---|', *(to_dialect(o, d) for o in rows)]))
+        head = f'## {name}'+' (internal)'*(name in internals)
+        if rows: res.append('\n'.join([head, '', '| name | what it is |', '|---|---|', *(to_dialect(o, d) for o in rows)]))
     return 'All names','What the package defines, module by module','\n\n'.join(res)+'\n'
 
 # --- The two commands

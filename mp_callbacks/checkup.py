@@ -49,7 +49,7 @@ class Checkup(NamedTuple):
     def __str__(self):
         rows = [(o.title,o.text) for o in self.lines]+[('', f'Each line is explained at {page}')]
         def _fill(title, text):
-            return fill(text, 100, initial_indent=f'{title:<11}', subsequent_indent=' '*11, break_long_words=False,
+            return fill(text, 95, initial_indent=f'{title:<11}', subsequent_indent=' '*11, break_long_words=False,
                         break_on_hyphens=False)
         return '\n'.join(_fill(*o) for o in rows)
 

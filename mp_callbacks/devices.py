@@ -115,7 +115,7 @@ def pretend(
     try: yield machine
     finally: _machine = before
 
-# %% ../nbs/00a_devices.ipynb #d0a00026
+# %% ../nbs/00a_devices.ipynb #b1a485dc
 def _short(dtype): return str(dtype).removeprefix('torch.')
 
 def _known_fault(machine, device, dtype, module):

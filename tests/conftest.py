@@ -41,4 +41,11 @@ def seed():
 def forked():
     "Run code in a fork of an interpreter that has imported fastai, see `interpreters.forking`"
     from interpreters import forking
-    with forking() as run: yield run
+    fastai = 'fastai.tabular.all,fastai.text.all,fastai.vision.all'
+    with forking(f'{fastai},mp_callbacks.all,torch._dynamo') as run: yield run
+
+@pytest.fixture(scope='module')
+def forked_plain():
+    "As `forked`, without fastai"
+    from interpreters import forking
+    with forking('matplotlib.pyplot,pandas,torch._dynamo') as run: yield run

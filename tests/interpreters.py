@@ -13,12 +13,11 @@ def paste(code, folder):
     assert res.returncode==0, res.stderr[-2000:]
     return res.stdout
 
-# An interpreter that has imported fastai, which takes longer than most pages, and forks for each folder that it reads
-# from stdin. The fork runs page.py there, in a `__main__` of its own, and writes what is printed to `out`
-# and `errors`.
+# An interpreter that has imported what takes longer than most pages, and forks for each folder that it reads from
+# stdin. The fork runs page.py there, in a `__main__` of its own, and writes what is printed to `out` and `errors`.
 forks = """
 import os,signal,sys,traceback,types
-import fastai.tabular.all,fastai.text.all,fastai.vision.all,mp_callbacks.all
+import {imports}
 for folder in sys.stdin:
     if not (pid := os.fork()):
         signal.alarm(300)
@@ -36,13 +35,15 @@ for folder in sys.stdin:
 """
 
 @contextmanager
-def forking():
-    "A function as `paste`, for code that imports fastai"
+def forking(
+    imports, # Modules that are there already, separated by commas
+):
+    "A function as `paste`, which takes less time"
     if not hasattr(os, 'fork'):
         yield paste
         return
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-    with subprocess.Popen([*python, forks], **pipes) as process:
+    with subprocess.Popen([*python, forks.format(imports=imports)], **pipes) as process:
         def _run(code, folder):
             (folder/'page.py').write_text(code)
             print(folder, file=process.stdin, flush=True)

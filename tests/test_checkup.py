@@ -254,7 +254,7 @@ def test_text():
     "Short lines, in columns; HTML is escaped"
     report = Checkup((Line('Machine', 'a<b '*60, 'Machine'),Line('To do', 'Nothing to do.', 'Nothing to do')))
     rows = str(report).splitlines()
-    assert max(map(len, rows))<=100 and rows[0].startswith('Machine    a<b') and rows[1].startswith(' '*11+'a<b')
+    assert max(map(len, rows))<=95 and rows[0].startswith('Machine    a<b') and rows[1].startswith(' '*11+'a<b')
     assert checkup.page in rows[-1] and rows[-2]=='To do      Nothing to do.' and repr(report)==str(report)
     assert 'a&lt;b' in report._repr_html_() and '<b ' not in report._repr_html_()
 

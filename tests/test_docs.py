@@ -64,8 +64,22 @@ def test_folded_code():
     assert site.code('x = 1', 'Data')=='??? example "Data"\n\n    ```python\n    x = 1\n    ```'
     assert site.code('x = 1')==github.code('x = 1', 'Data')=='```python\nx = 1\n```'
 
+def test_diffs():
+    "The site has what a diff leads to, without signs"
+    diff = '```diff\n-a = 1\n+a = 2\n\n for b in c:\n+    b\n```'
+    assert pages.to_dialect(diff, github)==diff
+    new = pages.to_dialect(diff, site).partition('??? example')[2]
+    assert new.splitlines()[2:]==['    ```python','    a = 2','','    for b in c:','        b','    ```']
+
+def test_names_of_users_come_first():
+    heads = re.findall('^## (.*)', pages.name_index(site)[2], re.M)
+    assert {'half','callback'}<={*heads} and {'inside (internal)','explain (internal)'}<={*heads}
+    assert [o.endswith(' (internal)') for o in heads]==sorted(o.endswith(' (internal)') for o in heads)
+
 def test_prose_and_columns():
-    "Sentences wrap on a narrow screen, columns don't"
+    "Sentences wrap on a narrow screen, columns don't, also if they are printed together"
+    both = site.text('Two rows:\n\na    b\n1    2\n\nSo it is.\n\nReally.')
+    assert ['.prose' in o for o in re.findall('^``` {.*', both, re.M)]==[True,False,True] and 'is.\n\nReally' in both
     assert '.prose' in site.text('No step was skipped. The loss\nscale was 1.')
     assert '.prose' not in site.text('a    b\n1    2')
     assert '.prose' not in github.text('A sentence.')
@@ -109,9 +123,10 @@ def test_outputs():
 def test_navigation():
     found = [o for part in pages.sidebar.values() for o in part.split()]
     nav = pages.navigation(sorted(found))
-    about = ['CONTRIBUTING.md', 'explanations/architecture.md', 'CHANGELOG.md']
-    assert [*nav[0].items(), list(nav[-1].items())[0]]==[('Home', 'index.md'), ('Contributing', about)]
-    assert nav[3]['Concepts'][0]=='explanations/training_step.md' and len(nav[2]['How-to'])<=12
+    parts = {k:v for part in nav for k,v in part.items()}
+    assert parts['Home']=='index.md' and max(len(parts[o]) for o in ('First steps','How-to','Advanced'))<=7
+    assert parts['Concepts'][0]=='explanations/training_step.md' and parts['Reference'][0]=='learner.md'
+    assert {'inside.md','explain.md','modules.md'}<={*parts['Contributing']}
     for names,match in (([*found, 'somewhere/x'], 'somewhere/x: not in the sidebar. Add it'),
                         ([o for o in found if o!='03_half'], '03_half: in `sidebar`.* no such file')):
         with pytest.raises(SystemExit, match=match): pages.navigation(names)
@@ -288,7 +303,7 @@ def defined(tree):
 
 yours = {'howto/from_other_libraries': ['model','train_dl','valid_dl']} # as the page says
 
-@pytest.mark.parametrize('name', guides)
+@pytest.mark.parametrize('name', nbs)
 def test_names_are_shown(name):
     "Pasted into an interpreter, without the hidden cells, no name is missing"
     tree = ast.parse('\n'.join(o for o in shown(name).splitlines() if not re.match(r'\s*[!%]', o)))
@@ -300,12 +315,12 @@ long = 'tutorials/underflow','howto/fp8' # they train for long, in test_notebook
 @pytest.mark.slow
 @pytest.mark.skipif(support('cpu', torch.bfloat16)=='emulated',
                     reason='half precision is emulated: pages run once, in test_notebooks')
-@pytest.mark.parametrize('name', [o for o in guides if shown(o) and o not in (*yours,*long)])
+@pytest.mark.parametrize('name', [o for o in nbs if shown(o) and o not in (*yours,*long)])
 def test_pasted(name, tmp_path, request):
     "An interpreter runs what readers see of a page, without the hidden cells. Slow cells run in `nbdev-test` only."
     code = '\n'.join(o for o in shown(name, ['slow']).splitlines() if not re.match(r'\s*[!%]', o))
-    if 'fastai' in code: request.getfixturevalue('forked')(code, tmp_path)
-    else: paste(code, tmp_path)
+    run = request.getfixturevalue('forked' if 'fastai' in code else 'forked_plain')
+    run(code, tmp_path)
 
 @pytest.mark.slow
 def test_lightning(tmp_path):

@@ -1,9 +1,8 @@
-"""The test cells of each notebook, run against the package as it is installed
+"""The cells of tutorials, how-tos and concepts, and the tests in them
 
-`nbdev-test` runs a notebook with the definitions that it makes itself. Here its `#| export` cells are left out, and
-what its module exports stands in for them: this is what users get, and pickling and `__module__` are real. The file
-takes long because the pages train models."""
-import os,re
+`nbdev-test` runs the numbered notebooks, and test_docs pastes what they show. The file takes long because the pages
+train models."""
+import os
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from multiprocessing import get_context
@@ -11,13 +10,11 @@ from pathlib import Path
 
 import pytest,torch
 from execnb.shell import CaptureShell
-from fastcore.nbio import read_nb
 from nbdev.config import get_config
 from nbdev.doclinks import nbglob
 from nbdev.test import nb_test_cells
 
 cfg = get_config(Path(__file__).parent)
-exports = {'export', 'exports', 'exporti', 'exportd'}
 
 def name(fn): return fn.relative_to(cfg.nbs_path).with_suffix('').as_posix()
 
@@ -29,10 +26,6 @@ def run(fn, flags):
     os.chdir(fn.parent)
     shell = CaptureShell(fn, profile=False)
     for cell in nb_test_cells(fn, cfg.tst_flags, flags):
-        if mod := cell.directives_.get('default_exp'):
-            ns = vars(import_module(f'{cfg.lib_path.name}.{mod}'))
-            shell.user_ns.update({k: v for k,v in ns.items() if not k.startswith('__')})
-        if exports & cell.directives_.keys(): continue
         saved,cell.outputs = shows(cell.outputs),[]
         shell.cell(cell)
         where = f'{name(fn)}, cell {cell.id}:'
@@ -40,14 +33,11 @@ def run(fn, flags):
         if unsaved: return f'{where} its output is not saved\n{cell.source}'
         if shell.exc: return f'{where}\n{cell.source}\n\n{shell.prettytb(fname=fn)}'
 
-def run_alone(kind, *args):
+def run_alone(*args):
     "`run`, in a process of its own: what a page leaves in its libraries, such as Accelerate's state, meets no other"
-    for o in imported[kind]: import_module(o)
+    for o in ('fastai.tabular.all','fastai.text.all','fastai.vision.all'): import_module(o) # before it forks
     forks = hasattr(os, 'fork') and not torch.cuda.is_available() # a fork can't use a GPU
     return in_process('fork' if forks else 'spawn', run, *args)
-
-# what a process imports before it forks; importing fastai changes tensors for what follows
-imported = dict(plain=['torch'], fastai=['fastai.tabular.all','fastai.text.all','fastai.vision.all'])
 
 def in_process(start, f, *args):
     with ProcessPoolExecutor(1, get_context(start)) as pool:
@@ -56,23 +46,13 @@ def in_process(start, f, *args):
         return res
 
 @pytest.fixture(scope='module')
-def pools():
-    "A process that forks for notebooks without fastai, and one for the others"
-    with ProcessPoolExecutor(1, get_context('spawn')) as plain, ProcessPoolExecutor(1, get_context('spawn')) as fastai:
-        yield dict(plain=plain, fastai=fastai)
-
-def process(fn):
-    "Notebooks numbered below 10 import fastai only where they say so, all others do"
-    imports = re.compile(r'^\s*(from|import) fastai\b', re.M)
-    codes = [o.source for o in read_nb(fn).cells if o.cell_type=='code']
-    return 'fastai' if fn.name[0]!='0' or any(map(imports.search, codes)) else 'plain'
+def pool():
+    "A process that forks for notebooks"
+    with ProcessPoolExecutor(1, get_context('spawn')) as res: yield res
 
 def case(fn): return pytest.param(fn, id=name(fn))
 
-@pytest.mark.slow # `make test` runs the cells of the numbered ones by `nbdev-test`
-@pytest.mark.parametrize('fn', [*map(case, sorted(nbglob(cfg.nbs_path, as_path=True)))])
-def test_notebook(fn, flags, pools):
-    if fn.parent==cfg.nbs_path: flags = {*flags}-{'slow'} # `nbdev-test` runs their slow cells
-    kind = process(fn)
-    error = pools[kind].submit(run_alone, kind, fn, flags).result()
-    if error: pytest.fail(error, pytrace=False)
+@pytest.mark.slow
+@pytest.mark.parametrize('fn', [case(o) for o in sorted(nbglob(cfg.nbs_path, as_path=True)) if o.parent!=cfg.nbs_path])
+def test_notebook(fn, flags, pool):
+    if error := pool.submit(run_alone, fn, flags).result(): pytest.fail(error, pytrace=False)

@@ -75,17 +75,22 @@ look = """async () => {
         for (let p = o.parentElement; p; p = p.parentElement)
             if (getComputedStyle(p).overflowX=='auto') p.scrollLeft = 1e6
         return o.getBoundingClientRect().right <= wide+1 }
+    const all = [...article.querySelectorAll('*')], text = o => o.textContent.trim().slice(0, 60)
+    const does = (o, ...what) => what.includes(getComputedStyle(o).overflowX)
+    const wider = o => o.scrollWidth > o.clientWidth+1
     const longest = o => o.textContent.split('\\n').sort((a,b) => b.length-a.length)[0]
     return {
         scrolls: document.documentElement.scrollWidth > wide,
         images:  images.filter(o => !o.naturalWidth || !o.alt.trim()).map(o => o.src),
-        tables:  [...article.querySelectorAll('table')].filter(o => !reachable(o)).map(o => o.textContent.slice(0, 60)),
-        code:    [...article.querySelectorAll('.highlight:not(.output) pre > code')].filter(
-                     o => o.scrollWidth > o.clientWidth+1).map(longest),
-        others:  [...article.querySelectorAll('*')].filter(o =>
-                     ['auto', 'scroll'].includes(getComputedStyle(o).overflowX) && o.scrollWidth > o.clientWidth+1 &&
-                     !o.closest('.highlight:not(.prose)') && !o.closest('table') && !o.querySelector('table')
-                 ).map(o => o.textContent.trim().slice(0, 60))} }"""
+        cut:     all.filter(o => does(o, 'hidden', 'clip') && wider(o) && o.clientWidth > 2).map(text),
+        hints:   all.filter(o => does(o, 'auto', 'scroll') && wider(o) &&
+                     getComputedStyle(o).backgroundImage=='none').map(text),
+        narrow:  [...article.querySelectorAll('td:last-child')].filter(o =>
+                     !o.closest('.output') && o.textContent.trim().length > 40 && o.clientWidth < 100).map(text),
+        tables:  [...article.querySelectorAll('table')].filter(o => !reachable(o)).map(text),
+        code:    [...article.querySelectorAll('.highlight:not(.output) pre > code')].filter(wider).map(longest),
+        others:  all.filter(o => does(o, 'auto', 'scroll') && wider(o) && !o.closest('.highlight:not(.prose)') &&
+                     !o.closest('table') && !o.querySelector('table')).map(text)} }"""
 
 widths = [390, 768, 1280, 1600]
 
@@ -112,6 +117,9 @@ looked_for = dict(
     errors  = ([390, 768], 'errors in the console'), # those of all widths
     images  = ([390],  'images that do not load or have no alternative text'),
     scrolls = (widths, 'pages that scroll sideways'),
+    cut     = (widths, 'what is wider than its box, which hides the rest'),
+    hints   = (widths, 'what scrolls sideways in a page, and does not show it by a shadow'),
+    narrow  = ([390],  'sentences in a column of some letters'),
     tables  = (widths, 'tables with a part that cannot be reached'),
     others  = (widths, 'what scrolls sideways in a page, and is neither code nor a table'),
     code    = ([1600], 'lines of code that are cut, where they should have at most 100 columns'))
@@ -155,7 +163,11 @@ def test_menu(new_tab):
     ('inference', 'explanations/training_step'), ('predict', 'explanations/training_step'),
     ('how does it work', 'explanations/training_step'), ('mixed precision explained', 'explanations/training_step'),
     ('loss scale', 'loss_scale'), ('memory', 'howto/less_memory'), ('benchmark', 'tutorials/measure'),
-    ('Trainer', 'howto/other_trainers'), ('rescue', 'callback'), ('fp8', 'fp8'), ('thread', 'half')])
+    ('Trainer', 'howto/other_trainers'), ('rescue', 'callback'), ('fp8', 'fp8'), ('thread', 'half'),
+    ('laptop', 'howto/which_precision'), ('Hugging Face', 'howto/examples'), ('huggingface', 'howto/other_trainers'),
+    ('early stopping', 'howto/examples'), ('custom loss scale', 'howto/examples'), ('TorchScript', 'howto/examples'),
+    ('ONNX', 'howto/examples'), ('wandb', 'howto/examples'), ('TensorBoard', 'howto/examples'),
+    ('resume', 'howto/checkpoints'), ('checkup', 'checkup')])
 def test_search(words, page, new_tab):
     "The first ten results have the page that answers"
     tab,errors = new_tab()

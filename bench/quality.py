@@ -209,16 +209,16 @@ def ours(precision): return Variant('ours', 'fastai', precision)
 def of_fastai(precision): return Variant('fastai', 'fastai', precision)
 
 ways = {
-    of_fastai('fp32'):          noop,
-    of_fastai('fp32, nudged'):  nudge,
-    ours('bf16'):               Learner.to_bf16,
+    of_fastai('fp32'):             noop,
+    of_fastai('fp32, nudged'):     nudge,
+    ours('bf16'):                  Learner.to_bf16,
     ours('bf16, embeddings kept'): partial(Learner.to_bf16, keep=nn.Embedding),
-    ours('autocast-bf16'):      Learner.to_native_bf16,
-    of_fastai('autocast-bf16'): theirs('bf16'),
-    ours('fp16'):               Learner.to_fp16,
-    ours('autocast-fp16'):      Learner.to_native_fp16,
-    of_fastai('autocast-fp16'): theirs('fp16'),
-    ours('fp8-tensorwise'):     to_fp8}
+    ours('autocast-bf16'):         Learner.to_native_bf16,
+    of_fastai('autocast-bf16'):    theirs('bf16'),
+    ours('fp16'):                  Learner.to_fp16,
+    ours('autocast-fp16'):         Learner.to_native_fp16,
+    of_fastai('autocast-fp16'):    theirs('fp16'),
+    ours('fp8-tensorwise'):        to_fp8}
 
 def has(model, *kinds): return any(isinstance(m, kinds) for m in model.modules())
 
@@ -237,12 +237,10 @@ def fits(v, learn):
 # --- Measurement
 
 class Skips(Callback):
-    "How many steps of training the optimizer didn't make"
-    order = 100
-    def __init__(self): self.batches = self.made = 0
-    def after_step(self): self.made += 1
-    def after_batch(self): self.batches += self.training
-    skipped = property(lambda self: self.batches-self.made)
+    "How many steps there were, and how many of them were skipped"
+    def __init__(self): self.steps = self.skipped = 0
+    def after_step(self): self.steps += 1 # also of a skipped one
+    def after_cancel_step(self): self.skipped += 1
 
 def train(task, v, learn, epochs):
     "Rows of (metric, value, note)"
@@ -257,7 +255,7 @@ def train(task, v, learn, epochs):
     yield 'loss',loss,''
     yield 'metric',metric,learn.metrics[0].name
     yield 'loss in float32',of_weights,'' # of the same weights
-    yield 'skipped',skips.skipped,f'of {skips.batches} steps'
+    yield 'skipped',skips.skipped,f'of {skips.steps} steps'
 
 def close_autocast(learn):
     "After an exception fastai's callback would leave it open, and no later run would learn"
@@ -299,9 +297,10 @@ def main():
         for (name,seed),future in futures.items(): results.measure('quality', name, seed, result(future))
     df = results.read()
     df = df[df.case.isin(args.tasks)]
-    res = compare(df)
-    forest(res).savefig(results.path.with_suffix('.png'), dpi=150)
-    columns = 'float32 sd mean difference low high p failed verdict'.split()
-    results.write('Does it learn as well?', [markdown(res[columns])], of='all seeds', kind='means')
+    forest(compare(df)).savefig(results.path.with_suffix('.png'), dpi=150)
+    columns,text = 'float32 sd mean difference low high p failed verdict'.split(),[]
+    for metric,title in dict(loss='Validation loss', metric='Metric').items():
+        text += [f'\n## {title}\n', markdown(compare(df, metric)[columns])]
+    results.write('Does it learn as well?', text, of='all seeds', kind='means')
 
 if __name__=='__main__': main()

@@ -29,8 +29,8 @@ sidebar = {
     'Get started': 'tutorials/get_started howto/which_precision howto/applications tutorials/measure tutorials/your_own_loop',
     'How-to': 'howto/troubleshooting howto/keep howto/recorder_and_report howto/less_memory howto/accumulation_and_clipping '
               'howto/checkpoints howto/several_gpus howto/other_trainers howto/callbacks howto/fp8 howto/migrate howto/from_other_libraries',
-    'Concepts': 'explanations/training_step tutorials/underflow howto/results explanations/tested_models explanations/guarantees explanations/comparison '
-                'explanations/presets explanations/scale',
+    'Concepts': 'explanations/training_step tutorials/underflow howto/results explanations/quality explanations/tested_models explanations/guarantees '
+                'explanations/comparison explanations/presets explanations/scale',
     'Reference': '13_learner 10b_callback 10a_explain 10_inside 11_recorder 12_doctor 03_half 02_grads 01_loss_scale 04_functional 06_nonfinite 07_report 08_plan '
                  '09_fp8 09a_fp8_report 00_dtypes 00a_devices 02a_modules 05_flat 30_demo names.md 20_jmp 21_mpx 22_emily 23_fastai16',
     'Contributing': 'CONTRIBUTING.md explanations/architecture CHANGELOG.md'}

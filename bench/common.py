@@ -115,7 +115,8 @@ def arguments(doc):
 
 def start(p, name):
     "Parse, and open the results: arguments, device, `Results`"
-    args,dev = p.parse_args(),'cuda' if torch.cuda.is_available() else 'cpu'
+    args = p.parse_args()
+    dev = getattr(args, 'device', None) or ('cuda' if torch.cuda.is_available() else 'cpu')
     if threads := args.threads or args.tiny: torch.set_num_threads(int(threads))
     out = Path(args.out or (tempfile.mkdtemp() if args.tiny else Path(__file__).parent/'results'))
     return args,dev,Results(out/f'{name.format(dev=dev)}{"_tiny"*args.tiny}.csv')
@@ -179,10 +180,10 @@ class Results:
         df = self._read()
         return (df.metric.eq('done') & df[self.keys].astype(str).eq([*map(str, group)]).all(axis=1)).any()
 
-    def write(self, name, text, of='turns in one run'):
-        "The commands, machines and versions, and below them `text` with medians `of` something, as Markdown"
+    def write(self, name, text, of='turns in one run', kind='medians'):
+        "Commands, machines and versions, and below them `text` with a `kind` of averages `of` something, as Markdown"
         about = [o.replace('# ', '- ', 1) for o in self.path.read_text().splitlines() if o.startswith('# ')]
-        what = f'Every measurement is in {self.path.name}. The tables show medians of {of}.'
+        what = f'Every measurement is in {self.path.name}. The tables show {kind} of {of}.'
         self.path.with_suffix('.md').write_text('\n'.join([f'# {name}\n', *about, f'\n{what}\n', *text]))
         print(self.path.with_suffix('.md'))
 

@@ -30,8 +30,8 @@ sidebar = {
     'How-to': 'howto/examples howto/troubleshooting howto/recorder_and_report howto/checkpoints howto/accumulation_and_clipping '
               'howto/less_memory howto/keep',
     'Advanced': 'tutorials/your_own_loop howto/other_trainers howto/from_other_libraries howto/several_gpus howto/callbacks howto/fp8',
-    'Concepts': 'explanations/training_step tutorials/underflow howto/results explanations/tested_models explanations/guarantees explanations/comparison '
-                'explanations/presets explanations/scale',
+    'Concepts': 'explanations/training_step tutorials/underflow howto/results explanations/quality explanations/tested_models explanations/guarantees '
+                'explanations/comparison explanations/presets explanations/scale',
     'Reference': '13_learner 12_doctor 12a_checkup 11_recorder 10b_callback 03_half 04_functional 01_loss_scale 02_grads 06_nonfinite 07_report 08_plan '
                  '09_fp8 09a_fp8_report 00_dtypes 00a_devices 05_flat names.md',
     "Other libraries' names": '20_jmp 21_mpx 22_emily 23_fastai16',

@@ -80,6 +80,18 @@ def test_families(tmp_path):
     assert '| copies |' in path.with_suffix('.md').read_text()
 
 @pytest.mark.slow
+def test_quality(tmp_path):
+    "A model with embeddings in each precision, with two seeds; a second run measures the seed that is missing"
+    path,found = run('quality', tmp_path, '--tasks', 'diabetes', '--seeds', '2', '--device', 'cpu')
+    assert [o for o in found if failed(o)]==[]
+    losses = [(o['loop'],o['precision'],o['size']) for o in found if o['metric']=='loss']
+    assert len(losses)==len({*losses})==2*10
+    assert '| diabetes | to_bf16(keep=nn.Embedding) |' in path.with_suffix('.md').read_text()
+    assert path.with_suffix('.png').exists()
+    _,more = run('quality', tmp_path, '--tasks', 'diabetes', '--seeds', '3', '--device', 'cpu')
+    assert more[:len(found)]==found and {o['size'] for o in more[len(found):]}=={'2'}
+
+@pytest.mark.slow
 def test_fp8(tmp_path):
     "All parts, emulated; and what needs a GPU says so"
     path,found = run('fp8', tmp_path)
@@ -119,12 +131,25 @@ def in_bench(monkeypatch):
     torch.set_num_threads(threads)
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['train','step','compare'])
+def test_quality_of_bad_runs(in_bench, monkeypatch):
+    "Skipped steps are counted, and a run that ends in nan is a failure"
+    import quality
+    v = quality.ours('autocast-fp16')
+    monkeypatch.setattr(quality, 'ways', {v: lambda learn: learn.to_native_fp16(2.**24)})
+    found = {metric:(value,note) for _,_,metric,value,note in quality.run('wine', 0, 'cpu', 4)}
+    assert 0<found['skipped'][0]<28 and found['skipped'][1]=='of 28 steps'
+    monkeypatch.setattr(quality, 'ways', {quality.of_fastai('fp32'): lambda learn: None})
+    monkeypatch.setitem(quality.tasks, 'wine', quality.tasks['wine']._replace(lr=float('inf')))
+    (_,_,metric,_,note), = quality.run('wine', 0, 'cpu', 1)
+    assert metric=='error' and 'FloatingPointError' in note
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['train','step','compare','quality'])
 def test_tables_are_of_the_csv(name, tmp_path, monkeypatch, in_bench):
     "What is committed as a table is what the script makes of the csv file beside it"
     csv,md = [bench/f'results/{name}_cpu.{o}' for o in ('csv','md')]
     (tmp_path/csv.name).write_text(csv.read_text())
-    nothing = dict(step=['--tensors', '--elements']).get(name, ['--only'])
+    nothing = dict(step=['--tensors', '--elements'], quality=['--device', 'cpu']).get(name, ['--only'])
     monkeypatch.setattr(sys, 'argv', [str(bench/f'{name}.py'), '--out', str(tmp_path), *nothing])
     runpy.run_path(sys.argv[0], run_name='__main__')
     assert (tmp_path/md.name).read_text()==md.read_text() and (tmp_path/csv.name).read_text()==csv.read_text()

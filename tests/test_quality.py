@@ -156,4 +156,4 @@ def test_short_steps():
     us = host[host.metric=='step_us'].groupby(['case','loop','precision']).value.median()
     for case in ('vit','gpt'):
         for half in ('fp16','bf16'): assert us[case,'ours',f'autocast-{half}']<us[case,'ours',half]
-    assert 'small batches on a GPU, which waits for [the host]' in text('howto/which_precision')
+    assert 'small batches on a GPU, which waits for [the host]' in text('which_precision')

@@ -17,7 +17,7 @@ from .modules import named_modules,no_collectives,parameter_name,remember_buffer
 from .modules import several_ranks,training_group,unchanged,unwrap
 from .half import half_precision
 from .nonfinite import Finding,count_nonfinite,diagnose,outermost
-from .inside import cancels
+from .inside import autocast_closed,cancels
 
 # %% ../nbs/10a_explain.ipynb #50ec3f54
 @contextmanager
@@ -52,7 +52,7 @@ def loss_again(
     model and loss function are the same afterwards."""
     modules = loss_modules(learn)
     buffers = remember_buffers(modules)
-    with unchanged(unwrap(learn.model), others=modules):
+    with unchanged(unwrap(learn.model), others=modules),autocast_closed(learn):
         def _compute():
             restore_buffers(buffers) # half precision may have left nan there
             learn.pred = unwrap(learn.model)(*learn.xb)

@@ -6,7 +6,7 @@ Docs: https://example.github.io/mp_callbacks/inside.html.md"""
 
 # %% auto #0
 __all__ = ['cancels', 'look_name', 'is_fastai_precision', 'LeanCallback', 'reset_state', 'is_look', 'keep_quiet',
-           'training_batches', 'keep_average', 'add_columns', 'first_hypers']
+           'autocast_closed', 'training_batches', 'keep_average', 'add_columns', 'first_hypers']
 
 # %% ../nbs/10_inside.ipynb #abb3314b
 import math,sys,torch
@@ -66,6 +66,17 @@ def keep_quiet(
     for cb in learn.cbs:
         if cb.name=='recorder': cb.run_train = False
         if cb.name=='distributed_trainer': cb.run = False # it waits for the other processes
+
+@contextmanager
+def autocast_closed(
+    learn, # `Learner` after the loss of a batch
+):
+    "Inside a `with`, fastai's `MixedPrecision` does nothing: at another `after_loss` it would close autocast again"
+    cbs = [cb for cb in learn.cbs if cb.run and isinstance(cb, fastai.callback.fp16.MixedPrecision)]
+    for cb in cbs: cb.run = False
+    try: yield
+    finally:
+        for cb in cbs: cb.run = True
 
 def training_batches(
     learn, # `Learner`

@@ -2,6 +2,7 @@
 import random
 
 import numpy as np,pytest
+from fastai.callback.fp16 import MixedPrecision as FastaiPrecision
 from fastai.callback.rnn import rnn_cbs
 from fastai.callback.tensorboard import TensorBoardCallback
 from fastai.callback.tracker import *
@@ -445,3 +446,11 @@ def test_progress(look, capsys, monkeypatch):
     assert capsys.readouterr().out==''
     looks[look](learn)
     assert 'bfloat16, keep=()' in capsys.readouterr().out
+
+def test_autocast_of_fastai():
+    "fastai's own callback closes its autocast after a loss; that of a look, which it hasn't opened, it doesn't close"
+    learn = get_learner(cbs=FastaiPrecision())
+    assert learn.find_nonfinite().where=='nothing' and learn.mixed_precision.run
+    nested = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    assert nested==1 # before it was raised here: 0

@@ -54,6 +54,7 @@ def new_tab(url):
         for o in chrome.contexts: o.close()
         size,errors = dict(width=width, height=900),[]
         tab = chrome.new_page(base_url=url, viewport=size, is_mobile=width<600, **kwargs)
+        tab.set_default_timeout(120_000) # milliseconds, as the machine may have other work
         tab.on('pageerror', lambda o: errors.append(o.message))
         tab.on('console', lambda o: o.type in ('error', 'warning', 'assert') and errors.append(o.text))
         tab.on('requestfailed', lambda o: o.failure!='net::ERR_ABORTED' and errors.append(f'{o.url}: {o.failure}'))

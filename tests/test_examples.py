@@ -112,8 +112,9 @@ def in_two(name, folder):
 @pytest.mark.slow
 def test_own_data(tmp_path):
     out = in_two('own_data', tmp_path)
-    assert sorted(out[:2])==['process 0 of 2 has 899 items', 'process 1 of 2 has 898 items']
-    acc,same = re.fullmatch(r'accuracy (.*), weights are equal: (.*)', out[2]).groups()
+    result,*items = sorted(out) # each process prints when it likes
+    assert items==['process 0 of 2 has 899 items', 'process 1 of 2 has 898 items']
+    acc,same = re.fullmatch(r'accuracy (.*), weights are equal: (.*)', result).groups()
     assert float(acc)>.8 and same=='True'
     assert (tmp_path/'models/digits.pth').exists()
 

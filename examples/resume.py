@@ -7,12 +7,11 @@ from sklearn.datasets import load_digits
 from mp_callbacks.all import *
 
 class Resumable(Callback):
-    "Save the run to `file` every `every` batches, and go on from there if the file exists"
+    "Save the run to `file` every `every` batches, and go on from there if it exists. Load no file of others like this."
     order = -100 # so that other callbacks don't see the batches that are passed over
     def __init__(self, file, every=10):
         self.file,self.every = Path(file),every
-        own = self.file.exists() # load no file of others like this
-        self.saved = torch.load(file, map_location='cpu', weights_only=False) if own else {}
+        self.saved = torch.load(file, map_location='cpu', weights_only=False) if self.file.exists() else {}
         self.at = self.saved.get('at', (0,0))
     def trackers(self): return [cb for cb in self.learn.cbs if isinstance(cb, TrackerCallback)]
     def before_epoch(self):
@@ -34,7 +33,9 @@ class Resumable(Callback):
         state = dict(model=self.model.state_dict(), opt=self.opt.state_dict(), at=now, loss=loss, **found)
         torch.save(state, f'{self.file}.new')
         os.replace(f'{self.file}.new', self.file) # never an incomplete file
-    def after_fit(self): self.file.unlink(missing_ok=True) # Ctrl-C doesn't lead here
+    def after_fit(self): # Ctrl-C doesn't lead here
+        self.last = deepcopy(self.model.state_dict()) # `SaveModelCallback` loads the best epoch later
+        self.file.unlink(missing_ok=True)
 
 def train(name, *cbs):
     "Train a small net on scikit-learn's digits, from the file `name`.pth on if there is one"
@@ -46,7 +47,7 @@ def train(name, *cbs):
     learn = Learner(dls, model, CrossEntropyLossFlat(), metrics=accuracy).to_bf16()
     cbs = [resumable, SaveModelCallback('accuracy', fname=name), EarlyStoppingCallback('accuracy', patience=2), *cbs]
     with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(9, .1, cbs=cbs, start_epoch=resumable.at[0])
-    return learn.model
+    return resumable.last.values()
 
 class CtrlC(Callback):
     def before_batch(self):
@@ -55,5 +56,4 @@ class CtrlC(Callback):
 whole = train('whole')
 try: train('stopped', CtrlC())
 except KeyboardInterrupt: print('Ctrl-C, and on from epoch {}, batch {}:'.format(*Resumable('stopped.pth').at))
-resumed = train('stopped')
-print('Weights are equal:', all(map(torch.equal, whole.parameters(), resumed.parameters())))
+print('Last weights are equal:', all(map(torch.equal, whole, train('stopped'))))

@@ -30,13 +30,13 @@ def test_resume(run, tmp_path):
     at = out.index('Ctrl-C, and on from epoch 3, batch 10:')
     better = [o for o in out[:at] if o.startswith('Better')]
     assert len(better)==4 and better[:2]==better[2:] # none after the interrupt
-    assert [out[2],*out[at+1:]]==2*['No improvement since epoch 1: early stopping']+['Weights are equal: True']
+    assert [out[2],*out[at+1:]]==2*['No improvement since epoch 1: early stopping']+['Last weights are equal: True']
     assert not [*tmp_path.glob('*.pth')] # the files of ended runs are gone
 
 @pytest.mark.slow
 def test_resume_with_other_dropout(run):
     "What the example prints can be False"
-    assert run('resume', **{'self.epoch*self.n_iter+self.iter':'self.train_iter'})[-1]=='Weights are equal: False'
+    assert run('resume', **{'self.epoch*self.n_iter+self.iter':'self.train_iter'})[-1]=='Last weights are equal: False'
 
 def test_start_epoch_alone():
     "What the example is for: fastai's trackers look for losses of the epochs that `start_epoch` passes over"

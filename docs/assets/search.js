@@ -1,7 +1,13 @@
 // The theme's search shows nothing where it finds nothing: say so
+const watched = new WeakSet()
 document.addEventListener('input', e => {
   const input = e.composedPath()[0], root = input.getRootNode()
   if (!root.host) return // another input: that of the search is in a shadow root
+  if (!watched.has(root)) { // on a slow machine results come later than the note
+    watched.add(root)
+    new MutationObserver(() => root.querySelector('ol a') && root.querySelector('.nothing-found')?.remove())
+      .observe(root, {childList: true, subtree: true})
+  }
   setTimeout(() => { // when the results are there
     root.querySelector('.nothing-found')?.remove()
     if (!input.value.trim() || root.querySelector('ol a')) return

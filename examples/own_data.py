@@ -28,11 +28,11 @@ smallest = torch.tensor(len(items), device=device)
 dist.all_reduce(smallest, dist.ReduceOp.MIN)
 items = items[:smallest] # each process must make the same number of steps, or the others wait for it
 cut = len(items)*5//6
+set_seed(rank) # another order of the items in each process
 dls = DataLoaders.from_dsets(items[:cut], items[cut:], bs=32, num_workers=0, device=device)
 
 set_seed(42) # the same weights in each process
 model = DistributedDataParallel(nn.Sequential(nn.Linear(64,64), nn.ReLU(), nn.Linear(64,10)).to(device))
-set_seed(rank) # another order of the items, and other dropout
 learn = Learner(dls, model, CrossEntropyLossFlat(), metrics=accuracy).to_fp16()
 with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(5, 1e-2)
 learn.save('digits') # only the first process writes

@@ -752,11 +752,6 @@ class ModelToHalf(LeanCallback):
             raise ValueError("ModelToHalf works only together with MixedPrecision, which checks the gradients. "
                              "Call learn.to_fp16() or to_bf16(), which add both.")
 
-    def policy(self):
-        "How each module of the learner's model computes, and why: a `DataFrame`, see `half_precision.policy`"
-        scaled = next((cb for cb in self.learn.cbs if isinstance(cb, MixedPrecision)), None)
-        return (scaled or self.new_half(self.learn.model)).policy()
-
 def precision_callback(
     learn, # `Learner`
 )->PrecisionCallback: # None for a learner in float32, or in one of fastai's own precisions

@@ -61,4 +61,4 @@ def test_layer_norm_as_on_cuda(mode, monkeypatch):
     monkeypatch.setattr(half, '_default_way', way)
     learn,first,last = graphs(compiled['wrapped'], mode)
     assert (first,last)==(2,2) and {p.dtype for p in learn.model.parameters()}=={torch.float32}
-    assert not (learn.model_to_half.policy().compute=='float32').any()
+    assert not (learn.mixed_precision.policy().compute=='float32').any()

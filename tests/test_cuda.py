@@ -395,7 +395,7 @@ def test_fp8_kernels(recipe, shape):
 @each_recipe
 def test_fp8_learns(recipe):
     learn = get_learner().to_fp8(recipe)
-    assert (learn.model_to_half.policy().way=='fp8').sum()==4
+    assert (learn.mixed_precision.policy().way=='fp8').sum()==4
     learn.fit(8)
     healthy(learn)
     assert learn.validate()[0]<float32_loss()*1.5+.02

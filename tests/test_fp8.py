@@ -381,7 +381,7 @@ def test_layers_that_stay(layer):
     before = weights(learn)
     learn.fit(2)
     assert learn.recorder.losses[-1].isfinite() and not any(map(torch.equal, before, weights(learn)))
-    assert (learn.model_to_half.policy().way=='fp8').sum()==2
+    assert (learn.mixed_precision.policy().way=='fp8').sum()==2
 
 def test_back_to_float32():
     "`to_fp32` and `to_bf16`, also in the middle of a fit"
@@ -391,7 +391,7 @@ def test_back_to_float32():
     with learn.mixed_precision.autocast: fp8 = learn.model(x)
     learn.add_cb(Callback(after_epoch=lambda cb: cb.learn.to_bf16() if cb.epoch==0 else None))
     learn.fit(2)
-    assert 'fp8' not in [*learn.model_to_half.policy().way]
+    assert 'fp8' not in [*learn.mixed_precision.policy().way]
     learn.to_fp32()
     assert not [m for m in learn.model.modules() if 'forward' in vars(m)] and learn.model(x).dtype==torch.float32
     assert fp8.dtype==torch.float32 and not hasattr(learn, 'mixed_precision')
@@ -448,7 +448,7 @@ def test_compiles(recipe, kind):
     with patched.dict(c.modes, fp8=lambda learn: in_fp8(learn, recipe=recipe)):
         learn,first,last = c.graphs(c.compiled[kind], 'fp8')
         assert (first,last)==(2,2)
-        assert (learn.model_to_half.policy().way=='fp8').any()
+        assert (learn.mixed_precision.policy().way=='fp8').any()
         plain = get_learner(c.norms())
         c.modes['fp8'](plain).fit(1)
         plain.fit_one_cycle(3)

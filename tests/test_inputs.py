@@ -670,7 +670,7 @@ def test_keep(keep, kept):
     assert {n for n,o in res.items() if o==torch.float32}-{'norm'}==kept-{'norm'}
     assert {o for n,o in res.items() if n not in kept|{'norm'}}<={torch.bfloat16}
     assert (model.body[2].computes==torch.float32)==('body.2' in kept)
-    table = learn.model_to_half.policy()
+    table = learn.mixed_precision.policy()
     assert {*table.module[table.why=='keep']}-{'body','body.1'}==kept
     trains(learn)
 

@@ -122,11 +122,11 @@ def test_table_is_true(name, call, half, keep):
     if isinstance(keep, dict): keep = {k:v for k,v in keep.items() if fits(k)}
     elif isinstance(keep, tuple): keep = tuple(filter(fits, keep))
     learn = getattr(get_learner(net), call)(keep=keep)
-    table = learn.model_to_half.policy()
+    table = learn.mixed_precision.policy()
     with Watch(net) as seen: learn.fit(1)
     assert seen.keys()>={*names}-{'layer.self_attn.out_proj'} # used without being called
     agrees(table, seen, net, half)
-    assert learn.model_to_half.policy().equals(table)
+    assert learn.mixed_precision.policy().equals(table)
     assert {p.dtype for p in net.parameters()}=={f32} and clean(net)
 
 @each_call
@@ -145,8 +145,8 @@ def test_rule_is_keep(call, half):
            for o in (('body.norm','head'), {'body.norm':'f32', 'head':torch.float32}))
     for o in (a,b): o.fit(2)
     assert all(map(torch.equal, weights(a), weights(b)))
-    table = a.model_to_half.policy()
-    assert table.equals(b.model_to_half.policy()) and table.why.to_list()==['','keep','','keep']
+    table = a.mixed_precision.policy()
+    assert table.equals(b.mixed_precision.policy()) and table.why.to_list()==['','keep','','keep']
 
 def test_last_rule_decides():
     def dtypes(keep): return computes(model('mlp'), bf16, keep)
@@ -355,10 +355,10 @@ def test_in_a_batch():
     "The same table in the middle of a batch, when the modules compute in half precision"
     class Ask(Callback):
         order = 9.5 # after the precision callback is before it
-        def before_step(self): self.tables.append(self.learn.model_to_half.policy())
-        def after_pred(self): self.tables.append(self.learn.model_to_half.policy())
+        def before_step(self): self.tables.append(self.learn.mixed_precision.policy())
+        def after_pred(self): self.tables.append(self.learn.mixed_precision.policy())
     learn = get_learner(model('mlp'), cbs=Ask()).to_bf16(keep='head')
-    learn.ask.tables = [learn.model_to_half.policy()]
+    learn.ask.tables = [learn.mixed_precision.policy()]
     learn.fit(1)
     a,*rest = learn.ask.tables
     assert len(a)==4 and len(rest)>3 and all(a.equals(o) for o in rest)

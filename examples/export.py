@@ -1,7 +1,7 @@
 """Export a model that was trained in half precision: TorchScript, torch.export and ONNX
 
 Between batches `learn.model` is an ordinary float32 model, so it is exported like any other. Prints how far the
-outputs of each file are from the model's own. ONNX needs `pip install onnx onnxscript`, and onnxruntime to run the file."""
+outputs of each file are from the model's own. ONNX needs `pip install onnx onnxscript`, and onnxruntime to run it."""
 from importlib.util import find_spec
 from fastai.basics import *
 from fastai.callback.all import *

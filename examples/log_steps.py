@@ -1,5 +1,7 @@
 """Log loss, gradient norm, loss scale and skipped steps of each step to CSV, TensorBoard and Weights & Biases
 
+    pip install tensorboard wandb
+
 Writes to `steps.csv` and to the folders `runs` and `wandb`, without an account or a network, and leaves out what isn't
 installed. Prints the first steps. The loss is the running average that fastai shows, of the steps that were made."""
 import csv

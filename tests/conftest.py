@@ -12,12 +12,17 @@ def pytest_configure(config):
     # set one.
     if threading.current_thread() is threading.main_thread(): signal.signal(signal.SIGINT, signal.default_int_handler)
 
+def pytest_xdist_auto_num_workers(config):
+    "One more than there are cores, as some tests wait: for other processes, a browser, a time-out"
+    return len(os.sched_getaffinity(0))+1 if hasattr(os, 'sched_getaffinity') else None
+
 def pytest_addoption(parser):
     parser.addoption('--flags', default='', help='run these too: "cuda slow" for the cells and tests so marked')
 
 def pytest_collection_modifyitems(items):
     "The files that take the longest come first, so that at the end no process works alone"
-    longest = 'notebooks bench docs distributed applications distributed_faults doctor composition overflow'.split()
+    longest = ('notebooks bench distributed_faults distributed site docs applications faults doctor examples '
+               'operations composition resume parity').split()
     items.sort(key=lambda o: o.path.stem.removeprefix('test_') not in longest)
 
 @pytest.fixture(scope='session')

@@ -241,12 +241,13 @@ def recommended(device):
 
 @pytest.mark.parametrize('row,names', [
     ('an NVIDIA GPU with bfloat16',['RTX 3090','H100']), ('an older NVIDIA GPU',['V100','T4']),
-    ('a CPU with AMX or AVX512-BF16',['AVX512-BF16','AMX']), ('another CPU',['AVX2','AVX512','AVX2-VNNI-2'])])
+    ('a CPU with AMX or AVX512-BF16',['AVX512-BF16','AMX']), ('another CPU',['AVX2','AVX512','AVX2-VNNI-2']),
+    ('a GPU of AMD, Intel or Apple',['ROCm','MPS','MPS, macOS 13','XPU','XPU without bfloat16'])])
 def test_readme_says_the_same(row, names):
     table = (Path(__file__).parent.parent/'README.md').read_text(encoding='utf-8').splitlines()
     call = next(o for o in table if o.startswith(f'| {row}')).split('|')[2].strip()
     for name in names:
-        with pretend(machine(name)): assert recommended(device_of(name))==call
+        with pretend(machine(name)): assert recommended(device_of(name)) in call
 
 def test_odd_devices():
     names = 'abacus',None,'cuda:99','meta',torch.device('cpu'),'cpu:0'

@@ -667,7 +667,8 @@ slow = dict(
     **{'fp8 whole batch': (whole_batch, dict(mode='fp8', engine='hand'))},
     **{f'loop {d} autocast': (loop, dict(dtype=d, reentrant='none', copies=False)) for d in half_dtypes},
     **{f'loop compiled {c}': (loop, dict(dtype=torch.bfloat16, reentrant=c, compiled=True)) for c in checkpointing},
-    **{k:v for p in precisions for o in ('hand','fastai') for k,v in fits(o, p, options).items()},
+    **{k:v for o,ps in (('hand',('fp16','native_bf16')), ('fastai',('bf16','native_fp16'))) for p in ps
+       for k,v in fits(o, p, options).items()},
     **{f'{p} hand flat': (three_fits, dict(mode=p, engine='hand', flat_master=True)) for p in ('fp16','bf16')},
     **{f'{p} {f.__name__}': (f, dict(mode=p)) for p in precisions
        for f in (fine_tuned,predictions,saved,found_lr,statistics,told,reported,checkpointed,no_look)},
@@ -679,7 +680,8 @@ slow = dict(
     **{f'sharded {p} flat': (sharded, dict(mode=p, opt_func=Adam, flat_master=True)) for p in ('fp16','bf16')})
 four = dict(
     **{f'{p} not_reentrant': (through_learner, dict(mode=p, reentrant='not_reentrant')) for p in precisions},
-    **against_one('hand','fastai','fsdp2'), **{f'sharded {p}': (sharded, dict(mode=p)) for p in precisions},
+    **against_one('hand','fastai','fsdp2', modes=['fp16','native_bf16']),
+    **{f'sharded {p}': (sharded, dict(mode=p)) for p in precisions},
     clip_shards=(clip_shards, {}), empty_shard=(empty_shard, {}))
 
 some_fsdp2 = {k:fsdp2[k] for k in ('sharded fp16','sharded native_bf16','sharded fp8','fp16 checkpointed',

@@ -11,6 +11,7 @@ from fastai.learner import Learner
 from fastcore.nbio import read_nb
 import mp_callbacks.learner # adds the calls
 from interpreters import paste
+from test_notebooks import yours
 from mp_callbacks.devices import support
 
 pytest.importorskip('latex2mathml', reason='needs the docs extra')
@@ -167,7 +168,6 @@ def test_members():
 # --- What the notebooks need
 
 nbs = {o.relative_to(root/'nbs').with_suffix('').as_posix(): o for o in sorted(pages.nbglob(root/'nbs', as_path=True))}
-guides = [o for o in nbs if re.match('index|tutorials/|howto/|explanations/', o)]
 def cells(name, kind): return [o.source for o in read_nb(nbs[name]).cells if o.cell_type==kind]
 
 @pytest.mark.parametrize('name', [o for o in nbs if re.match('index|1|tutorials/|howto/', o)])
@@ -180,6 +180,7 @@ def test_colab(name):
 block = re.compile(r'^```(\w+)\n(.*?)^```', re.M|re.S)
 several,diffs = 'tests/test_docs.py::test_several_gpus','tests/test_from_other_libraries.py::test_both_sides'
 run_by = {'index': {
+        'python -m mp_callbacks':      '.ci/run::demo runs',
         'git clone':                   '.ci/run::make test',
         'pip install git+':            '.ci/run::wheel installs'},
     'howto/which_precision': {
@@ -301,8 +302,6 @@ def defined(tree):
                     res |= {*getattr(mod, '__all__', [k for k in vars(mod) if k[0]!='_'])}
     return res
 
-yours = {'howto/from_other_libraries': ['model','train_dl','valid_dl']} # as the page says
-
 @pytest.mark.parametrize('name', nbs)
 def test_names_are_shown(name):
     "Pasted into an interpreter, without the hidden cells, no name is missing"
@@ -310,14 +309,14 @@ def test_names_are_shown(name):
     used = {o.id for o in ast.walk(tree) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Load)}
     assert sorted(used-defined(tree))==yours.get(name, [])
 
-long = 'tutorials/underflow','howto/fp8' # they train for long, in test_notebooks: test_names_are_shown reads them here
-
 @pytest.mark.slow
 @pytest.mark.skipif(support('cpu', torch.bfloat16)=='emulated',
-                    reason='half precision is emulated: pages run once, in test_notebooks')
-@pytest.mark.parametrize('name', [o for o in nbs if shown(o) and o not in (*yours,*long)])
+                    reason='half precision is emulated: numbered notebooks run once, in nbdev-test')
+@pytest.mark.parametrize('name', [o for o in nbs if shown(o) and '/' not in o])
 def test_pasted(name, tmp_path, request):
-    "An interpreter runs what readers see of a page, without the hidden cells. Slow cells run in `nbdev-test` only."
+    """An interpreter runs what readers see of a page, without the hidden cells
+
+    Slow cells run in `nbdev-test` only. test_notebooks does the same with tutorials, how-tos and concepts."""
     code = '\n'.join(o for o in shown(name, ['slow']).splitlines() if not re.match(r'\s*[!%]', o))
     run = request.getfixturevalue('forked' if 'fastai' in code else 'forked_plain')
     run(code, tmp_path)

@@ -10,6 +10,14 @@ from learners import *
 
 root = Path(__file__).resolve().parent.parent
 examples = {o.stem: o for o in sorted((root/'examples').glob('*.py'))}
+page = read_nb(root/'nbs/howto/examples.ipynb')
+
+def as_saved(name, out):
+    "The page of examples shows these lines, but for their numbers, and for what is installed here and wasn't there"
+    saved = next(o for o in page.cells if o.source.rpartition('\n')[2].startswith(f"run('{name}'")).outputs[0].text
+    def words(lines): return sorted(re.sub(r'\d[\de+.-]*', '0', ' '.join(o.split())) for o in lines)
+    shown = words(o for o in ''.join(saved).splitlines() if o and not o.endswith('not installed'))
+    assert [o for o in words(out) if o in shown]==shown # in any order: processes print when they like
 
 @pytest.fixture
 def run(forked, tmp_path):
@@ -19,7 +27,9 @@ def run(forked, tmp_path):
         for old,new in changes.items():
             assert old in code
             code = code.replace(old, new)
-        return forked(code, tmp_path).splitlines()
+        out = forked(code, tmp_path).splitlines()
+        if not changes: as_saved(name, out)
+        return out
     return _run
 
 # --- In one process
@@ -107,7 +117,9 @@ def in_two(name, folder):
     "The lines that the example prints, without what torchrun and warnings say"
     res = launch([*torchrun, examples[name]], folder, PYTHONPATH=str(root))
     assert res.returncode==0, res.stdout
-    return re.findall('^(?:process|accuracy|part|weights).*', res.stdout, re.M)
+    out = re.findall('^(?:process|accuracy|part|weights).*', res.stdout, re.M)
+    as_saved(name, out)
+    return out
 
 @pytest.mark.slow
 def test_own_data(tmp_path):
@@ -131,8 +143,8 @@ def test_short():
     assert {k:n for k,o in examples.items() if k!='distributed' and (n := len(o.read_text().splitlines()))>=60}=={}
 
 def test_named():
-    "README names each, and the page of examples shows each and runs it; test_figures looks at what is saved there"
-    readme,page = (root/'README.md').read_text(),read_nb(root/'nbs/howto/examples.ipynb')
+    "README names each, and the page of examples shows each and what it prints; test_figures looks at the code there"
+    readme = (root/'README.md').read_text()
     assert {o for o in examples if f'/examples/{o}.py' not in readme}==set()
     code = '\n'.join(o.source for o in page.cells if o.cell_type=='code')
     for f in ('show','run'): assert {*re.findall(rf"^{f}\('(\w+)'", code, re.M)}==examples.keys()-{'distributed'}

@@ -1,12 +1,13 @@
-"""The cells of tutorials, how-tos and concepts, and the tests in them
+"""The cells of tutorials, how-tos and concepts, as readers paste them, and the hidden tests in them
 
 `nbdev-test` runs the numbered notebooks, and test_docs pastes what they show. The file takes long because the pages
 train models."""
-import os
+import os,sys
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
+from types import ModuleType
 
 import pytest,torch
 from execnb.shell import CaptureShell
@@ -20,14 +21,28 @@ def name(fn): return fn.relative_to(cfg.nbs_path).with_suffix('').as_posix()
 
 def shows(outputs): return any(o['output_type'] in ('execute_result','display_data') for o in outputs)
 
+yours = {'howto/from_other_libraries': ['model','train_dl','valid_dl']} # what readers have, as the page says
+
 def run(fn, flags):
-    "What the first failing cell of the notebook at `fn` has to say, or which cell shows readers what isn't saved"
+    """What the first failing cell of the notebook at `fn` has to say, or which cell shows readers what isn't saved
+
+    Cells whose code readers don't see have a module of their own, which gets what the page defines. What they define
+    stays there, but for `yours`."""
     os.environ['IN_TEST'] = '1' # as nbdev-test has it
     os.chdir(fn.parent)
     shell = CaptureShell(fn, profile=False)
+    page = shell.user_module
+    hidden = sys.modules['hidden_cells'] = ModuleType('hidden_cells')
+    def _copy(names, a, b): vars(b).update({o:vars(a)[o] for o in names if o in vars(a)})
+    _copy([o for o in vars(page) if o!='__name__'], page, hidden)
     for cell in nb_test_cells(fn, cfg.tst_flags, flags):
         saved,cell.outputs = shows(cell.outputs),[]
+        seen,before = not {'hide'}&{*cell.directives_} and cell.directives_.get('echo')!='false',dict(vars(page))
+        shell.user_module = page if seen else hidden
+        shell.user_ns = vars(shell.user_module)
         shell.cell(cell)
+        if seen: _copy([k for k,v in vars(page).items() if before.get(k) is not v], page, hidden)
+        else: _copy(yours.get(name(fn), []), hidden, page)
         where = f'{name(fn)}, cell {cell.id}:'
         unsaved = not saved and shows(cell.outputs) and 'hide' not in cell.directives_
         if unsaved: return f'{where} its output is not saved\n{cell.source}'

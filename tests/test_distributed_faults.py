@@ -146,7 +146,7 @@ ends = [(o, 0 if 'save' in o or 'disk' in o else 1) for o in faults if o!='hangs
 precisions = 'fp16 bf16 native_fp16 native_bf16 fp32'.split()
 def is_quick(fault, precision): return precision=='fp16' and fault[0]=='killed_in_save'
 
-@pytest.mark.parametrize('fault,precision', crossed(ends, precisions, fast=is_quick), ids=str)
+@pytest.mark.parametrize('fault,precision', crossed(ends, precisions, fast=is_quick, thin=3), ids=str)
 def test_rank_ends(fault, precision, tmp_path, whole):
     "The other rank notices at once: its connection is closed"
     check(tmp_path, whole, fault[0], precision, fault[1])

@@ -16,8 +16,7 @@ class Resumable(Callback):
     def trackers(self): return [cb for cb in self.learn.cbs if isinstance(cb, TrackerCallback)]
     def before_epoch(self):
         set_seed(self.epoch), self.dls.train.rng.seed(self.epoch) # the same batches each time
-        # epochs that are passed over have no losses, and fastai's trackers would look for them
-        for cb in self.trackers(): cb.run = self.epoch>=self.at[0]
+        for cb in self.trackers(): cb.run = self.epoch>=self.at[0] # epochs that are passed over have no losses
         if not self.saved or self.epoch!=self.at[0]: return
         self.model.load_state_dict(self.saved['model'])
         self.opt.load_state_dict(self.saved['opt']) # has the loss scale, too
@@ -45,7 +44,8 @@ def train(name, *cbs):
     dls = DataLoaders.from_dsets(items[:1500], items[1500:], bs=64, num_workers=0)
     model = nn.Sequential(nn.Linear(64,64), nn.ReLU(), nn.Dropout(.2), nn.Linear(64,10))
     learn = Learner(dls, model, CrossEntropyLossFlat(), metrics=accuracy).to_bf16()
-    cbs = [resumable, SaveModelCallback('accuracy', fname=name), EarlyStoppingCallback('accuracy', patience=2), *cbs]
+    what = dict(monitor='accuracy', min_delta=.05)
+    cbs = [resumable, SaveModelCallback(**what, fname=name), EarlyStoppingCallback(**what, patience=2), *cbs]
     with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(9, .1, cbs=cbs, start_epoch=resumable.at[0])
     return resumable.last.values()
 

@@ -12,6 +12,7 @@ def pytest_configure(config):
     # set one.
     if threading.current_thread() is threading.main_thread(): signal.signal(signal.SIGINT, signal.default_int_handler)
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
     "One more than there are cores, as some tests wait: for other processes, a browser, a time-out"
     return len(os.sched_getaffinity(0))+1 if hasattr(os, 'sched_getaffinity') else None

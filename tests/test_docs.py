@@ -316,7 +316,8 @@ def test_names_are_shown(name):
 def test_pasted(name, tmp_path, request):
     """An interpreter runs what readers see of a page, without the hidden cells
 
-    Slow cells run in `nbdev-test` only. test_notebooks does the same with tutorials, how-tos and concepts."""
+    Slow cells run in `nbdev-test` only. test_notebooks runs tutorials, how-tos and concepts, whose visible cells get no
+    name from hidden ones."""
     code = '\n'.join(o for o in shown(name, ['slow']).splitlines() if not re.match(r'\s*[!%]', o))
     run = request.getfixturevalue('forked' if 'fastai' in code else 'forked_plain')
     run(code, tmp_path)

@@ -14,7 +14,7 @@ from mp_callbacks.modules import StandIn
 pytestmark = pytest.mark.filterwarnings('ignore')
 modes = {'fp32': noop, **modes}
 each_mode = pytest.mark.parametrize('mode', modes)
-looks = dict(find=lambda learn: learn.find_nonfinite(), report=lambda learn: learn.precision_report(batches=2),
+looks = dict(report=lambda learn: learn.precision_report(batches=2), find=lambda learn: learn.find_nonfinite(),
              plan=lambda learn: learn.precision_plan())
 each_look = pytest.mark.parametrize('look', looks)
 

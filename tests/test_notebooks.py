@@ -1,4 +1,4 @@
-"""The cells of tutorials, how-tos and concepts, as readers paste them, and the hidden tests in them
+"""The cells of tutorials, how-tos and concepts, with the names that readers have, and the hidden tests in them
 
 `nbdev-test` runs the numbered notebooks, and test_docs pastes what they show. The file takes long because the pages
 train models."""
@@ -27,7 +27,7 @@ def run(fn, flags):
     """What the first failing cell of the notebook at `fn` has to say, or which cell shows readers what isn't saved
 
     Cells whose code readers don't see have a module of their own, which gets what the page defines. What they define
-    stays there, but for `yours`."""
+    stays there, but for `yours`. What they change elsewhere, such as the folder or PyTorch's threads, holds for all."""
     os.environ['IN_TEST'] = '1' # as nbdev-test has it
     os.chdir(fn.parent)
     shell = CaptureShell(fn, profile=False)

@@ -117,7 +117,8 @@ def in_two(name, folder):
     "The lines that the example prints, without what torchrun and warnings say"
     res = launch([*torchrun, examples[name]], folder, PYTHONPATH=str(root))
     assert res.returncode==0, res.stdout
-    out = re.findall('^(?:process|accuracy|part|weights).*', res.stdout, re.M)
+    # two processes that print at once may share a line
+    out = re.findall('process .*? items|(?:accuracy|part|weights).*', res.stdout)
     as_saved(name, out, sorted) # each process prints when it likes
     return out
 

@@ -31,7 +31,7 @@ report('learn.get_preds()', preds[:len(expected)].argmax(-1).to(expected.device)
 
 with half_precision(learn.model, torch.bfloat16): report('with half_precision(model, …)', predict(learn.model))
 
-# For good: loss scale and record are gone, too, and another `to_bf16()` begins anew
+# for good: it takes loss scale and record away, too, and another `to_bf16()` begins anew
 with learn.to_fp32().no_bar(): preds,_ = learn.get_preds(act=noop)
 report('learn.to_fp32().get_preds()', preds[:len(expected)].argmax(-1).to(expected.device))
 

@@ -1,7 +1,7 @@
 """A BERT with dropout in transformers' Trainer: where did nan begin?
 
 The second look at a batch has to draw the dropout masks of the first, or it may miss what went wrong. Prints what the
-doctor finds in a head that bfloat16 breaks, and that a float32 head trains. `pip install transformers accelerate`"""
+doctor finds in a head that bfloat16 breaks; a float32 head trains. First `pip install transformers accelerate`."""
 import torch,torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import get_device_states,set_device_states

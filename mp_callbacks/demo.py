@@ -6,7 +6,8 @@ Docs: https://example.github.io/mp_callbacks/demo.html.md"""
 
 # %% auto #0
 __all__ = ['recipes', 'precisions', 'mlp', 'conv', 'ViT', 'Recipe', 'get_data', 'StepTimer', 'Run', 'run_precision', 'compare',
-           'format_table', 'advice', 'plot_runs', 'supported', 'step_seconds', 'estimate', 'fit', 'ShowEpochs', 'main']
+           'format_table', 'advice', 'plot_runs', 'supported', 'step_seconds', 'estimate', 'fit_width', 'ShowEpochs',
+           'main']
 
 # %% ../nbs/30_demo.ipynb #ccdf63f0
 import argparse,gc,math,sys,time,warnings
@@ -277,7 +278,7 @@ def estimate(
     x,steps = dls.one_batch()[0],rec.epochs*len(dls.train)
     return 1.2*steps*sum(step_seconds(model, x, precisions[o]) for o in names) # the optimizer takes time, too
 
-def fit(
+def fit_width(
     rec:Recipe, # Model and how to train it
     device:torch.device|str, # Device to train on
     names, # Names from `precisions`
@@ -383,7 +384,7 @@ def _train(p, args):
         notes = [f"{device_name(device)} can't compute {', '.join(lacks)}"] if lacks else []
         if emulated:
             usual = rec
-            if not args.size: rec = fit(rec, device, names)
+            if not args.size: rec = fit_width(rec, device, names)
             small = ', so the model is small' if rec!=usual else ''
             notes.append(f"{device_name(device)} only emulates {', '.join(emulated)}{small}")
         steps = rec.epochs*len(get_data(rec, device).train)

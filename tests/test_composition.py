@@ -2,7 +2,9 @@
 
 Each row of the table is a function here, of the name of what is tried. It is given `make`, for learners in the
 precision in question, and returns what has to be the same as in float32, and what has to be near it: within four times
-the roundoff of the half dtype, relative to its norm. For the reason why see `test_parity.py`."""
+the roundoff of the half dtype, relative to its norm. For the reason why see `test_parity.py`.
+
+The file takes long because each row trains in each precision."""
 from contextlib import redirect_stdout
 from functools import lru_cache
 from io import StringIO

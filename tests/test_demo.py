@@ -1,4 +1,6 @@
-"`python -m mp_callbacks` as a user runs it, and what it says to bad values"
+"""`python -m mp_callbacks` as a user runs it, and what it says to bad values
+
+The file takes long because it trains the models of the demo."""
 import re,signal,subprocess,sys
 
 import matplotlib.image,matplotlib.pyplot as plt,pandas as pd,pytest,torch

@@ -1,4 +1,6 @@
-"What `find_nonfinite` and `precision_report` of a learner leave as it was, which is everything, and what they refuse"
+"""What `find_nonfinite` and `precision_report` of a learner leave as it was, which is everything, and what they refuse
+
+The file takes long because it trains two learners for each of a hundred cases."""
 import random
 
 import numpy as np,pytest

@@ -1,4 +1,6 @@
-"The programs of `examples` do what their first lines say, and a page shows each as it is"
+"""The programs of `examples` do what their first lines say, and a page shows each as it is
+
+The file takes long because each program trains, some in processes of their own."""
 import csv,re
 from importlib.util import find_spec
 from pathlib import Path

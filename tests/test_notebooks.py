@@ -37,7 +37,8 @@ def run(fn, flags):
     _copy([o for o in vars(page) if o!='__name__'], page, hidden)
     for cell in nb_test_cells(fn, cfg.tst_flags, flags):
         saved,cell.outputs = shows(cell.outputs),[]
-        seen,before = not {'hide'}&{*cell.directives_} and cell.directives_.get('echo')!='false',dict(vars(page))
+        seen = 'hide' not in cell.directives_ and cell.directives_.get('echo')!='false'
+        before = dict(vars(page))
         shell.user_module = page if seen else hidden
         shell.user_ns = vars(shell.user_module)
         shell.cell(cell)

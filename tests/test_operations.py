@@ -1,7 +1,9 @@
 """Where autocast runs, copies run: PyTorch's database of modules, and operations on own parameters
 
 Each case runs in float32, under autocast and with copies: what runs under autocast runs with copies, with float32
-results and gradients whose error is at most three times autocast's. The database is a slow test."""
+results and gradients whose error is at most three times autocast's. The database is a slow test.
+
+The file takes long because it runs all of PyTorch's modules."""
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext

@@ -1,6 +1,8 @@
 """Gradients that are not finite: never a step, never silence, and never a scale that can't be divided by
 
-Overflow for ever, and overflow now and then; in each precision."""
+Overflow for ever, and overflow now and then; in each precision.
+
+The file takes long because its runs have hundreds of steps."""
 import math,random,warnings
 
 import pytest

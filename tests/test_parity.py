@@ -6,7 +6,9 @@ back. These twelve errors are independent and evenly spread, each of root mean s
 are √12·u/√3 = 2u of a gradient. Steps add up to the distance travelled as gradients add up to steps, so the final
 weights should be within 2u of that distance from those of float32; `tolerance` allows twice as much, since optimizers
 amplify what differs where gradients are small. Measured: .5u to u, for each optimizer. The validation loss is held to
-the same tolerance, relative to its value."""
+the same tolerance, relative to its value.
+
+The file takes long because each optimizer trains in each precision, and in float32."""
 from copy import deepcopy
 from functools import lru_cache
 

@@ -1,7 +1,9 @@
 """What one of several processes does alone, and what becomes of the others
 
 The cases run as those of `test_distributed.py`: all in the same processes, and ranks have to agree bit for bit. Random
-lives are in `walk.py`."""
+lives are in `walk.py`.
+
+The file takes long because its processes start anew, and import fastai."""
 import gc,json,re,weakref
 from contextlib import nullcontext
 

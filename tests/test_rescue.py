@@ -28,10 +28,8 @@ def test_trains_on(name, to):
     assert "Kept in float32 from step 32: ['1']. To do so from the start: keep=['1']." in told
     assert learn.mixed_precision.state.rescued==(('1',32),)
     assert '1 is kept in float32 since step 32.' in learn.precision_recorder.summary()
-    policies = [learn.mixed_precision.policy()]+([learn.mixed_precision.policy()] if to=='to_fp16' else [])
-    for table in policies:
-        of = table.set_index('module')
-        assert {*of.why[of.index.str.match(r'1(\.|$)')]}=={'rescued, step 32'} and of.compute['0']=='float16'
+    table = learn.mixed_precision.policy().set_index('module')
+    assert {*table.why[table.index.str.match(r'1(\.|$)')]}=={'rescued, step 32'} and table.compute['0']=='float16'
     assert learn.find_nonfinite().where=='nothing' and all(p.dtype==torch.float32 for p in learn.model.parameters())
 
 def test_logged(tmp_path):

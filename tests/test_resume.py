@@ -3,7 +3,9 @@
 Each run meets a batch that overflows, again and again, and a loss scale that falls and grows. It is stopped at every
 step, each time in another place of the loop. Each file that it leaves is loaded, by this process and by one that has
 not seen the run, and trained to the end. Only while the optimizer is at work nothing can be exact: some weights have
-been stepped on then, and others not."""
+been stepped on then, and others not.
+
+The file takes long because it trains on from each step of a run."""
 import inspect,io,json,os,pickletools,shutil,subprocess,sys,traceback,warnings,zipfile
 from functools import lru_cache
 

@@ -158,16 +158,16 @@ def test_all_precisions_on_every_machine(name, slow, capsys, tmp_path, monkeypat
     if name=='AVX2': assert 'Stay with float32 here: this CPU only emulates bfloat16 and float16. On a GPU' in out
     else: assert 'Stay with float32 here: nothing else' in out
 
-def test_fit(monkeypatch):
+def test_fit_width(monkeypatch):
     "The largest that the time allows, and never a step of one that would take minutes"
     asked,rec = [],demo.recipes['mlp']
     def _estimate(rec, device, names):
         asked.append(rec.width)
         return 1e-3*rec.width**2*rec.repeat
     monkeypatch.setattr(demo, 'estimate', _estimate)
-    assert demo.fit(rec, 'cpu', ['fp32'], 1e-3*512**2)==rec.part(2)
-    assert demo.fit(rec, 'cpu', ['fp32'], 1.)==rec.part(8) and asked[-1]==rec.part(8).width
-    assert demo.fit(rec, 'cpu', ['fp32'], 1e9)==rec
+    assert demo.fit_width(rec, 'cpu', ['fp32'], 1e-3*512**2)==rec.part(2)
+    assert demo.fit_width(rec, 'cpu', ['fp32'], 1.)==rec.part(8) and asked[-1]==rec.part(8).width
+    assert demo.fit_width(rec, 'cpu', ['fp32'], 1e9)==rec
 
 @pytest.mark.parametrize('noise,use', [(1.,'native_bf16'),(1.3,'bf16')])
 def test_ties(noise, use, capsys, tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """The sentences below have the figures of the csv files in bench/results, no other has milliseconds, and what cells
 show of files is saved so"""
-import re
+import re,sys
 from pathlib import Path
 
 import pandas as pd,pytest
@@ -112,6 +112,7 @@ made = { # page -> cells that show a file of the repository, after those that re
 def test_tables(page, monkeypatch):
     "The outputs that are saved in the page are of these files as they are"
     monkeypatch.chdir(pages[page].parent)
+    monkeypatch.setattr(sys, 'path', [*sys.path]) # cells add folders
     cells,(before,shown),ns = {o.id:o for o in read_nb(pages[page]).cells},made[page],{}
     for name in before: exec(cells[name].source, ns)
     for name in shown:

@@ -1,7 +1,7 @@
 """Model families of timm, torchvision and transformers: which compute in half precision, and how exact are gradients?
 
 Each family's smallest model, with random weights and without dropout, computes one batch of random inputs on a CPU: in
-float32, with `torch.autocast` and with copies. What a family is: a module of timm or torchvision, a kind of
+float32, with `torch.autocast` and with our rules, each twice, as the first call casts nothing ahead. What a family is: a module of timm or torchvision, a kind of
 configuration of transformers, which is made tiny. The loss is a fixed linear function of all floating outputs. The part
 `stream` compares autocast and copies in transformers' GPT-2 and BERT: gradient's error, memory of activations, time."""
 import inspect,logging,multiprocessing,warnings
@@ -164,7 +164,8 @@ def family(library, names):
     for precision,options in in_half.items():
         half = half_precision(model, bf16, **options)
         try:
-            error = relative_error(gradient(model, args, kwargs, half), exact)
+            for _ in range(2): # the first call of a model casts nothing ahead
+                error = relative_error(gradient(model, args, kwargs, half), exact)
             if not isfinite(error): raise ValueError('the gradient is not finite')
             yield precision,'error of the gradient',error,''
         except Exception as e: yield precision,'error',0,explained(e)[1]
@@ -217,7 +218,7 @@ def relative_times(model, words, turns):
     "The time of a pass in each of `ways`, divided by that of float32 in the same turn: medians, without the first turn"
     halves = {way:half_precision(model, bf16, **options) for way,options in ways.items()}
     rows = []
-    for _ in range(turns+1):
+    for _ in range(turns+1): # in the first one nothing is cast ahead
         full = seconds_of(model, words)
         rows.append({way:seconds_of(model, words, half)/full for way,half in halves.items()})
     return pd.DataFrame(rows[1:]).median()

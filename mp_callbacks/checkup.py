@@ -23,7 +23,8 @@ from .nonfinite import Finding
 from .plan import MemoryPlan
 from .inside import is_fastai_precision
 from .explain import call_name
-from .callback import MixedPrecision,PrecisionCallback,fit_device,is_precision,precision_callback
+from .precision import PrecisionCallback,fit_device,is_precision,precision_callback
+from .callback import MixedPrecision
 from .doctor import find_nonfinite,precision_plan
 
 # %% ../nbs/12a_checkup.ipynb #c12a0011
@@ -140,7 +141,7 @@ def _precision(facts):
     if theirs: return f"{type(theirs[0]).__name__} of fastai, which this package doesn't look into."
     if cb is None: return 'float32: no call of this package is on.'
     half = cb.half
-    how = str(half.fp8) if half.fp8 else 'half-precision copies' if half.copies else 'autocast'
+    how = str(half.fp8) if half.fp8 else 'autocast and three rules' if half.copies else 'autocast'
     scale = f'loss scale {cb.loss_scale:.9g}, at first {cb.initial}'
     if cb.initial==StaticLossScale(): scale = 'no loss scale'
     more = [f'{k}={v}' for k,default in _defaults.items() if (v := getattr(cb, k, default))!=default]
@@ -157,8 +158,8 @@ def _ways(facts):
     counts = facts.cb.policy()[['way','why']].value_counts(sort=False)
     return ', '.join(f"{n} {_words.get(way, way)}{f' ({why})' if why else ''}" for (way,why),n in counts.items())
 
-_words = {'copies':'with copies', 'norm':'as norm', 'lookup':'as lookup', 'autocast':'by autocast', 'fp8':'in FP8',
-          'float32':'in float32', 'float32 norm':'as norm in float32'} # by name of a way
+_words = {'layer':'as layer', 'norm':'as norm', 'lookup':'as lookup', 'owner':'as owner', 'autocast':'by autocast',
+          'fp8':'in FP8', 'float32':'in float32', 'float32 norm':'as norm in float32'} # by name of a way
 
 def _last_fit(facts):
     if not hasattr(facts.learn, 'precision_recorder'):

@@ -23,7 +23,7 @@ from .plan import MemoryPlan,plan_memory
 from .fp8_report import Fp8Report,measure_fp8
 from .inside import is_look,keep_quiet,look_name,training_batches
 from .explain import alone,diagnose_batch,first_loss,loss_again,loss_modules
-from .callback import PrecisionCallback,precision_callback
+from .precision import PrecisionCallback,precision_callback
 
 # %% ../nbs/12_doctor.ipynb #111f0db8
 def find_nonfinite(
@@ -118,11 +118,11 @@ class _Look(Callback):
 
     def before_train(self): self.learn.dl = self.batches
 
-    def before_batch(self): self.buffers = remember_buffers([*self.model.modules(),*loss_modules(self.learn)])
+    def before_batch(self): self.snapshot = remember_buffers([*self.model.modules(),*loss_modules(self.learn)])
 
     def before_backward(self):
         self.seen += 1
-        restore_buffers(self.buffers) # half precision may have left nan there
+        restore_buffers(self.snapshot) # half precision may have left nan there
         if self.look() or self.seen==self.n: raise CancelFitException
         raise CancelBatchException
 
@@ -159,7 +159,7 @@ def _undisturbed(learn):
     before = [(d,dict(d)) for d in (*map(vars, owners),*groups)]
     # these lists change in place: `no_bar` changes the callbacks, shuffling changes the order of texts
     for o in lists: o.items = [*o.items]
-    put_back = remember_generators([dl, *[o for cb in learn.cbs for o in vars(cb).values() if o is not learn]])
+    put_back = remember_generators(owners)
     if learn.opt is None: learn.create_opt()
     held = [getattr(v, 'items', v) if isinstance(v, L) else v for cb in learn.cbs for v in vars(cb).values()]
     before += [(v,dict(v)) for v in held if isinstance(v, dict)]

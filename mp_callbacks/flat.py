@@ -17,6 +17,8 @@ from numbers import Number
 from torch import Tensor,nn
 from torch._utils import _flatten_dense_tensors,_unflatten_dense_tensors
 
+from .grads import foreach_copy_
+
 # %% ../nbs/05_flat.ipynb #8e66fe31
 _elementwise = {'step', 'weight_decay', 'l2_reg', 'average_grad', 'average_sqr_grad', 'sgd_step', 'momentum_step',
                 'rms_prop_step', 'step_stat', 'adam_step', 'radam_step', 'qhadam_step'}
@@ -90,7 +92,7 @@ def _loop(opt, group, params, state, closure):
 # %% ../nbs/05_flat.ipynb #a8a813ed
 def _scatter(flat, ts):
     "Copy the numbers of `flat` into `ts`"
-    torch._foreach_copy_(ts, _unflatten_dense_tensors(flat, ts))
+    foreach_copy_(ts, _unflatten_dense_tensors(flat, ts))
 
 def _step_together(opt, group, params, closure):
     "Update `params`, of parameter group `group`, as one flat tensor"

@@ -10,6 +10,7 @@ __all__ = ['fp8_recipes', 'Fp8Recipe', 'get_recipe', 'Quantized', 'quantize', 'r
 
 # %% ../nbs/09_fp8.ipynb #f8000015
 import math,torch
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from .dtypes import cast_tree,half_dtypes
 from .devices import device_name,support
 from .modules import StandIn
-from .half import Copies
+from .ways import Layer
 
 # %% ../nbs/09_fp8.ipynb #f8000016
 class Fp8Recipe(NamedTuple):
@@ -186,15 +187,16 @@ def check_fp8(
                          "emulate=True, which is slow, to study it.")
 
 # %% ../nbs/09_fp8.ipynb #f8000025
-class Fp8Product(Copies):
-    "With a half-precision copy of the weight, rounded to FP8, as are the input and the gradient"
+class Fp8Product(Layer):
+    "With half-precision weights, as other layers, which are rounded to FP8, as are the input and the gradient"
     name = 'fp8'
 
     def __init__(self,
         fp8, # The `Fp8` of the model
+        layer:Layer, # How the layer computes in half precision
     ):
-        super().__init__()
-        self.fp8 = fp8
+        super().__init__('', layer.function, layer.forward)
+        self.fp8,self.layer = fp8,layer
 
     def compute_dtype(self, half):
         "That of inputs and weights"
@@ -202,17 +204,16 @@ class Fp8Product(Copies):
 
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns, computed in FP8"
-        def _linear(input): # the name of `nn.Linear.forward`
-            input = cast_tree(input, half.dtype, (torch.float32,*half_dtypes)) # no other dtype, as autocast
-            return fp8_linear(input, module.weight, module.bias, self.fp8.recipe, self.fp8.emulate)
-        if not torch.is_autocast_enabled(half.device_type): return forward(*args, **kwargs)
-        plain = hasattr(forward, 'func') # a stand-in's partial of the class's own, which can't be traced further
-        if plain and not torch.compiler.is_compiling(): plain = forward.func is nn.Linear.forward
-        return super().around(half, module, _linear if plain else forward, args, kwargs)
+        if not args and kwargs.keys()=={'input'}: args,kwargs = tuple(kwargs.values()),{}
+        casts = torch.is_autocast_enabled(half.device_type) and self.replaces(forward, args, kwargs)
+        params = self.weights(half, module) if casts else None
+        if params is None: return forward(*args, **kwargs)
+        x = cast_tree(args[0], half.dtype, (torch.float32,*half_dtypes)) # no other dtype, as autocast
+        return fp8_linear(x, **params, recipe=self.fp8.recipe, emulate=self.fp8.emulate)
 
     def in_half(self, module):
-        "With copies only"
-        return Copies('keep')
+        "Without FP8"
+        return self.layer
 
 @dataclass(frozen=True)
 class Fp8:
@@ -239,8 +240,9 @@ class Fp8:
             found = [f"{name or 'the model'} ({why})" for name,why in reasons.items()][:4]
             raise ValueError(f"No linear layer of this {type(half.model).__name__} can multiply in FP8: "
                              f"{', '.join(found) or 'there is none'}. Use to_bf16().")
-        def _way(name, why): return type(ways[name])(f'not in FP8: {why}') if why else Fp8Product(self)
-        return {name:_way(name, why) for name,why in reasons.items()}
+        res = {name:copy(ways[name]) if why else Fp8Product(self, ways[name]) for name,why in reasons.items()}
+        for name,why in reasons.items(): res[name].why = why and f'not in FP8: {why}'
+        return res
 
 def _why_not(name, named, linear):
     "Why the linear layer `name` doesn't multiply in FP8; empty if it does"

@@ -18,9 +18,10 @@ from fastcore.basics import patch
 
 from .modules import is_sharded,reset_ddp,without_ddp
 from .fp8 import Fp8
-from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,PrecisionCallback
-from .callback import check_device,clear_state,fit_device,is_precision,options_of,precision_callback
-from .callback import warn_of_emulation
+from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,options_of
+from .precision import PrecisionCallback,check_device,fit_device,is_precision,precision_callback
+from .precision import warn_of_emulation
+from .step import clear_state
 from .recorder import PrecisionRecorder
 from .doctor import find_nonfinite,precision_plan,precision_report
 from .checkup import precision_checkup
@@ -31,36 +32,36 @@ def _scale_options(callback):
     return [*{*signature(callback).parameters}-others, 'rescue'] # bfloat16 overflows where float32 does
 
 # %% ../nbs/13_learner.ipynb #b17aa64d
-def _with_copies(learn, dtype, keep=(), fp8=None, **options):
+def _with_rules(learn, dtype, keep=(), fp8=None, **options):
     return _set_precision(learn, MixedPrecision(**options), ModelToHalf(dtype, keep=keep, fp8=fp8))
 
 @patch
 @options_of(MixedPrecision.__init__, ModelToHalf.__init__, but=[*_scale_options(MixedPrecision), 'dtype', 'fp8'],
             positional=['flat_master', 'clip'])
 def to_bf16(self:Learner, **kwargs)->Learner: # The same learner
-    """Train in bfloat16 with half-precision copies of float32 weights
+    """Train in bfloat16, by autocast and three rules for what it leaves in float32: norms, lookups, owners
 
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
-    return _with_copies(self, torch.bfloat16, loss_scale=1, dynamic=False, **kwargs)
+    return _with_rules(self, torch.bfloat16, loss_scale=1, dynamic=False, **kwargs)
 
 # %% ../nbs/13_learner.ipynb #752affb0
 @patch
 @options_of(MixedPrecision.__init__, ModelToHalf.__init__, but=['dtype', 'fp8'],
             positional=['loss_scale','flat_master','dynamic','max_loss_scale','div_factor','scale_wait','clip'])
 def to_fp16(self:Learner, **kwargs)->Learner: # The same learner
-    """Train in float16, with half-precision copies of float32 weights and loss scaling
+    """Train in float16 with loss scaling, by autocast and three rules for what it leaves in float32, see `to_bf16`
 
     Defaults are those of fastai's `to_non_native_fp16`, except for the start of the scale.
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
-    return _with_copies(self, torch.float16, **kwargs)
+    return _with_rules(self, torch.float16, **kwargs)
 
 # %% ../nbs/13_learner.ipynb #27fa3051
 @patch
 @options_of(NativeMixedPrecision.__init__, but=[*_scale_options(NativeMixedPrecision), 'dtype'])
 def to_native_bf16(self:Learner, **kwargs)->Learner: # The same learner
-    """Train with autocast to bfloat16
+    """Train in bfloat16, by autocast alone
 
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
@@ -71,7 +72,7 @@ def to_native_bf16(self:Learner, **kwargs)->Learner: # The same learner
 @options_of(NativeMixedPrecision.__init__, but=['dtype'],
             positional=['init_scale','growth_factor','backoff_factor','growth_interval','enabled'])
 def to_native_fp16(self:Learner, **kwargs)->Learner: # The same learner
-    """Train with autocast to float16 and the loss scaling of `torch.amp.GradScaler`, with its defaults
+    """Train in float16, by autocast alone, with the loss scaling of `torch.amp.GradScaler`, with its defaults
 
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
@@ -91,7 +92,7 @@ def to_fp8(self:Learner,
 
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
-    return _with_copies(self, torch.bfloat16, keep, Fp8(recipe, emulate), loss_scale=1, dynamic=False, **kwargs)
+    return _with_rules(self, torch.bfloat16, keep, Fp8(recipe, emulate), loss_scale=1, dynamic=False, **kwargs)
 
 # %% ../nbs/13_learner.ipynb #b7c7f369
 @patch

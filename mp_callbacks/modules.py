@@ -7,23 +7,21 @@ Docs: https://example.github.io/mp_callbacks/modules.html.md"""
 # %% auto #0
 __all__ = ['unwrap', 'named_modules', 'parameter_name', 'several_ranks', 'without_ddp', 'training_group', 'of_first_rank',
            'is_sharded', 'reshard', 'reset_ddp', 'reset_shards', 'no_collectives', 'remember_buffers',
-           'restore_buffers', 'remember_parameters', 'restore_parameters', 'moved_parameters', 'find_kept',
-           'restore_float32', 'fork_rngs', 'remember_generators', 'unchanged', 'StandIn', 'StandIns', 'module_lock']
+           'restore_buffers', 'find_kept', 'restore_float32', 'fork_rngs', 'remember_generators', 'unchanged',
+           'StandIn', 'StandIns']
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a08
 import random,re,numpy as np,torch
 from contextlib import ExitStack,contextmanager
 from functools import partial,update_wrapper
 from inspect import getattr_static
-from threading import RLock
-from types import FunctionType,ModuleType
+from types import FunctionType
 from warnings import warn
-from weakref import WeakKeyDictionary
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode # sees each operation; PyTorch has no public name for it
 
-from .dtypes import cast_in_place,half_dtypes,leaves
+from .dtypes import cast_tree,half_dtypes,parts_of
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a09
 def unwrap(
@@ -147,30 +145,6 @@ def restore_buffers(
 
 def _finite(b): return b is None or not b.is_floating_point() or b.layout!=torch.strided or b.isfinite().all().item()
 
-def remember_parameters(
-    places, # Pairs of a module and the name of one of its parameters
-)->list: # For `restore_parameters`
-    "The parameters in these `places`, and copies of their numbers"
-    return [(m,name,*_remember(m._parameters[name])) for m,name in places]
-
-@torch.no_grad()
-def restore_parameters(
-    snapshot:list, # From `remember_parameters`
-):
-    "Put the parameters of `snapshot` back, and their numbers into them"
-    for m,name,*o in snapshot: m._parameters[name] = _restore(*o)
-
-@torch.no_grad()
-def moved_parameters(
-    snapshot:list, # From `remember_parameters`
-)->list: # Pairs of a module and a name
-    "Where parameters of `snapshot` have been replaced, or have other numbers now"
-    replaced = [m._parameters[name] is not p or p.shape!=numbers.shape for m,name,p,_,numbers in snapshot]
-    differ = [p.new_tensor(True, dtype=torch.bool) if o else p.ne(numbers).any()
-              for o,(*_,p,_,numbers) in zip(replaced, snapshot)]
-    moved = torch.stack([o.to(differ[0].device) for o in differ]).tolist() if differ else [] # the host waits once
-    return [(m,name) for (m,name,*_),o in zip(snapshot, moved) if o]
-
 def _remember(b):
     "For `_restore`: `b`, another tensor with its shape and memory, and a copy of its numbers"
     if b is None: return None,None,None
@@ -207,26 +181,28 @@ def find_kept(
 def restore_float32(
     kept:list, # From `find_kept`
 ):
-    "Cast what modules keep in half precision to float32"
+    "Cast what modules keep in half precision to float32. Lists and dicts stay the same objects."
     for m,others in kept:
         for d in (m.__dict__,m._buffers) if m._buffers else (m.__dict__,):
-            for k in d.keys()-others:
-                o = d[k]
-                if type(o) in _no_tensors or not _has_half(o): continue
-                new = cast_in_place(o, torch.float32, half_dtypes)
-                if k not in m._parameters: d[k] = new # else the copy that another thread computes with
+            for k,o in d.items():
+                if type(o) not in _no_tensors and k not in others and _has_half(o): d[k] = _in_float32(o)
+
+def _in_float32(tree):
+    if isinstance(tree, list): tree[:] = map(_in_float32, tree)
+    elif isinstance(tree, dict): tree.update({k:_in_float32(o) for k,o in tree.items()})
+    else: return cast_tree(tree, torch.float32, half_dtypes)
+    return tree
 
 def _of_pytorch(module):
     "Is its class one of PyTorch's, or made of one by parametrizations or `fully_shard`?"
     return {o.__module__.partition('.')[0] for o in type(module).__mro__}<={'torch','builtins'}
 
-def _has_half(tree, depth=3):
-    "Is a tensor of `tree` in half precision? A list of tensors takes a tenth of a microsecond for each."
-    if depth and type(tree) in (list,tuple,dict):
-        items = tree.values() if type(tree) is dict else tree
-        if {*map(type, items)}<={torch.Tensor,nn.Parameter}: return not {o.dtype for o in items}.isdisjoint(half_dtypes)
-        return any(_has_half(o, depth-1) for o in items) # `leaves` stops where a structure refers to itself
-    return any(isinstance(o, torch.Tensor) and o.dtype in half_dtypes for o in leaves(tree))
+def _has_half(tree, depth=4):
+    "Is a tensor of `tree`, or of structures in it, in half precision? Most have none, so types come first."
+    if isinstance(tree, torch.Tensor): return tree.dtype in half_dtypes
+    parts = [*(parts_of(tree) or {}).values()] if depth else []
+    return not {*map(type, parts)}<=_no_tensors and any(_has_half(o, depth-1) for o in parts)
+
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a12
 @contextmanager
@@ -243,26 +219,20 @@ def fork_rngs(
             stack.enter_context(torch.random.fork_rng(indices, device_type=kind))
         yield
 
-_data = 1000 # items: what has more is data, not a place for a random number generator
+_states = {torch.Generator:('get_state','set_state'), np.random.RandomState:('get_state','set_state'),
+           random.Random:('getstate','setstate')} # type of a random number generator -> its methods
 
 def remember_generators(
     holders, # Objects
 ): # Function without arguments that sets the generators back
-    "The states of the random number generators in `holders`, in their attributes and containers, and so on"
-    seen,todo,back = {},[*holders],[]
-    while todo:
-        o = todo.pop()
-        if id(o) in seen or isinstance(o, (type,ModuleType)): continue
-        seen[id(o)] = o # held, so that its id stays unique
-        if isinstance(o, torch.Generator): back.append(partial(o.set_state, o.get_state()))
-        elif isinstance(o, np.random.RandomState): back.append(partial(o.set_state, o.get_state()))
-        elif isinstance(o, np.random.Generator):
-            back.append(partial(setattr, o.bit_generator, 'state', o.bit_generator.state))
-        elif isinstance(o, random.Random):
-            if not isinstance(o, random.SystemRandom): back.append(partial(o.setstate, o.getstate()))
-        elif isinstance(o, dict): todo += o.values() if len(o)<=_data else ()
-        elif isinstance(o, (list,tuple,set)): todo += o if len(o)<=_data else ()
-        else: todo += getattr(o, '__dict__', {}).values()
+    "The states of the random number generators that are attributes of `holders`"
+    found,back = [v for o in holders for v in vars(o).values()],[]
+    for v in found:
+        if isinstance(v, np.random.Generator):
+            back.append(partial(setattr, v.bit_generator, 'state', v.bit_generator.state))
+        elif type(v) in _states:
+            get,put = _states[type(v)]
+            back.append(partial(getattr(v, put), getattr(v, get)()))
     def _put_back():
         for f in back: f()
     return _put_back
@@ -381,12 +351,3 @@ class StandIns:
     def refresh(self):
         "Take the `forward` of each module's class again, if that has been changed"
         for o in self.each: o.refresh()
-
-# %% ../nbs/02a_modules.ipynb #9b1c2a1c
-_locks = WeakKeyDictionary()
-
-def module_lock(
-    module:nn.Module, # Any module
-):
-    "The lock of `module`. Reentrant: a module may call itself."
-    return _locks.setdefault(module, RLock())

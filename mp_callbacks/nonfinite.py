@@ -123,6 +123,10 @@ def tensors(
     found = [o for o in leaves(tree) if isinstance(o, torch.Tensor)]
     return [t.to_dense() for t in found if t.is_floating_point() and t.numel()]
 
+def _result(args, res):
+    "What an operation has computed: some only write to the first of their `args`, such as the cast of many tensors"
+    return args[0] if res is None and args else res
+
 class _Operations(TorchDispatchMode):
     "Adds the last of `running` to `masked` when a softmax gets a row of -inf, and notes whether `dtype` overflows"
     def __init__(self, dtype, running, masked):
@@ -137,7 +141,7 @@ class _Operations(TorchDispatchMode):
         # before the operation writes into them
         given = map_tensors(torch.clone, (args,kwargs)) if func._schema.is_mutable else (args,kwargs)
         res = func(*args, **kwargs)
-        self.overflowed = self._overflows(func, *given, res)
+        self.overflowed = self._overflows(func, *given, _result(args, res))
         return res
 
     def _overflows(self, func, args, kwargs, res):
@@ -151,7 +155,8 @@ class _Operations(TorchDispatchMode):
             return cast_tree(o, wider)
         try:
             if func.namespace=='aten': # another operator may do more than compute, such as wait for other processes
-                return bad>_bad(func(*map(_widen, args), **{k:_widen(o) for k,o in kwargs.items()}))
+                args_,kwargs_ = [*map(_widen, args)],{k:_widen(o) for k,o in kwargs.items()}
+                return bad>_bad(_result(args_, func(*args_, **kwargs_)))
         except Exception: pass # such as a lack of memory
         return bad>_bad((args,kwargs))
 

@@ -127,6 +127,7 @@ def plan_memory(
         had = live.now-weights
         def _step(n, half): return _train_step(live, model, compute_loss, n, opt, stepped, half)
         _,made,*_ = _step(2, None) # the first step of an optimizer makes its state
+        for o in filter(None, halves.values()): _step(2, o) # in its first call a model casts nothing ahead
         seen = {k:(_step(2, o),_step(4, o)) for k,o in halves.items()}
     def _columns(grads, _, activations, *logs): return [weights],[grads],[had+made],[activations],*logs
     lines = {k:[_line(*o) for o in zip(_columns(*two), _columns(*four))] for k,(two,four) in seen.items()}

@@ -8,7 +8,7 @@ from typing import Any
 from fastai.basics import *
 from fastai.callback.all import *
 from mp_callbacks.all import *
-from mp_callbacks.callback import PrecisionCallback
+from mp_callbacks.precision import PrecisionCallback
 from cases import *
 from states import precision_state
 

@@ -74,9 +74,9 @@ def test_same_as_the_calls():
     "What it composes: other modules' texts, letter by letter"
     learn = get_learner(norm=True).to_bf16(clip=2., keep=[nn.BatchNorm1d,'5'])
     texts,_ = lines(learn.precision_checkup())
-    assert texts['Precision']==("learn.to_bf16: bfloat16 with half-precision copies, clip=2.0, "
+    assert texts['Precision']==("learn.to_bf16: bfloat16 with autocast and three rules, clip=2.0, "
                                 "keep=[BatchNorm1d, '5'], no loss scale")
-    assert texts['Modules']=='2 with copies, 2 in float32 (keep)'
+    assert texts['Modules']=='2 as layer (cast with all others), 2 in float32 (keep)'
     assert all(o in texts['Versions'] for o in (f'torch {torch.__version__}','Python 3.','fastai 2','mp_callbacks 0'))
     learn = get_learner().to_native_fp16(2.**8, rescue=True, max_skips=9)
     texts,_ = lines(learn.precision_checkup())
@@ -99,7 +99,7 @@ def test_machines(name, mode, word):
     learn = modes[mode](get_learner()) if mode!='fp32' else get_learner()
     with pretend(machine(name)) as m, pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkup, 'fit_device', lambda learn: torch.device('cuda'))
-        patch.setattr('mp_callbacks.callback.fit_device', lambda learn: torch.device('cuda'))
+        patch.setattr('mp_callbacks.precision.fit_device', lambda learn: torch.device('cuda'))
         facts = checkup.precision_checkup(learn)
         text = emulation('cuda', torch.bfloat16)
     texts,todo = lines(facts)
@@ -155,7 +155,7 @@ def test_infinite_losses():
 def test_skipped_steps():
     "Single ones are normal; a fit that ends in several, or a constant scale, is not"
     def todo(at, **kwargs):
-        learn = get_learner().to_fp16(max_loss_scale=2.**10, **kwargs)
+        learn = get_learner().to_fp16(**kwargs or dict(max_loss_scale=2.**10))
         learn.fit(1, cbs=[InfiniteAt(o) for o in at])
         assert skipped(learn)==len(at)
         return lines(learn.precision_checkup())[1].get('Skipped steps', '')
@@ -207,7 +207,7 @@ def test_broken_model():
         def __init__(self): super().__init__(); self.layer = nn.Linear(8,1)
         def forward(self, x): raise KeyError('as asked')
     texts,_ = lines(get_learner(Broken()).to_bf16().precision_checkup())
-    assert texts['Batches'].startswith('Not asked: KeyError') and texts['Modules']=='1 with copies'
+    assert texts['Batches'].startswith('Not asked: KeyError') and texts['Modules']=='1 as layer (cast with all others)'
 
 def test_interrupt():
     "Ctrl-C is no answer"

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastai.distributed import DistributedDL
 from learners import *
-from mp_callbacks.callback import read_state
+from mp_callbacks.step import read_state
 from mp_callbacks.dtypes import half_dtypes
 from mp_callbacks.fp8 import Fp8
 from mp_callbacks.grads import prepare_grads

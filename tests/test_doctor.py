@@ -77,18 +77,15 @@ def looked(learn, look):
 # --- Learners
 
 class Jitter:
-    "Rows with noise from random number generators of its own, one of them in a transform"
-    class Scale:
-        def __init__(self): self.rng = random.Random(1)
-        def __call__(self, x): return x*self.rng.uniform(.9, 1.1)
+    "Rows with noise from random number generators of its own"
     def __init__(self, x, y):
-        self.x,self.y,self.transforms,self.reads = x,y,[self.Scale()],0
-        self.numpy,self.old,self.torch = np.random.default_rng(1),np.random.RandomState(1),torch.Generator()
+        self.x,self.y,self.reads,self.plain,self.torch = x,y,0,random.Random(1),torch.Generator()
+        self.numpy,self.old = np.random.default_rng(1),np.random.RandomState(1)
     def __len__(self): return len(self.x)
     def __getitem__(self, i):
         self.reads += 1
         noise = self.numpy.normal()+self.old.normal()+torch.randn((), generator=self.torch)
-        return self.transforms[0](self.x[i])+.1*noise,self.y[i]
+        return self.x[i]*self.plain.uniform(.9, 1.1)+.1*noise,self.y[i]
 
 class Counting(nn.Module):
     "Counts its calls, in a buffer and in an attribute, and draws random numbers of all three kinds"

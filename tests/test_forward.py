@@ -1,9 +1,7 @@
 """What a forward pass may do with its parameters and buffers, and what a skipped step puts back
 
-Hooks, gradients of gradients, encoders that follow each other, tied weights, parameters written by the forward pass,
-sharded models, learners that load in their own way."""
-from contextlib import nullcontext
-
+Written weights, hooks, gradients of gradients, tied weights, buffers of every kind, sharded models, learners that load
+in their own way."""
 import pytest
 from learners import *
 from states import *
@@ -11,16 +9,16 @@ from fastai.learner import load_model
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 each_mode = pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','bf16','native_fp16')))
-copying   = pytest.mark.parametrize('mode', ['fp16','bf16'])
 
 def tol(mode): return .02 if 'bf16' in mode else .003
 def close(got, want, mode): assert (got-want).norm()<tol(mode)*want.norm(), ((got-want).norm(),want.norm())
 
-def first_grads(mode, model, loss_func=None, **kwargs):
-    "Gradients that the first step of training `model` uses, in `mode` or in float32"
+def gradients(mode, model, loss_func=None, **kwargs):
+    "Those of the second batch, before any step: from then on, weights are cast together. In `mode`, or in float32."
     class Look(Callback):
         order = 20
         def before_step(self):
+            if not self.train_iter: raise CancelStepException
             grads.extend(p.grad.clone() for p in self.model.parameters() if p.grad is not None)
             raise CancelFitException
     learn,grads = get_learner(model, **kwargs),[]
@@ -32,74 +30,79 @@ def first_grads(mode, model, loss_func=None, **kwargs):
 
 # --- Parameters that the forward pass writes
 
-class MoCo(nn.Module):
-    "Momentum contrast: the key encoder follows the query encoder, by a momentum update in the forward pass"
+class Momentum(nn.Module):
+    "A key encoder without gradients, which follows the query encoder, as in momentum contrast"
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        self.encoder_q,self.encoder_k = nn.Linear(8,4),nn.Linear(8,4)
-        for param_q,param_k in zip(self.encoder_q.parameters(), self.encoder_k.parameters()):
-            param_k.data.copy_(param_q.data)
-            param_k.requires_grad = False
-        self.head = nn.Linear(8,1)
-    @torch.no_grad()
-    def _momentum_update_key_encoder(self):
-        for param_q,param_k in zip(self.encoder_q.parameters(), self.encoder_k.parameters()):
-            param_k.data = param_k.data*.9+param_q.data*.1
+        self.query,self.key = nn.Linear(8,8),nn.Linear(8,8).requires_grad_(False)
     def forward(self, x):
-        q = self.encoder_q(x)
-        with torch.no_grad():
-            if self.training: self._momentum_update_key_encoder()
-            k = self.encoder_k(x)
-        return self.head(torch.cat([q,k], 1))
+        if self.training:
+            for a,b in zip(self.query.parameters(), self.key.parameters()): b.data = b.data*.9+a.data*.1
+        return self.query(x)*self.key(x).detach()
 
-@each_mode
-def test_momentum_encoder(mode):
-    "The key encoder follows, and all weights go where they go in float32"
+class Bounded(nn.Module):
+    "Keeps the weights of its layer small while it trains"
+    def __init__(self): super().__init__(); self.layer = nn.Linear(8,8)
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad(): self.layer.weight.clamp_(-.2,.2)
+        return self.layer(x)
+
+class FilterNorm(nn.Module):
+    "No filter of its layer has a larger norm, as in EEGNet"
+    def __init__(self): super().__init__(); self.layer = nn.Conv1d(8,8,1)
+    def forward(self, x):
+        self.layer.weight.data = torch.renorm(self.layer.weight.data, p=2, dim=0, maxnorm=.5)
+        return self.layer(x[...,None]).squeeze(-1)
+
+class Quantized(nn.Module):
+    "Rows of a buffer, which follow the inputs that they are nearest to"
+    def __init__(self): super().__init__(); self.register_buffer('codebook', torch.randn(4,8))
+    def forward(self, x):
+        h = x.detach().float()
+        nearest = torch.cdist(h, self.codebook).argmin(1)
+        if self.training:
+            for i in nearest.unique(): self.codebook[i].lerp_(h[nearest==i].mean(0), .2)
+        return x+self.codebook[nearest]
+
+class Generated(nn.Module):
+    "Computes the weights of a layer from the batch, as hypernetworks do"
+    def __init__(self): super().__init__(); self.weights = nn.Linear(8,64)
+    def forward(self, x): return F.linear(x, self.weights(x.mean(0)).view(8,8))
+
+class Perturbed(nn.Module):
+    "Its part is called again with other weights"
+    def __init__(self): super().__init__(); self.part = nn.Linear(8,8)
+    def forward(self, x):
+        first = self.part(x)
+        self.part.weight.data = self.part.weight.data*2
+        second = self.part(x)
+        self.part.weight.data = self.part.weight.data/2
+        return first-second
+
+writes = dict(momentum=Momentum, bounded=Bounded, filter_norm=FilterNorm, quantized=Quantized, generated=Generated,
+              perturbed=Perturbed)
+
+# autocast's cache of casts, which only `to_native_*` have, doesn't see that the weights are others
+native_perturbed = [(o,'perturbed') for o in modes if 'native' in o]
+written = crossed(modes, writes, fast=lambda mode,_: mode in ('fp16','bf16'))
+written = [o for o in written if o.values not in native_perturbed]
+
+@pytest.mark.parametrize('mode,kind', written)
+def test_written(mode, kind):
+    "Weights go where they go in float32, and so do those that the forward pass writes"
     def _run(mode):
-        learn = get_learner(MoCo(), opt_func=SGD, lr=.05)
-        start = flat(weights(learn)),learn.model.encoder_k.weight.clone()
+        torch.manual_seed(0)
+        learn = get_learner(nn.Sequential(nn.Linear(8,8), writes[kind](), nn.Linear(8,1)), opt_func=SGD, lr=.05)
+        start = flat(learn.model.state_dict().values())
         if mode: modes[mode](learn)
         learn.fit(2)
         assert_plain(learn.model)
-        return flat(weights(learn))-start[0],learn.model.encoder_k.weight-start[1]
-    for got,want in zip(_run(mode), _run(None)): close(got, want, mode)
-
-class Clamped(nn.Linear):
-    "A layer that keeps its own weights small, while it trains"
-    def forward(self, x):
-        if self.training:
-            with torch.no_grad(): self.weight.clamp_(-.2,.2)
-        return super().forward(x)
-
-def clamped():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8,8), Clamped(8,1))
-
-@copying
-def test_written_copies(mode):
-    "What a module writes into the copy of its own weights would be lost: an error says so, and nothing has changed"
-    learn = modes[mode](get_learner(clamped()))
-    before = weights(learn)
-    match = "changes 1.weight, .* would be lost. Keep the module in float32 with keep='1', or use autocast alone"
-    with pytest.raises(RuntimeError, match=match): learn.fit(1)
-    assert_plain(learn.model)
-    assert all(map(torch.equal, weights(learn), before))
-    assert learn.validate()[0]>0 # it only writes when it trains
-
-@pytest.mark.parametrize('way', ['keep','native_fp16','native_bf16'])
-def test_ways_out(way):
-    "The layer clamps its weights as in float32"
-    def _run(way):
-        learn = get_learner(clamped(), opt_func=SGD, lr=.05)
-        start = flat(weights(learn))
-        if way: modes[way](learn) if way!='keep' else learn.to_bf16(keep='1')
-        learn.fit(2)
-        return flat(weights(learn))-start
-    close(_run(way), _run(None), 'bf16')
+        return flat(learn.model.state_dict().values())-start
+    close(_run(mode), _run(None), mode)
 
 @pytest.mark.parametrize('event', [o for o in in_batch if o!='before_backward'])
-@copying
+@pytest.mark.parametrize('mode', ['fp16','bf16'])
 def test_callback_writes(mode, event):
     "A callback may write the weights at any event: they are the real ones"
     class Clamp(Callback):
@@ -120,18 +123,13 @@ def test_callback_writes(mode, event):
 
 @each_mode
 def test_hooks(mode):
-    """Hooks of parameters see one float32 gradient per parameter and batch, which carries the loss scale
-
-    Hooks of modules see float32 parameters."""
+    "Hooks of parameters see one float32 gradient per parameter and batch, which carries the loss scale"
     learn = get_learner()
-    hooked,accumulated,params = [],[],[]
+    hooked,accumulated = [],[]
     names = [n for n,_ in learn.model.named_parameters()]
     for n,p in learn.model.named_parameters():
         p.register_hook(lambda g, n=n: hooked.append((n,g.clone())))
         p.register_post_accumulate_grad_hook(lambda p, n=n: accumulated.append((n,p.grad.clone())))
-    for m in learn.model:
-        m.register_forward_pre_hook(lambda m, args: params.extend(m.parameters()))
-        m.register_forward_hook(lambda m, args, out: params.extend(m.parameters()))
     modes[mode](learn)
     scales,steps = [],[]
     class Look(Callback):
@@ -139,7 +137,6 @@ def test_hooks(mode):
         def before_backward(self): scales.append(self.learn.mixed_precision.loss_scale)
         def before_step(self): steps.append([p.grad.clone() for p in self.model.parameters()])
     learn.fit(1, cbs=Look())
-    assert {p.dtype for p in params}=={torch.float32} and {id(p) for p in params}=={*map(id, learn.model.parameters())}
     for seen in (hooked,accumulated):
         assert len(seen)==4*len(names) and {g.dtype for _,g in seen}=={torch.float32}
         for i,(scale,grads) in enumerate(zip(scales, steps, strict=True)):
@@ -155,7 +152,7 @@ def test_hook_changes_gradients(mode):
         res[0].weight.register_hook(lambda g: g*0)
         res[2].weight.register_hook(lambda g: g*2)
         return res
-    close(first_grads(mode, _model()), first_grads(None, _model()), mode)
+    close(gradients(mode, _model()), gradients(None, _model()), mode)
 
 def gradient_penalty(learn):
     def _loss(pred, y):
@@ -173,7 +170,7 @@ def again(learn):
 @each_mode
 def test_gradients_of_a_loss(mode, loss_func):
     "A loss may ask for gradients of the real parameters, and call the model again"
-    close(first_grads(mode, mlp(), loss_func), first_grads(None, mlp(), loss_func), mode)
+    close(gradients(mode, mlp(), loss_func), gradients(None, mlp(), loss_func), mode)
 
 class Tied(nn.Module):
     "An embedding whose weights are those of the last layer, and a layer that is used three times"
@@ -191,23 +188,8 @@ class Tied(nn.Module):
 def test_tied(mode):
     "Weights that are tied, and modules that are used repeatedly, have the gradient of float32, and stay tied"
     model = Tied()
-    close(first_grads(mode, model), first_grads(None, Tied()), mode)
+    close(gradients(mode, model), gradients(None, Tied()), mode)
     assert model.out.weight is model.emb.weight
-
-@pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
-def test_calls_in_a_loop(dtype):
-    "`half_precision` in a plain loop: a second call, one under `no_grad` before it, and `autograd.grad` inside"
-    def _grads(on):
-        model,(x,y) = mlp(),numbers()
-        with half_precision(model, dtype) if on else nullcontext():
-            with torch.no_grad(): target = model(x.flip(0))
-            pred,other = model(x),model(x.flip(1))
-            slope, = torch.autograd.grad(pred.sum(), model[0].weight, create_graph=True)
-            loss = F.mse_loss(pred, y)+F.mse_loss(other, target)+slope.pow(2).mean()
-            loss.backward()
-        assert {p.grad.dtype for p in model.parameters()}=={loss.dtype}=={torch.float32}
-        return flat(p.grad for p in model.parameters())
-    close(_grads(True), _grads(False), 'bf16' if dtype==torch.bfloat16 else 'fp16')
 
 # --- What a skipped step puts back
 
@@ -250,6 +232,87 @@ def test_no_trace(mode, opt):
     for p,q in zip(a.model.parameters(), b.model.parameters()):
         for k,v in b.opt.state[q].items(): assert torch.equal(torch.as_tensor(v), torch.as_tensor(a.opt.state[p][k])), k
     assert_plain(a.model)
+
+def assign(b):
+    b.data = torch.full((b.numel()+1,), 9.)
+    return b
+
+def first_row(b):
+    b[0].mul_(2)
+    return b
+
+def more_entries(b):
+    b.data = torch.ones(4,4).to_sparse_csr()
+    return b
+
+def double(b): return b.mul_(2)
+
+buffers = dict( # what it is, and a function that changes it or returns another one
+    replaced     = (lambda: torch.arange(4.), lambda b: b*2),
+    longer       = (lambda: torch.zeros(0), lambda b: torch.cat([b,torch.ones(1)])),
+    grows        = (lambda: torch.arange(4.), lambda b: b.resize_(b.numel()+1).fill_(9)),
+    assigned     = (lambda: torch.arange(4.), assign),
+    points       = (lambda: torch.arange(4.), lambda b: b.set_(torch.full((2,3), 9.))),
+    csr          = (lambda: torch.eye(4).to_sparse_csr(), double),
+    csr_pattern  = (lambda: torch.eye(4).to_sparse_csr(), more_entries),
+    coo          = (lambda: torch.eye(4).to_sparse(), double),
+    coo_pattern  = (lambda: torch.eye(4).to_sparse(), lambda b: b.add_(torch.ones(4,4).to_sparse())),
+    expanded     = (lambda: torch.arange(3.)[None].expand(4,3), first_row),
+    quantized    = (lambda: torch.quantize_per_tensor(torch.arange(4.), .1, 0, torch.qint8),
+                    lambda b: b.copy_(torch.ones(4))),
+    complex      = (lambda: torch.ones(4, dtype=torch.cfloat), double),
+    bool         = (lambda: torch.ones(4, dtype=torch.bool), lambda b: b.logical_not_()))
+
+class Holds(nn.Module):
+    "Changes a buffer in each training batch, beside one that shares its storage if it can"
+    def __init__(self, kind):
+        super().__init__()
+        make,self.change = buffers[kind]
+        self.layer = nn.Linear(8,1)
+        self.register_buffer('held', make())
+        if self.held.layout is torch.strided and not self.held.is_quantized:
+            self.register_buffer('same', self.held.view(self.held.shape))
+    def forward(self, x):
+        if self.training: self.held = self.change(self.held)
+        return self.layer(x)
+
+def dense(model): return [o.dequantize() if o.is_quantized else o.detach().to_dense().clone() for o in model.buffers()]
+
+@pytest.mark.parametrize('kind', buffers)
+def test_buffers_are_put_back(kind):
+    "after a skipped step and after the user's own error, which comes out as it is"
+    for error in (ZeroDivisionError,KeyboardInterrupt):
+        model = Holds(kind)
+        held,before = model.held,dense(model)
+        learn = get_learner(model).to_bf16()
+        learn.fit(1, cbs=[InfiniteAt(i) for i in range(4)])
+        assert skipped(learn)==4 and model.held is held and all(map(torch.equal, dense(model), before))
+        with pytest.raises(error, match="mine"): learn.fit(1, cbs=Callback(after_pred=raises(error("mine"))))
+        assert model.held is held and all(map(torch.equal, dense(model), before))
+        learn.fit(1)
+        assert skipped(learn)==4
+
+def test_new_buffers():
+    "that a skipped batch has registered are gone if they aren't finite; others may be relied on"
+    class Registers(nn.Module):
+        def __init__(self): super().__init__(); self.layer,self.length = nn.Linear(8,1),0
+        def forward(self, x):
+            if not hasattr(self, 'mean'): self.register_buffer('mean', x.mean(0))
+            if not self.length:
+                self.register_buffer('table', torch.ones(8))
+                self.length = 8
+            return self.layer((x-self.mean)*self.table)
+    learn = get_learner(Registers()).to_bf16()
+    learn.fit(1, cbs=InfiniteAt(0))
+    assert skipped(learn)==1 and learn.model.mean.isfinite().all()
+
+def test_buffer_from_inference_mode():
+    "Nothing can be written to it, so a copy takes its place"
+    model = mlp()
+    with torch.inference_mode(): model.register_buffer('table', torch.arange(3.).expand(2,3))
+    learn = get_learner(model).to_bf16()
+    learn.fit(1, cbs=InfiniteAt(1))
+    assert skipped(learn)==1 and model.table.tolist()==[[0,1,2]]*2
 
 # --- Elsewhere
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import mp_callbacks.grads,pytest
 from learners import *
-from mp_callbacks.callback import state_prefix
+from mp_callbacks.step import state_prefix
 from mp_callbacks.loss_scale import as_loss_scale,loss_scale_presets
 from test_recorder import log
 from torch.nn import functional as F

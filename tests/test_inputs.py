@@ -1,7 +1,8 @@
 "Odd models, data and arguments through real learners: the right result or a clear error, and the learner as it was"
 import json,re,subprocess,sys
-from copy import deepcopy
 from collections import OrderedDict
+from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass,fields
 from functools import lru_cache
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 import cloudpickle,learners,pytest
 from fastai.callback import fp16
 from fastai.torch_core import TensorBase,TensorImage
-from mp_callbacks import callback
+from torch.utils.checkpoint import CheckpointError,checkpoint
 from mp_callbacks.flat import flat_step
 from mp_callbacks.grads import prepare_grads
 from learners import *
@@ -87,6 +88,16 @@ def test_lazy_model():
     assert list(learn.cbs)==before
     learn.model(numbers()[0])
     trains(modes['fp16'](learn))
+
+@each_call
+def test_offloaded_model(call):
+    "has no numbers to train"
+    cpu_offload = pytest.importorskip('accelerate').cpu_offload
+    learn = get_learner(cpu_offload(mlp(), torch.device('cpu')) or mlp())
+    before = list(learn.cbs)
+    with pytest.raises(ValueError, match=r"0.weight is on the device 'meta', without numbers.*cpu_offload"):
+        getattr(learn, call)()
+    assert list(learn.cbs)==before
 
 @each_mode
 def test_frozen_parts(mode):
@@ -224,6 +235,88 @@ def test_unknown_argument():
 @pytest.mark.parametrize('dtype', [torch.float32, torch.int8, 'float8', 16, None])
 def test_bad_dtype(kind, dtype):
     with pytest.raises(ValueError, match=re.escape(str(dtype))): kind(dtype)
+
+without_effect = [
+    ('to_fp16', dict(loss_scale='torch', scale_wait=100), r"Use DynamicLossScale\.preset\('torch', period=100\)"),
+    ('to_fp16', dict(loss_scale='torch', max_loss_scale=2.**12), 'max_loss_scale=4096.0'),
+    ('to_fp16', dict(loss_scale='torch', min_loss_scale=8.), 'min_loss_scale=8.0'),
+    ('to_fp16', dict(loss_scale='torch', div_factor=4.), 'factor=4.0'),
+    ('to_fp16', dict(loss_scale='torch', dynamic=False), 'Leave it out'),
+    ('to_fp16', dict(loss_scale=DynamicLossScale(), max_loss_scale=8.), 'Set max_loss_scale=8.0 in that loss scale'),
+    ('to_fp16', dict(loss_scale=1024., dynamic=False, scale_wait=100), 'beside dynamic=False'),
+    ('to_fp16', dict(loss_scale=1024., dynamic=False, headroom=3.), 'beside dynamic=False'),
+    ('to_native_fp16', dict(init_scale='torch', growth_interval=100), 'period=100'),
+    ('to_native_fp16', dict(init_scale=DynamicLossScale(), backoff_factor=.25), 'backoff=0.25')]
+
+@pytest.mark.parametrize('call,kwargs,match', without_effect)
+def test_without_effect(call, kwargs, match):
+    "An error that says what to write instead, and the learner is as before"
+    learn = get_learner()
+    with pytest.raises(ValueError, match=match): getattr(learn, call)(**kwargs)
+    assert not hasattr(learn, 'mixed_precision')
+
+def test_static_scale_of_a_dynamic_one():
+    "Code written for fastai runs, as there, but with a warning"
+    with pytest.warns(UserWarning, match='loss_scale=128 has no effect beside dynamic=True'): get_learner().to_fp16(128.)
+
+# --- Errors with a way out
+
+has_notes = pytest.mark.skipif(not hasattr(Exception, 'add_note'), reason='Exceptions have notes since Python 3.11')
+
+class Masks(nn.Module):
+    "Has no parameters, and a number that float16 can't hold"
+    def forward(self, x): return x.masked_fill(x>1, -1e9).softmax(-1)
+
+@has_notes
+@pytest.mark.parametrize('mode', ['fp16','native_fp16'])
+def test_note_about_a_module_without_parameters(mode):
+    "names it, and `keep` is the cure"
+    def _fit(keep): modes[mode](get_learner(nn.Sequential(nn.Linear(8,8), Masks(), nn.Linear(8,1))), keep=keep).fit(1)
+    with pytest.raises(RuntimeError, match='without overflow') as e: _fit(())
+    assert e.value.__notes__==["In 1 (Masks), with its operations in half precision: keep='1' computes it in float32."]
+    _fit('1')
+
+@has_notes
+@pytest.mark.parametrize('mode', ['fp16','native_fp16'])
+def test_no_note_about_other_errors(mode):
+    class Breaks(nn.Module):
+        def forward(self, x): return x.view(7)
+    for layer,keep in ((Breaks(),()), (Masks(),()), (Breaks(),'1')):
+        learn = modes[mode](get_learner(nn.Sequential(nn.Linear(8,8), layer)), keep=keep)
+        with pytest.raises(RuntimeError) as e: learn.fit(1)
+        assert bool(getattr(e.value, '__notes__', ()))==isinstance(layer, Masks)
+
+class Penalty(Callback):
+    "Asks for gradients before the backward pass, in the precision of the model or outside of it"
+    def __init__(self, inside): self.inside = inside
+    def after_loss(self):
+        if not self.training: return
+        with self.learn.mixed_precision.autocast if self.inside else nullcontext():
+            grads = torch.autograd.grad(self.learn.loss_grad, [*self.model.parameters()], retain_graph=True)
+        assert all(o.isfinite().all() for o in grads)
+
+@has_notes
+@pytest.mark.parametrize('mode', [o for o in modes if o!='fp16_static'])
+def test_gradients_through_checkpoints(mode):
+    "An error says how to compute them"
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8,8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8,8))
+            self.head = nn.Linear(8,1)
+        def forward(self, x): return self.head(checkpoint(self.body, x, use_reentrant=False))
+    def _fit(inside): modes[mode](get_learner(Checkpointed()), keep=nn.GELU).fit(1, cbs=Penalty(inside))
+    with pytest.raises(CheckpointError) as e: _fit(False)
+    assert 'with learn.mixed_precision.autocast:' in e.value.__notes__[0]
+    _fit(True)
+
+@has_notes
+@pytest.mark.parametrize('mode', ['fp16','native_bf16'])
+def test_optimizer_with_a_closure(mode):
+    learn = modes[mode](get_learner(opt_func=partial(OptimWrapper, opt=torch.optim.LBFGS)))
+    with pytest.raises(TypeError, match='closure') as e: learn.fit(1)
+    assert e.value.__notes__==["LBFGS computes the loss several times in a step, and asks for a function that does so. "
+                               "fastai's Learner passes none, in float32 either. Use an optimizer without a closure."]
 
 # --- Predictions of every structure
 
@@ -581,21 +674,13 @@ def test_second_for_one_fit(call):
 
 class Subclass(fp16.MixedPrecision): "As in somebody's own package"
 
-starts = {**{o: methodcaller(o) for o in calls},
-    **{f'by hand {k}': (lambda learn,f=f: learn.add_cb(f())) for k,f in theirs.items() if k.startswith('amp')},
-    'by hand subclass': lambda learn: learn.add_cb(Subclass()),
-    'by hand non-native': lambda learn: learn.add_cbs([fp16.ModelToHalf(),fp16.NonNativeMixedPrecision()])}
-
 def fastais(cb): return any(c.__module__==fp16.__name__ for c in type(cb).__mro__)
 def precisions(learn): return [o for o in learn.cbs if isinstance(o, (PrecisionCallback,ModelToHalf)) or fastais(o)]
 
-cases = crossed(calls, starts, fast=lambda call,first: call=='to_fp16' and 'by hand' in first)
-
-@pytest.mark.parametrize('call,first', cases)
-def test_one_precision(first, call):
-    "Every call replaces what was on; and to_fp32 leaves nothing of it"
-    learn,plain = get_learner(norm=True),get_learner(norm=True)
-    starts[first](learn)
+@each_call
+def test_nothing_is_left(call):
+    "A call replaces what was on, here a subclass of fastai's; and to_fp32 leaves nothing of it"
+    learn,plain = get_learner(norm=True, cbs=Subclass()),get_learner(norm=True)
     getattr(learn, call)()
     native = 'native' in call
     assert [type(o) for o in precisions(learn)]==([NativeMixedPrecision] if native else [ModelToHalf,MixedPrecision])
@@ -634,46 +719,6 @@ def test_between_epochs(mode, call):
 
 # --- What stays float32
 
-def dtypes_returned(learn):
-    "What the layers return in a training batch"
-    res = {}
-    def see(n): return lambda m,i,o: res.update({n:o.dtype})
-    hooks = [m.register_forward_hook(see(n)) for n,m in learn.model.named_modules() if hasattr(m, 'weight')]
-    learn.fit(1)
-    for o in hooks: o.remove()
-    return res
-
-class Special(nn.Linear):
-    "Remembers the dtype of the weights it computes with"
-    def forward(self, x):
-        self.computes = self.weight.dtype
-        return super().forward(x)
-
-@pytest.mark.parametrize('keep,kept', [
-    (nn.LayerNorm,                          {'norm'}),
-    (Special,                               {'body.2'}),
-    ('head',                                {'head'}),
-    ('body.?',                              {'body.0','body.2'}),
-    ('body',                                {'body.0','body.2'}),
-    (lambda n,m: n.endswith('0'),           {'body.0'}),
-    (lambda n,m: getattr(m, 'out_features', None)==1, {'head'}),
-    ([Special,'head',nn.LayerNorm],         {'body.2','head','norm'}),
-    ({nn.LayerNorm,Special},                {'body.2','norm'}),
-    ((),                                    set())])
-def test_keep(keep, kept):
-    "By type, pattern, function, or some of each: float32 there, half precision everywhere else"
-    body = nn.Sequential(nn.Linear(8,16), nn.GELU(), Special(16,16))
-    model = nn.Sequential(OrderedDict(body=body, norm=nn.LayerNorm(16), head=nn.Linear(16,1)))
-    learn = get_learner(model).to_bf16(keep=keep)
-    res = dtypes_returned(learn)
-    assert (res['norm']==torch.float32)==bool(kept&{'norm','body.2'}) # a norm that isn't kept returns what it is given
-    assert {n for n,o in res.items() if o==torch.float32}-{'norm'}==kept-{'norm'}
-    assert {o for n,o in res.items() if n not in kept|{'norm'}}<={torch.bfloat16}
-    assert (model.body[2].computes==torch.float32)==('body.2' in kept)
-    table = learn.mixed_precision.policy()
-    assert {*table.module[table.why=='keep']}-{'body','body.1'}==kept
-    trains(learn)
-
 @pytest.mark.parametrize('call', calls[:2])
 def test_keep_all(call):
     learn = get_learner()
@@ -697,53 +742,6 @@ def test_changed_model(mode):
     assert skipped(learn)==1
     assert all(o.isfinite().all() for o in learn.model.state_dict().values())
     assert not torch.equal(learn.model[3].weight, before[1][4]) and math.isfinite(learn.validate()[0])
-
-class Expanded(nn.Module):
-    "A buffer that is one number, many times"
-    def __init__(self):
-        super().__init__()
-        self.register_buffer('b', torch.zeros(1,1).expand(16,1))
-    def forward(self, x): return x+self.b[:len(x)]
-
-class Late(nn.Module):
-    "A buffer that comes with the first batch"
-    def forward(self, x):
-        if not self._buffers: self.register_buffer('b', torch.zeros(()))
-        if self.training: self.b.add_(x.detach().abs().sum())
-        return x
-
-class Replaced(nn.Module):
-    "A buffer that is another tensor after each batch; and one that is None"
-    def __init__(self):
-        super().__init__()
-        self.register_buffer('b', torch.zeros(()))
-        self.register_buffer('none', None)
-    def forward(self, x):
-        if self.training: self.b = torch.maximum(self.b, x.detach().abs().max())
-        return x
-
-class Grown(nn.Module):
-    "A buffer that has one number more after each batch, and counts in integers"
-    def __init__(self):
-        super().__init__()
-        self.register_buffer('b', torch.zeros(0))
-        self.register_buffer('n', torch.tensor(0))
-    def forward(self, x):
-        if self.training:
-            self.b = torch.cat([self.b, x.detach().abs().max()[None]])
-            self.n += 1
-        return x
-
-odds = Expanded,Late,Replaced,Grown
-
-@pytest.mark.parametrize('mode,odd', crossed(modes, odds, fast=lambda mode,odd: mode=='fp16'))
-def test_odd_buffers(mode, odd):
-    "A skipped step leaves no trace in buffers of any kind"
-    learn = modes[mode](get_learner(nn.Sequential(nn.BatchNorm1d(8), odd(), mlp())))
-    learn.fit(2, cbs=[InfiniteAt(2),InfiniteAt(5)])
-    assert skipped(learn)==2
-    assert all(o.isfinite().all() for o in learn.model.state_dict().values())
-    if odd is Grown: assert len(learn.model[1].b)==learn.model[1].n==6
 
 @pytest.mark.parametrize('piece', ['prepare_grads','flat_step'])
 def test_default_device(piece):

@@ -87,3 +87,124 @@ def test_gan(mode):
     for o in (ref,learn): o.fit(2, 1e-3)
     assert skipped(learn)==0
     assert apart(learn, ref, start)<.1
+
+# --- Tensors that require gradients and belong to nobody
+
+class Places(nn.Module):
+    "A network, and tensors that require gradients, in `seen`"
+    def __init__(self): super().__init__(); self.net,self.seen = mlp(),[]
+    def new(self, t): self.seen.append(t.detach().clone().requires_grad_()); return self.seen[-1]
+    def forward(self, x): return self.net(x)
+
+class Forces(Places):
+    "Positions that require gradients inside `forward`, whose derivative is the prediction"
+    def forward(self, x):
+        with torch.enable_grad():
+            x = self.new(x)
+            return self.net(x)+torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0].mean(1, keepdim=True)
+
+class Hidden(Places):
+    "A first hidden state that nobody detaches"
+    def forward(self, x): return self.net(x+self.new(torch.zeros(1,8)))
+
+def plain_loss(learn, pred, y): return F.mse_loss(pred, y)
+
+def penalty_loss(learn, pred, y):
+    "The gradient penalty of WGAN-GP, at interpolates"
+    x = learn.model.new(.5*learn.x)
+    with torch.enable_grad(): g, = torch.autograd.grad(learn.model(x).sum(), x, create_graph=True)
+    return F.mse_loss(pred, y)+(g.norm(dim=1)-1).square().mean()
+
+def running_loss(learn, pred, y):
+    "A total that starts as a tensor with gradients"
+    return learn.model.new(torch.zeros(1))[0]+F.mse_loss(pred, y)
+
+def feature_loss(learn, pred, y):
+    "Features of a network that is not frozen, and that only a plain function has"
+    if not hasattr(learn, 'features'):
+        torch.manual_seed(2)
+        learn.features = nn.Linear(1,4)
+        learn.model.seen += learn.features.parameters()
+    return F.mse_loss(learn.features(pred), learn.features(y))
+
+class Adversarial(Callback):
+    "A perturbation of the input, whose loss is added in `after_loss`"
+    def after_loss(self):
+        if not self.training: return
+        extra = F.mse_loss(self.model(self.x+self.model.new(torch.zeros_like(self.x))), self.y)
+        self.learn.loss_grad = self.loss_grad+extra
+        self.learn.loss = self.loss_grad.clone()
+
+nobodys = dict(penalty=(Places,penalty_loss,[]), forces=(Forces,plain_loss,[]),
+               perturbed=(Places,plain_loss,[Adversarial]), total=(Places,running_loss,[]),
+               hidden=(Hidden,plain_loss,[]), features=(Places,feature_loss,[]))
+
+class Gradients(Callback):
+    "What the tensors in `model.seen` have as gradients, after each backward pass"
+    def before_fit(self): self.found = []
+    def after_backward(self): self.found.append([t.grad.clone() for t in self.model.seen if t.grad is not None])
+
+def nobodys_learner(kind, mode, *cbs):
+    make,loss,more = nobodys[kind]
+    learn = get_learner(make(), cbs=[*[o() for o in more],Gradients(),*cbs])
+    learn.loss_func = lambda pred, y: loss(learn, pred, y)
+    return modes[mode](learn) if mode else learn
+
+@pytest.mark.parametrize('mode', ['fp16','native_fp16'])
+@pytest.mark.parametrize('kind', nobodys)
+def test_tensors_of_nobody(kind, mode):
+    "Train as in float32, and their gradients are those of float32, in all batches"
+    learn,full = nobodys_learner(kind, mode),nobodys_learner(kind, None)
+    for o in (learn,full): o.fit(2)
+    assert apart(learn, full, flat(weights(get_learner())))<.1 and skipped(learn)==0
+    for got,want in zip(learn.gradients.found, full.gradients.found, strict=True):
+        for a,b in zip(got, want, strict=True): assert (a-b).norm()<=.05*b.norm()+1e-4
+
+@pytest.mark.parametrize('mode', ['fp16','native_fp16'])
+def test_tensors_of_nobody_after_a_skipped_step(mode):
+    "Have no gradient, as the parameters"
+    class Cleared(Callback):
+        order = 80
+        def after_batch(self):
+            if self.training and not self.learn.step_stats.finite: assert self.model.seen[-1].grad is None
+    learn = nobodys_learner('hidden', mode, InfiniteAt(1), Cleared())
+    learn.fit(1)
+    assert skipped(learn)==1
+
+# --- A `_backward` of one's own
+
+@pytest.mark.parametrize('mode', modes)
+@pytest.mark.parametrize('which', ['loss','loss_grad'])
+def test_own_backward(which, mode):
+    "Of the loss that has no scale: an error, before a step is made"
+    class Own(Learner):
+        def _backward(self): getattr(self, which).backward()
+    own,plain = get_learner(),modes[mode](get_learner())
+    own.__class__ = Own
+    modes[mode](own)
+    before = weights(own)
+    if which=='loss' and 'fp16' in mode:
+        with pytest.raises(RuntimeError, match=r'write self\.loss_grad\.backward\(\)'): own.fit(1)
+        assert all(map(torch.equal, weights(own), before)) and all(p.grad is None for p in own.model.parameters())
+    else:
+        for o in (own,plain): o.fit(1)
+        assert all(map(torch.equal, weights(own), weights(plain)))
+
+@pytest.mark.parametrize('mode', [None,'fp16','native_fp16','bf16'])
+def test_hessian_product(mode):
+    "From `.grad`, after a backward pass that makes a graph"
+    class Curvature(Callback):
+        def after_backward(self):
+            p = self.model[0].weight
+            self.product, = torch.autograd.grad((p.grad*torch.ones_like(p)).sum(), p)
+            for o in self.model.parameters(): o.grad = o.grad.detach()
+    class Graph(Learner):
+        def _backward(self): self.loss_grad.backward(create_graph=True)
+    def product(mode):
+        learn = get_learner(cbs=Curvature())
+        learn.__class__ = Graph
+        if mode: modes[mode](learn)
+        learn.fit(1)
+        return learn.curvature.product
+    got,want = product(mode),product(None)
+    assert (got-want).norm()<.1*want.norm()

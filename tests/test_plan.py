@@ -211,4 +211,4 @@ def test_changes_nothing(opt_func, fails):
     assert before[1].equal(after[1]) and before[2]==after[2] and str(before[3])==str(after[3])
     for a,b,g in zip(before[4],after[4],gradients): assert a is b and a.equal(g)
     assert not model._forward_hooks and 'forward' not in vars(model)
-    assert calls==[2, 2,4, 2,4, 2,4][:5 if fails else 7]
+    assert calls==[2, 2,2, 2,4, 2,4, 2,4][:5 if fails else 9]

@@ -136,8 +136,8 @@ kept = 'ours','bf16, embeddings kept'
 @pytest.mark.parametrize('page,sentence,call,base', [
     ('which_precision', 'computes in bfloat16, use `to_bf16()`', 'to_bf16()', eq.float32),
     ('index', '| `to_fp16()` | these only emulate bfloat16', 'to_fp16()', eq.float32),
-    ('which_precision', 'If no row of this table applies, use copies', 'to_bf16()', ('ours','autocast-bf16')),
-    ('which_precision', 'If no row of this table applies, use copies', 'to_fp16()', ('ours','autocast-fp16')),
+    ('which_precision', 'no row of this table applies, use `to_bf16()`', 'to_bf16()', ('ours','autocast-bf16')),
+    ('which_precision', 'no row of this table applies, use `to_bf16()`', 'to_fp16()', ('ours','autocast-fp16')),
     ('tested_models', 'use `to_bf16(keep=nn.Embedding)` or `to_native_bf16()`', eq.names[kept], ('ours','bf16')),
     ('keep', '| embeddings | not needed', 'to_bf16()', kept)])
 def test_advice(page, sentence, call, base):

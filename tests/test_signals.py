@@ -2,7 +2,8 @@
 import signal
 
 import pytest
-import mp_callbacks.callback as callback,mp_callbacks.half as half,mp_callbacks.modules as modules
+import mp_callbacks.half as half,mp_callbacks.modules as modules
+import mp_callbacks.precision as precision
 from faults import *
 
 pytestmark = pytest.mark.filterwarnings('ignore')
@@ -16,9 +17,9 @@ places = dict( # what runs in a training batch, in this order: name -> owner, or
     linear        = F, # inside a module's own `forward`
     cast_tree     = half,
     after_pred    = None,
-    mul_grads     = callback,
+    mul_grads     = precision,
     before_step   = None,
-    prepare_grads = callback,
+    prepare_grads = precision,
     adjust        = DynamicLossScale,
     after_step    = None,
     after_batch   = None)

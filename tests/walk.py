@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastai.distributed import DistributedDL
 from learners import *
-from mp_callbacks.callback import precision_callback
+from mp_callbacks.precision import precision_callback
 from states import *
 from test_distributed import Softmax,adamw,as_dls,fastai_ctx,numbers,params,rows,torchrun
 

@@ -1,0 +1,480 @@
+"""The one cast: weights in half precision give the numbers that autocast's casts give, whatever a model does meanwhile
+
+Each case runs three times in a `with`, as the first call casts nothing ahead, and is compared with autocast."""
+import sys,threading
+from contextlib import nullcontext
+from functools import partial
+
+import pytest,torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call,grad,jacfwd,jacrev,vmap
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations,prune
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from cases import *
+from mp_callbacks import cast
+from mp_callbacks.half import half_precision
+
+bf16 = torch.bfloat16
+
+def data(n=8):
+    g = torch.Generator().manual_seed(0)
+    return torch.randn(n, 8, generator=g)
+
+class Model(nn.Module):
+    "Three layers; `forward` of a subclass says what it does with them"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.a,self.b,self.c = nn.Linear(8,8),nn.Linear(8,8),nn.Linear(8,1)
+    def forward(self, x): return self.c(self.b(self.a(x).tanh()).tanh())
+
+def backward(model, x): model(x).square().mean().backward()
+
+def grads(model, around, run=backward, times=3):
+    "The gradients of each of some batches"
+    res,x = [],data()
+    for _ in range(times):
+        model.zero_grad()
+        with around: run(model, x)
+        res.append({k:None if p.grad is None else p.grad.clone() for k,p in model.named_parameters()})
+    return res
+
+def close(got, want, tol):
+    if want is None or got is None: return want is got
+    return (got-want).norm()<=tol*want.norm()+1e-7
+
+def check(make, run=backward, tol=.02):
+    "All batches have the same gradients, which are near autocast's and float32's, and nothing is left"
+    model = make()
+    half = half_precision(model, bf16)
+    first,*others = grads(model, half, run)
+    assert not half.cast.calls
+    for o in others: assert all(close(o[k], g, 0) for k,g in first.items()), 'not those of the first call'
+    autocast = torch.autocast('cpu', bf16, cache_enabled=False)
+    for around,limit in ((autocast,tol),(nullcontext(),3*tol)):
+        want = grads(make(), around, run)[0]
+        assert all(close(first[k], g, limit) for k,g in want.items()), (around,first,want)
+    return half
+
+class Casts(TorchDispatchMode):
+    "Counts casts from float32, together and one by one"
+    def __init__(self): super().__init__(); self.together = self.single = 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten._foreach_copy_: self.together += 1
+        if func.overloadpacket is torch.ops.aten._to_copy and args[0].dtype==torch.float32: self.single += 1
+        return func(*args, **(kwargs or {}))
+
+# --- What is cast
+
+def test_once():
+    "From the second call on one operation casts all weights, and one casts their gradients back"
+    model,x = Model(),data()
+    half = half_precision(model, bf16)
+    for expected in ((0,7),(2,1),(2,1)): # the input is cast, too
+        with half,Casts() as forward: loss = model(x).sum()
+        with half,Casts() as back: loss.backward()
+        assert (forward.together+back.together,forward.single)==expected
+
+def test_memory_format():
+    "A convolution in `channels_last` stays so"
+    model = nn.Sequential(nn.Conv2d(3,4,3), nn.Conv2d(4,4,3)).to(memory_format=torch.channels_last)
+    half = half_precision(model, bf16)
+    for _ in range(2):
+        with half: model(torch.ones(1,3,8,8)).sum().backward()
+    copies = half.cast._cast(True)[model[1]][1]
+    assert copies['weight'].is_contiguous(memory_format=torch.channels_last)
+    assert model[1].weight.grad.is_contiguous(memory_format=torch.channels_last)
+
+def test_nodes(monkeypatch):
+    "Of a size each, so that gradients in half precision don't all wait for the last"
+    monkeypatch.setattr(cast, 'node_bytes', 300)
+    half = check(Model)
+    copies = [c['weight'].grad_fn for _,c in half.cast._cast(True).values()]
+    assert len({*copies})==2
+
+# --- What a model does with its weights in the middle of a call
+
+class Written(Model):
+    "Writes into the weights of a layer before it computes"
+    def __init__(self, write, frozen=False):
+        super().__init__()
+        self.write = write
+        self.b.requires_grad_(not frozen)
+    def forward(self, x):
+        x = self.a(x).tanh()
+        with torch.no_grad(): self.write(self.b)
+        return self.c(self.b(x).tanh())
+
+def mul(m): m.weight.mul_(1.5)
+def mul_data(m): m.weight.data.mul_(1.5)
+def assign_data(m): m.weight.data = m.weight.data*1.5
+def replace(m): m.weight = nn.Parameter(m.weight*1.5, requires_grad=m.weight.requires_grad)
+def restored(m):
+    "Spectral weights as some GANs have them: another weight for this use"
+    m.weight.copy_(m.weight/m.weight.norm())
+
+writes = [(o,frozen) for o in (mul,mul_data,assign_data,replace,restored) for frozen in (False,True)]
+
+@pytest.mark.parametrize('write,frozen', [o for o in writes if o!=(mul_data,False)])
+def test_written(write, frozen):
+    "The layer computes with what was written, in the same call"
+    def run(around):
+        model,x,res = Written(write, frozen),data(),[]
+        with around(model):
+            for _ in range(3):
+                model.zero_grad()
+                backward(model, x)
+                res += [model.a.weight.grad.clone(),model.b.weight.detach().clone()]
+        return res
+    got,want = run(partial(half_precision, dtype=bf16)),run(lambda m: torch.autocast('cpu', bf16, cache_enabled=False))
+    for a,b in zip(got, want): assert close(a, b, .02)
+
+def test_limit_of_data():
+    "A trained weight that is written in place through `.data` counts from the next call on, as the page says"
+    model,x = Written(mul_data),data()
+    with half_precision(model, bf16):
+        for _ in range(2): model(x)
+        before = model.b.weight.detach().clone()
+        stale = model(x)
+        assert torch.equal(model.b.weight, before*1.5)
+        model.write = lambda m: None
+        fresh = model(x)
+    assert not torch.equal(stale, fresh)
+
+class Momentum(nn.Module):
+    "As much code of momentum encoders does it: in place, through `.data`"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.q,self.k = nn.Sequential(nn.Linear(8,8), nn.LayerNorm(8)),nn.Sequential(nn.Linear(8,8), nn.LayerNorm(8))
+        self.k.requires_grad_(False)
+    def forward(self, x):
+        q = self.q(x)
+        with torch.no_grad():
+            for a,b in zip(self.q.parameters(), self.k.parameters()): b.data.mul_(.5).add_(a.data, alpha=.5)
+            k = self.k(x)
+        return (q*k).sum(1)
+
+def test_momentum_encoder():
+    def run(make):
+        model,x = Momentum(),data()
+        opt,around,seen = torch.optim.SGD(model.q.parameters(), .02),make(model),[]
+        for _ in range(4):
+            with around:
+                pred = model(x)
+                pred.square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+            seen.append(pred.detach().float())
+        return torch.stack(seen)
+    def autocast(model): return torch.autocast('cpu', bf16, cache_enabled=False)
+    assert close(run(partial(half_precision, dtype=bf16)), run(autocast), .02)
+
+class Frozen(Model):
+    "Freezes a layer between two uses of it, and trains it again"
+    def forward(self, x):
+        x = self.b(self.a(x).tanh()).tanh()
+        self.b.requires_grad_(False)
+        x = self.b(x).tanh()
+        self.a.requires_grad_(False)
+        self.a(x)
+        for m in (self.a,self.b): m.requires_grad_(True)
+        return self.c(x)
+
+class FrozenFirst(Model):
+    "A weight that was trained when it was cast is frozen when it is used"
+    def forward(self, x):
+        x = self.a(x).tanh()
+        self.b.requires_grad_(False)
+        x = self.b(x).tanh()
+        self.b.requires_grad_(True)
+        return self.c(x)
+
+class Repeated(Model):
+    def forward(self, x):
+        for _ in range(3): x = self.b(self.a(x).tanh()).tanh()
+        return self.c(x)
+
+class CallsItself(Model):
+    def forward(self, x, deep=2):
+        x = self.b(self.a(x).tanh()).tanh()
+        return self(x, deep-1) if deep else self.c(x)
+
+class Tied(Model):
+    "Three uses, so that the order in which gradients add up can be seen"
+    def __init__(self): super().__init__(); self.b.weight = self.a.weight
+    def forward(self, x): return super().forward(self.a(x).tanh())
+
+class NoGrad(Model):
+    "Teacher and student in one call"
+    def forward(self, x):
+        with torch.no_grad(): teacher = super().forward(x)
+        return super().forward(x)-.5*teacher
+
+class OnlyBiases(Model):
+    def __init__(self):
+        super().__init__()
+        for m in (self.a,self.b,self.c): m.weight.requires_grad_(False)
+
+class Pruned(Model):
+    def __init__(self): super().__init__(); prune.l1_unstructured(self.b, 'weight', .5)
+
+class Parametrized(Model):
+    def __init__(self): super().__init__(); parametrizations.weight_norm(self.b)
+
+class Hyper(Model):
+    "Computes a weight for a layer"
+    def forward(self, x):
+        w = self.b.weight*self.a(x).mean()
+        return self.c(functional_call(self.b, {'weight':w}, (x,)).tanh())
+
+class Energy(Model):
+    "Forces: a derivative inside `forward`, of which the loss is differentiated, too"
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = super().forward(x).sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+models = [Model,Frozen,FrozenFirst,Repeated,CallsItself,Tied,NoGrad,OnlyBiases,Pruned,Parametrized,Hyper,Energy]
+
+@pytest.mark.parametrize('make', models)
+def test_same_as_autocast(make): check(make, tol=.05)
+
+def test_grad_inside_no_grad():
+    "Gradients that are switched on inside a call without"
+    class Adapts(Model):
+        def forward(self, x):
+            with torch.enable_grad(): g, = torch.autograd.grad(super().forward(x).sum(), self.b.weight)
+            return x@g
+    model,x = Adapts(),data()
+    with half_precision(model, bf16),torch.no_grad(): res = [model(x) for _ in range(3)]
+    want = Adapts()(x)
+    for o in res: assert close(o, want, .05) and torch.equal(o, res[0])
+
+def penalty(model, x):
+    "A gradient penalty"
+    x = x.clone().requires_grad_()
+    out = model(x)
+    g, = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (out.mean()+(g.norm(dim=1)-1).square().mean()).backward()
+
+def two_calls(model, x): (model(x).square().mean()+model(2*x).abs().mean()).backward()
+
+def changed_between(model, x):
+    "A weight is changed between two calls of the model in a batch"
+    loss = model(x).square().mean()
+    loss.backward()
+    with torch.no_grad(): model.b.weight.mul_(.5)
+    model(x).square().mean().backward()
+    with torch.no_grad(): model.b.weight.mul_(2)
+
+def replaced_between(model, x):
+    backward(model, x)
+    own,model.b.weight = model.b.weight,nn.Parameter(model.b.weight.detach()*.5)
+    backward(model, x)
+    model.b.weight = own
+
+def to_one_weight(model, x): model.b.weight.grad, = torch.autograd.grad(model(x).square().mean(), model.b.weight)
+
+@pytest.mark.parametrize('run', [penalty,two_calls,changed_between,replaced_between,to_one_weight])
+def test_batches(run): check(Model, run, tol=.05)
+
+# --- torch.func, inference mode, threads
+
+@pytest.mark.parametrize('f', ['grad','vmap','jacrev','jacfwd','functional_call'])
+def test_torch_func(f):
+    model,x = Model(),data()
+    params = {k:p.detach() for k,p in model.named_parameters()}
+    def loss(params, x): return functional_call(model, params, (x,)).square().mean()
+    runs = dict(grad=lambda: grad(loss)(params, x)['b.weight'], vmap=lambda: vmap(lambda o: model(o[None])[0])(x),
+                jacrev=lambda: jacrev(model)(x[:1]), jacfwd=lambda: jacfwd(model)(x[:1]),
+                functional_call=lambda: functional_call(model, {k:2*p for k,p in params.items()}, (x,)))
+    want = runs[f]()
+    with half_precision(model, bf16):
+        for _ in range(2): backward(model, x) # so that weights are cast ahead
+        for _ in range(2): assert close(runs[f](), want, .05)
+        backward(model, x)
+
+def test_inference_mode():
+    model,x = Model(),data()
+    want = model(x)
+    with half_precision(model, bf16) as half:
+        for mode in (torch.inference_mode,torch.no_grad,torch.inference_mode,torch.enable_grad):
+            for _ in range(2):
+                with mode(): assert close(model(x), want, .02)
+        with torch.inference_mode(): built = Model()
+    with half_precision(built, bf16),torch.inference_mode():
+        for _ in range(2): assert close(built(x), want, .02)
+
+def test_threads():
+    "Each thread has a call of its own"
+    model,x = Model(),data()
+    half,res,errors = half_precision(model, bf16),[],[]
+    with half:
+        for _ in range(2): want = model(x)
+        def run():
+            try: res.extend(model(x) for _ in range(50))
+            except Exception as e: errors.append(e)
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for o in threads: o.start()
+        for o in threads: o.join()
+        assert not errors and all(torch.equal(o, want) for o in res) and not half.cast.calls
+
+# --- Computing again
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm,self.lin,self.scale = nn.RMSNorm(8),nn.Linear(8,8),nn.Parameter(torch.ones(8))
+    def forward(self, x, t): return x+self.scale*self.lin(self.norm(x))*t
+
+class Positions(nn.Module):
+    "A model with a position of its own, which calls checkpointed blocks and gives them a time that it was given"
+    def __init__(self, reentrant=None):
+        super().__init__()
+        torch.manual_seed(1)
+        self.pos,self.reentrant = nn.Parameter(torch.randn(8)),reentrant
+        self.emb,self.blocks,self.head = nn.Linear(8,8),nn.ModuleList([Block() for _ in range(2)]),nn.Linear(8,1)
+    def forward(self, x, t):
+        x = self.emb(x)+self.pos
+        for o in self.blocks:
+            x = o(x, t) if self.reentrant is None else checkpoint(o, x, t, use_reentrant=self.reentrant)
+        return self.head(x)
+
+def timed(model, x): model(x, torch.tensor([1.0009765625])).square().mean().backward()
+
+@pytest.mark.parametrize('reentrant', [True,False])
+def test_checkpointing(reentrant):
+    "The same bits with and without, also in a block that a model with a position calls"
+    def run(reentrant):
+        model = Positions(reentrant)
+        return grads(model, half_precision(model, bf16), timed)
+    for a,b in zip(run(reentrant), run(None)): assert all(torch.equal(a[k], b[k]) for k in a)
+
+class Reverse(torch.autograd.Function):
+    "Half of a reversible block: keeps no activations, and computes again outside of autocast"
+    @staticmethod
+    def forward(ctx, x, f, *params):
+        ctx.f = f
+        with torch.no_grad(): res = f(x)
+        ctx.save_for_backward(x.detach())
+        return res
+    @staticmethod
+    def backward(ctx, g):
+        x, = ctx.saved_tensors
+        with torch.enable_grad(),torch.autocast('cpu', enabled=False):
+            x = x.detach().requires_grad_()
+            ctx.f(x).backward(g)
+        return x.grad,None,*[None for _ in ctx.f.parameters()]
+
+class Reversible(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first,self.f,self.last = nn.Linear(8,8),nn.Sequential(nn.Linear(8,8), nn.RMSNorm(8)),nn.Linear(8,1)
+    def forward(self, x): return self.last(Reverse.apply(self.first(x), self.f, *self.f.parameters()))
+
+def test_reversible():
+    "A layer that is given half precision outside of autocast computes in it, to the same bits"
+    class Direct(Reversible):
+        def forward(self, x): return self.last(self.f(self.first(x)))
+    def run(cls):
+        model = cls()
+        return grads(model, half_precision(model, bf16))
+    for a,b in zip(run(Reversible), run(Direct)): assert all(torch.equal(a[k], b[k]) for k in a)
+
+# --- DistributedDataParallel
+
+@pytest.fixture(scope='module')
+def one_process(tmp_path_factory):
+    dist.init_process_group('gloo', init_method=f'file://{tmp_path_factory.mktemp("dist")}/init', rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+class Branches(Model):
+    "Uses its second layer only when told"
+    use = True
+    def forward(self, x):
+        x = self.a(x).tanh()
+        return self.c(self.b(x).tanh() if self.use else x)
+
+def ddp_grads(model, x, uses, **kwargs):
+    "Gradients of the second layer in each batch"
+    ddp,res = DistributedDataParallel(model, **kwargs),[]
+    half = half_precision(model, bf16)
+    for use in uses:
+        model.use = use
+        model.zero_grad()
+        with half: ddp(x).square().mean().backward()
+        res.append(model.b.weight.grad is not None)
+    return res
+
+def test_ddp_unused(one_process):
+    "DDP's own error, not gradients of zeros"
+    with pytest.raises(RuntimeError, match='Expected to have finished reduction'):
+        ddp_grads(Branches(), data(), [False,False,False])
+
+def test_ddp_find_unused(one_process):
+    assert ddp_grads(Branches(), data(), [False]*3, find_unused_parameters=True)==[False]*3
+
+def test_ddp_reentrant_checkpoint(one_process):
+    "Isn't counted twice"
+    class Checkpointed(Branches):
+        def forward(self, x): return self.c(checkpoint(self.b, self.a(x), use_reentrant=True))
+    assert ddp_grads(Checkpointed(), data(), [True]*3)==[True]*3
+
+def test_ddp_sends_early(one_process, monkeypatch):
+    "The first bucket is sent while gradients are still to come"
+    monkeypatch.setattr(cast, 'node_bytes', 2**12)
+    torch.manual_seed(1)
+    model,sent = nn.Sequential(*[nn.Linear(32,32) for _ in range(8)]),[]
+    ddp = DistributedDataParallel(model, bucket_cap_mb=.01)
+    def note(state, bucket):
+        sent.append(sum(p.grad is None for p in model.parameters()))
+        fut = torch.futures.Future()
+        fut.set_result(bucket.buffer())
+        return fut
+    ddp.register_comm_hook(None, note)
+    half = half_precision(model, bf16)
+    for _ in range(3):
+        sent.clear()
+        model.zero_grad()
+        with half: ddp(torch.ones(2,32)).sum().backward()
+    assert len(sent)>2 and sent[0]>sent[-1]
+
+# --- Ctrl-C
+
+def interrupt_at(n, f):
+    "Call `f`, with Ctrl-C at line `n` of those of the cast and of the ways that it runs. Does it have so many?"
+    left = [n]
+    def trace(frame, event, _):
+        ours = frame.f_code.co_filename.endswith(('cast.py','ways.py')) or frame.f_code.co_name=='_whole'
+        if ours and event=='line':
+            left[0] -= 1
+            if left[0]==0: raise KeyboardInterrupt
+        return trace
+    sys.settrace(trace)
+    try: f()
+    except KeyboardInterrupt: return True
+    finally: sys.settrace(None)
+
+def test_interrupted():
+    "At any line: nothing is left, and the next batch has the numbers that it would have had"
+    model,x = Positions(),data()
+    half = half_precision(model, bf16)
+    want = grads(model, half, timed)[0]
+    owners,n = [o for o in half.ways.values() if hasattr(o, 'given')],1
+    def batch():
+        with half: timed(model, x)
+    while interrupt_at(n, batch):
+        assert not half.cast.calls and not half.installed and not any(any(o.given.values()) for o in owners)
+        got = grads(model, half, timed, times=1)[0]
+        assert all(torch.equal(got[k], g) for k,g in want.items()), n
+        n += 7
+    assert n>500

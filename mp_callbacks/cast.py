@@ -102,6 +102,11 @@ class OneCast:
             self.used[call.graph] = call.used
 
     @property
+    def learns(self)->bool:
+        "Did the call of the model that is open in this thread begin with gradients?"
+        return self.in_call and self.calls[get_ident()].graph
+
+    @property
     def in_call(self)->bool:
         "Is a call of the model open in this thread?"
         return get_ident() in self.calls

@@ -18,7 +18,8 @@ from fastcore.foundation import L
 from torch import Tensor,nn
 from torch.nn.utils import parametrize
 
-from .dtypes import as_dtype,cast_tree,hand_back,half_dtypes,leaves,map_tensors,replaced_parts
+from .dtypes import as_dtype,cast_tree,hand_back,half_dtypes,keep_attributes,leaves,map_tensors
+from .dtypes import replaced_parts
 from .devices import inexact,missing
 from .cast import has_plain_weights
 
@@ -178,14 +179,17 @@ class Lookup(Way):
 # %% ../nbs/02c_ways.ipynb #11f573a8
 def _thread(): return 0 if torch.compiler.is_compiling() else get_ident() # which can't be traced
 
-def _rounds(x, given):
+def _is_activation(x, given):
     "Is `x` a float32 tensor, no scalar such as a loss, and none of `given`?"
     return isinstance(x, Tensor) and x.dtype==torch.float32 and x.dim()>0 and not any([x is o for o in given])
+
+def _round(x, dtype): return keep_attributes(x, x.to(dtype=dtype))
 
 class Owner(Way):
     """As autocast computes with its parameters, in float32; what it returns and passes to modules inside is rounded
 
-    Not rounded is what it was itself given, such as time steps or positions, and what the whole model returns."""
+    Not rounded is what it was itself given, what depends on no parameter, such as a time step, a position or a mask,
+    and what the whole model returns."""
     name = 'owner'
 
     def __init__(self,
@@ -193,7 +197,24 @@ class Owner(Way):
     ):
         super().__init__(why)
         self.given = {0:[]} # thread -> the tensors that each of its open calls was given
-        self.rounded = {} # module inside -> which arguments of its last call were rounded
+        # what was rounded in the last call with gradients: module inside -> which arguments, None -> which results
+        self.rounded = {}
+
+    def which(self,
+        half, # The `half_precision` of the model
+        inside, # The module that gets `values`, None if they are results
+        values:list, # What is passed
+        given:list, # What the owner was given
+    )->list: # Of bools
+        "Which of `values` are to be rounded. Gradients tell what depends on a parameter; without, the last call tells."
+        active,compiling = [_is_activation(o, given) for o in values],torch.compiler.is_compiling()
+        learns,known = not compiling and half.cast.learns,None if compiling else self.rounded.get(inside)
+        if torch.is_grad_enabled(): known = [is_one and o.requires_grad for is_one,o in zip(active, values)]
+        # before the first gradients, only what checkpointing computes now, and again with gradients, is rounded
+        elif known is None or len(known)!=len(values): known = [learns]*len(values)
+        res = [a and b for a,b in zip(active, known)]
+        if learns: self.rounded[inside] = res
+        return res
 
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns, rounded"
@@ -206,7 +227,10 @@ class Owner(Way):
             res = forward(*args, **kwargs)
         finally: del calls[n:]
         if half.is_whole(module): return res
-        return map_tensors(lambda t: t.to(dtype=half.dtype) if _rounds(t, given) else t, res)
+        found = []
+        map_tensors(lambda t: found.append(t) or t, res)
+        which = iter(self.which(half, None, found, given))
+        return map_tensors(lambda t: _round(t, half.dtype) if next(which, False) else t, res)
 
     def forget(self):
         for calls in self.given.values(): calls.clear()
@@ -222,17 +246,17 @@ class Owner(Way):
         "What `module` returns from rounded arguments"
         if not torch.is_autocast_enabled(half.device_type): return around(forward, args, kwargs)
         values,calls,compiling = [*args,*kwargs.values()],self.given.get(_thread()),torch.compiler.is_compiling()
-        if calls:
-            given = [o for tensors in calls for o in tensors]
-            which = [_rounds(o, given) for o in values]
-            if not compiling: self.rounded[module] = which
+        if calls: which = self.which(half, module, values, [o for tensors in calls for o in tensors])
         # checkpointing computes the module again, when the call of its owner is over
         elif not compiling and not half.cast.in_call: which = self.rounded.get(module, ())
         else: which = ()
-        if any(which):
-            values = [o.to(dtype=half.dtype) if rounds else o for o,rounds in zip(values, which)]
-            args,kwargs = tuple(values[:len(args)]),dict(zip(kwargs, values[len(args):]))
-        return around(forward, args, kwargs)
+        if not any(which) or len(which)!=len(values): return around(forward, args, kwargs)
+        passed = [_round(o, half.dtype) if rounds else o for o,rounds in zip(values, which)]
+        res = around(forward, tuple(passed[:len(args)]), dict(zip(kwargs, passed[len(args):])))
+        for o,new in zip(values, passed if not compiling else ()):
+            if new is not o and not new.is_inference() and new._version: o.copy_(new) # the module has written into it
+        return res
+
 
 # %% ../nbs/02c_ways.ipynb #2a49d39e
 class Float32(Way):

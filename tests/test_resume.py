@@ -9,7 +9,7 @@ The file takes long because it trains on from each step of a run."""
 import inspect,io,json,os,pickletools,shutil,subprocess,sys,traceback,warnings,zipfile
 from functools import lru_cache
 
-import mp_callbacks.callback,pytest
+import mp_callbacks.precision,pytest
 from fastai.learner import save_model
 from learners import *
 from states import *
@@ -182,15 +182,15 @@ def test_stopped_around_the_step(mode, event, order, done, tmp_path):
 @each_mode
 def test_stopped_in_the_check(mode, tmp_path, monkeypatch):
     "An interrupt while the gradients are being looked at"
-    states,check = whole(mode, 'adam', 'fit'),mp_callbacks.callback.prepare_grads
+    states,check = whole(mode, 'adam', 'fit'),mp_callbacks.precision.prepare_grads
     def interrupted(*args, **kwargs):
-        monkeypatch.setattr(mp_callbacks.callback, 'prepare_grads', check)
+        monkeypatch.setattr(mp_callbacks.precision, 'prepare_grads', check)
         raise KeyboardInterrupt('as asked')
     learn = make(tmp_path, mode)
     learn.create_opt()
     for k in (0,1,n_steps-1):
         if k: stopped(learn, 'fit', k-1 if k==1 else 1, 'after_batch', 80, k-1)
-        monkeypatch.setattr(mp_callbacks.callback, 'prepare_grads', interrupted)
+        monkeypatch.setattr(mp_callbacks.precision, 'prepare_grads', interrupted)
         with pytest.raises(KeyboardInterrupt): go_on(learn, 'fit', k)
         assert not changes(everything(learn), states[k]), k
     go_on(learn, 'fit', n_steps-1)

@@ -56,21 +56,15 @@ def test_infinite_predictions(call):
 
 # --- Gradients that carry the loss scale
 
-class Weighted(nn.Module):
-    "A loss with a weight of its own"
-    def __init__(self): super().__init__(); self.weight = nn.Parameter(torch.ones(1))
-    def forward(self, pred, y): return F.mse_loss(pred*self.weight, y)
-
-def loss_weight(mode):
-    learn = get_learner(loss_func=Weighted(), cbs=StepLoss())
-    if mode: modes[mode](learn)
-    learn.fit(3)
-    return learn.loss_func.weight.item()
-
 @pytest.mark.parametrize('mode', modes)
 def test_parameters_of_the_loss(mode):
     "train as in float32"
-    assert loss_weight(mode)==pytest.approx(loss_weight(None), rel=.03)
+    def _weight(mode):
+        learn = get_learner(loss_func=ScaledLoss(), cbs=StepLoss())
+        if mode: modes[mode](learn)
+        learn.fit(3)
+        return learn.loss_func.w.item()
+    assert _weight(mode)==pytest.approx(_weight(None), rel=.03)
 
 class FlatSGD(torch.optim.SGD):
     "Gradients are views of one buffer, which `zero_grad` sets to zero and `step` steps on"

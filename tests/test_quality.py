@@ -149,11 +149,3 @@ def test_bad_advice():
     "A call with which a task is worse is found"
     at = (df.case=='gpt') & (df.precision=='bf16') & (df.metric=='loss')
     assert worse('to_bf16()', df=df.assign(value=df.value+at))==['gpt']
-
-def test_short_steps():
-    "Where the host decides, autocast takes less time than copies"
-    host = pd.read_csv(results/'host_cpu.csv', comment='#', keep_default_na=False)
-    us = host[host.metric=='step_us'].groupby(['case','loop','precision']).value.median()
-    for case in ('vit','gpt'):
-        for half in ('fp16','bf16'): assert us[case,'ours',f'autocast-{half}']<us[case,'ours',half]
-    assert 'small batches on a GPU, which waits for [the host]' in text('which_precision')

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from .dtypes import cast_tree,half_dtypes
 from .devices import device_name,support
-from .modules import StandIn
+from .modules import replaced_forward
 from .ways import Layer
 
 # %% ../nbs/09_fp8.ipynb #f8000016
@@ -247,9 +247,7 @@ class Fp8:
 def _why_not(name, named, linear):
     "Why the linear layer `name` doesn't multiply in FP8; empty if it does"
     module = named[name]
-    forward = vars(module).get('forward')
-    while isinstance(forward, StandIn): forward = forward.found
-    if forward or type(module).forward is not nn.Linear.forward: return 'a forward of its own'
+    if replaced_forward(module) or type(module).forward is not nn.Linear.forward: return 'a forward of its own'
     if 'weight' not in module._parameters: return 'its weight is computed'
     if any(isinstance(named[name[:i]], nn.MultiheadAttention) for i,c in enumerate(name) if c=='.'):
         return 'inside MultiheadAttention'

@@ -254,19 +254,29 @@ def _without_fast_path(around, forward, args, kwargs):
 # %% ../nbs/03_half.ipynb #a7143b78
 _computing = RuntimeError,TypeError # what PyTorch raises if it can't compute something
 _about_dtypes = re.compile(r'half|float16|dtype|scalar type', re.IGNORECASE)
+_of_device = re.compile('(CUDA|HIP|cuDNN) error|cuBLAS', re.IGNORECASE) # comes up in an innocent module
+_other_dtypes = re.compile(r'\b(double|float64|long|int|int64)\b', re.IGNORECASE)
+
+def _way_out(half, name, text):
+    "What helps against an error of this `text` in the module called `name`"
+    if _other_dtypes.search(text): return "It was given another dtype, and float32 fails, too: cast it, as in x.float()."
+    keep = f"{f'keep={name!r} computes it' if name else 'learn.to_fp32() computes'} in float32."
+    if 'without overflow' not in text: return keep
+    other = "Or use to_bf16(). " if half.dtype==torch.float16 else ""
+    return f"A number is beyond {_short(half.dtype)}: write torch.finfo(x.dtype).min in place of it. {other}Or {keep}"
 
 def _add_note(half, e):
     "Say in a note to `e` which module has raised it, if that may be for its dtypes"
-    if hasattr(e, 'mp_module') or isinstance(e, torch.OutOfMemoryError) or not _about_dtypes.search(str(e)): return
+    known = hasattr(e, 'mp_module') or isinstance(e, torch.OutOfMemoryError) or _of_device.search(str(e))
+    if known or not _about_dtypes.search(str(e)): return
     # a frame keeps the dict of its locals, and those of our own have the error, which then would hold itself
     frames = [frame for frame,_ in walk_tb(e.__traceback__) if frame.f_globals is not globals()]
     owners,named = [frame.f_locals.get('self') for frame in frames],named_modules(half.model)
     names = {id(m):name for name,m in named.items()}
     e.mp_module = name = next((names[id(o)] for o in reversed(owners) if id(o) in names), '')
     if isinstance(half.ways.get(name), Float32) or not hasattr(e, 'add_note'): return # since Python 3.11
-    keep = f"keep={name!r} computes it" if name else "learn.to_fp32() computes"
     e.add_note(f"In {name or 'the model'} ({type(named[name]).__name__}), with its operations in half precision: "
-               f"{keep} in float32.")
+               f"{_way_out(half, name, str(e))}")
 
 # %% ../nbs/03_half.ipynb #47905e8c
 def check_half(

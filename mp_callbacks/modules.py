@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/modules.html.md"""
 __all__ = ['unwrap', 'named_modules', 'parameter_name', 'several_ranks', 'without_ddp', 'training_group', 'of_first_rank',
            'is_sharded', 'reshard', 'reset_ddp', 'reset_shards', 'no_collectives', 'remember_buffers',
            'restore_buffers', 'find_kept', 'restore_float32', 'fork_rngs', 'remember_generators', 'unchanged',
-           'StandIn', 'StandIns']
+           'replaced_forward', 'StandIn', 'StandIns']
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a08
 import random,re,numpy as np,torch
@@ -273,6 +273,19 @@ def _of_class(module):
     # a partial tells which function it is, also while `torch.compile` traces
     return forward,partial(forward, module) if isinstance(forward, FunctionType) else _bound(forward, module)
 
+def replaced_forward(
+    module:nn.Module, # Any module
+): # None if there is none
+    "The function that somebody has put in place of the `forward` of the class of `module`"
+    forward = vars(module).get('forward')
+    while isinstance(forward, StandIn): forward = forward.found
+    return None if _is_own(forward, module) else forward
+
+def _is_own(forward, module):
+    "Is it the class's `forward`, which a copy of the module has that was made while one stood in for it?"
+    own = getattr(forward, '__self__', None) is module
+    return own and forward.__func__ is getattr_static(type(module), 'forward')
+
 class StandIn:
     "While installed, calls of `module` run `around(forward, args, kwargs)` with the `forward` that the module had"
     def __init__(self,
@@ -300,11 +313,16 @@ class StandIn:
             if self.reachable: # installed above that function, it would call itself without end
                 self.on = False
                 return StandIn(self.module, self.around).install()
-            self.found = found
+            self.found = None if _is_own(found, self.module) else found
             attrs['forward'] = self
             self.reachable = True
         self.on = True
         return self
+
+    @property
+    def __code__(self): # `torch.export` reads it
+        forward = self.found or self.own
+        return getattr(forward, 'func', forward).__code__
 
     def refresh(self):
         "Take the `forward` of the module's class again, if that has been changed"

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from cases import *
+from mp_callbacks.fp8 import Fp8
 from mp_callbacks.grads import prepare_grads
 from mp_callbacks.half import half_precision
 from mp_callbacks.ways import is_norm
@@ -286,6 +287,24 @@ def test_copied_inside(how):
     assert torch.equal(model(x), want) and not torch.equal(other(x), want)
     with half_precision(other, bf16): F.mse_loss(other(x), y).backward()
     assert other[0].weight.grad is not None and model[0].weight.grad is None
+
+def test_copied_inside_and_used():
+    "A copy made while the `with` is open computes as any other model, with weights cast ahead and in FP8"
+    model,x = nn.Sequential(*[nn.Linear(16,16) for _ in range(3)]),torch.ones(2,16)
+    with half_precision(model, bf16): other = copy.deepcopy(model)
+    assert half_precision(other, bf16, fp8=Fp8(emulate=True)).ways['1'].name=='fp8'
+    half = half_precision(other, bf16)
+    for _ in range(2):
+        with half: other(x).sum().backward()
+    assert len(half.cast._cast(True))==3
+    assert_plain(other)
+
+def test_exported_inside():
+    "By `torch.export`, as under autocast"
+    model,x = nn.Sequential(nn.Linear(4,8), nn.GELU(), nn.Linear(8,1)),torch.randn(2,4)
+    with half_precision(model, bf16): exported = torch.export.export(model, (x,)).module()
+    assert exported(x).dtype==f32 and (exported(x)-model(x)).norm()<=.05*model(x).norm()
+    assert_plain(model)
 
 # --- Which modules: `keep`
 

@@ -259,7 +259,7 @@ _other_dtypes = re.compile(r'\b(double|float64|long|int|int64)\b', re.IGNORECASE
 
 def _way_out(half, name, text):
     "What helps against an error of this `text` in the module called `name`"
-    if _other_dtypes.search(text): return "It was given another dtype, and float32 fails, too: cast it, as in x.float()."
+    if _other_dtypes.search(text): return "It is given another dtype, with which float32 fails, too: use x.float()."
     keep = f"{f'keep={name!r} computes it' if name else 'learn.to_fp32() computes'} in float32."
     if 'without overflow' not in text: return keep
     other = "Or use to_bf16(). " if half.dtype==torch.float16 else ""

@@ -283,8 +283,9 @@ class Filled(nn.Module):
     "Masks as much code does"
     def forward(self, x): return x.masked_fill(x>0, -1e9)
 
-ways_out = dict(double=(lambda: nn.Linear(8,1), lambda x: x.double(), r'cast it, as in x\.float\(\)'),
-                mask=(lambda: nn.Sequential(nn.Linear(8,1), Filled()), lambda x: x, r'torch\.finfo\(x\.dtype\)\.min.* use to_bf16'),
+ways_out = dict(double=(lambda: nn.Linear(8,1), lambda x: x.double(), r'use x\.float\(\)'),
+                mask=(lambda: nn.Sequential(nn.Linear(8,1), Filled()), lambda x: x,
+                      r'torch\.finfo\(x\.dtype\)\.min.* use to_bf16'),
                 device=(lambda: Breaks('CUDA error: an illegal memory access; half'), lambda x: x, None))
 
 class Breaks(nn.Linear):

@@ -65,8 +65,10 @@ class Call:
         "The copies for `layer`, for one use, if its parameters are what they were when they were cast"
         if torch.is_grad_enabled() is not self.graph: return None
         self.used.add(layer)
-        state,copies = self.copies.pop(layer, (None,None))
-        return copies if copies and state==_state(layer._parameters.values()) else None
+        state,copies = self.copies.get(layer, (None,None))
+        if copies is None or state!=_state(layer._parameters.values()): return None # cast in vain
+        del self.copies[layer]
+        return copies
 
 # %% ../nbs/02b_cast.ipynb #e3ba25f7
 class OneCast:

@@ -40,6 +40,8 @@ class half_precision:
         copies:bool=True, # Cast weights together, and compute norms in half precision? If not, autocast alone decides.
         fp8=None, # `Fp8`: how linear layers multiply in FP8, see [fp8](09_fp8.ipynb); None: they don't
     ):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}, and must be an nn.Module. Of a learner, pass learn.model.")
         if fp8 is not None and not hasattr(fp8, 'ways'):
             raise TypeError(f"fp8={fp8!r} must be an Fp8, as in half_precision(model, torch.bfloat16, fp8=Fp8()).")
         self.model,self.dtype,self.keep,self.copies,self.fp8 = model,check_half(dtype),keep,copies,fp8
@@ -91,6 +93,7 @@ class half_precision:
         if (device_type,modules)==(self.device_type,self.modules): return
         self._stand_ins.switch(False)
         _check_model(self.model)
+        self.modules = [] # until all is chosen: an error may come
         self.device_type,named = device_type,named_modules(self.model)
         self.ways = self.choose_ways(named)
         _check_ways(self, named)
@@ -228,7 +231,8 @@ class half_precision:
 
     def _resume(self, around, forward, args, kwargs):
         "What a module in half precision inside one in float32 returns"
-        with torch.autocast(self.device_type, self.dtype): res = around(forward, args, kwargs)
+        with torch.autocast(self.device_type, self.dtype, cache_enabled=not self.copies):
+            res = around(forward, args, kwargs)
         return cast_tree(res, torch.float32, half_dtypes)
 
 _switching = RLock() # one thread at a time

@@ -63,7 +63,7 @@ def keep_freed_memory():
     torch.UntypedStorage(2**25-2**15, device='cpu') # freed at once; with a header, at most 2**25 bytes count
 
 # %% ../nbs/10c_precision.ipynb #6b95f678
-default_max_skips = 250 # ten times the 24 halvings that lead from the largest default scale to 1
+default_max_skips = 250 # about ten times the 24 halvings that lead from the largest default scale to 1
 
 def check_bools(
     **kwargs # Arguments by name
@@ -79,7 +79,7 @@ def is_precision(cb):
     "Is `cb` a precision callback, from this package or from fastai?"
     return isinstance(cb, PrecisionPart) or is_fastai_precision(cb)
 
-def _note(reached, name, grad): reached.add(name) # as a hook, which may return nothing
+def _note(reached, name, grad): reached.add(name) # a hook: what it returned would be the gradient
 
 class PrecisionCallback(PrecisionPart):
     """Scale the loss, check the gradients, and skip the step if they are not finite

@@ -10,6 +10,7 @@ __all__ = ['layer_functions', 'kernel_norms', 'batch_norms', 'norm_functions', '
 
 # %% ../nbs/02c_ways.ipynb #bded7c3e
 import re,torch,torch.nn.functional as F
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from inspect import getattr_static
@@ -119,7 +120,9 @@ _norm_name = re.compile(r'norm\w{0,3}$', re.IGNORECASE)
 
 def _layer_norm(module, x, weight, bias): return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
 def _group_norm(module, x, weight, bias): return F.group_norm(x, module.num_groups, weight, bias, module.eps)
-def _rms_norm(module, x, weight): return F.rms_norm(x, module.normalized_shape, weight, module.eps)
+def _rms_norm(module, x, weight):
+    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps # not that of half precision
+    return F.rms_norm(x, module.normalized_shape, weight, eps)
 
 def _of_channels(norm):
     "The function `norm`, over the second of four dimensions"
@@ -185,6 +188,12 @@ def _is_activation(x, given):
 
 def _round(x, dtype): return keep_attributes(x, x.to(dtype=dtype))
 
+def _write_back(values, passed):
+    "If a module has written into a tensor of `passed`, write that to the one in `values` that it stood in for"
+    for o,new in zip(values, passed):
+        if new is o or not isinstance(new, Tensor) or new.is_inference() or not new._version: continue
+        with torch.no_grad() if o.is_leaf else nullcontext(): o.copy_(new)
+
 class Owner(Way):
     """As autocast computes with its parameters, in float32; what it returns and passes to modules inside is rounded
 
@@ -210,7 +219,7 @@ class Owner(Way):
         active,compiling = [_is_activation(o, given) for o in values],torch.compiler.is_compiling()
         learns,known = not compiling and half.cast.learns,None if compiling else self.rounded.get(inside)
         if torch.is_grad_enabled(): known = [is_one and o.requires_grad for is_one,o in zip(active, values)]
-        # before the first gradients, only what checkpointing computes now, and again with gradients, is rounded
+        # nothing is known yet: only a checkpointed part, which will be computed with gradients, is rounded
         elif known is None or len(known)!=len(values): known = [learns]*len(values)
         res = [a and b for a,b in zip(active, known)]
         if learns: self.rounded[inside] = res
@@ -253,8 +262,7 @@ class Owner(Way):
         if not any(which) or len(which)!=len(values): return around(forward, args, kwargs)
         passed = [_round(o, half.dtype) if rounds else o for o,rounds in zip(values, which)]
         res = around(forward, tuple(passed[:len(args)]), dict(zip(kwargs, passed[len(args):])))
-        for o,new in zip(values, passed if not compiling else ()):
-            if new is not o and not new.is_inference() and new._version: o.copy_(new) # the module has written into it
+        if not compiling: _write_back(values, passed)
         return res
 
 
@@ -276,8 +284,10 @@ class Float32(Way):
         nested = not compiling and not all([isinstance(o, Tensor) for o in (*args,*kwargs.values())])
         replaced = replaced_parts([*args,kwargs], [*full,full_kwargs]) if nested else []
         try:
-            with _autocast_off(half.device_type): return forward(*full, **full_kwargs)
+            with _autocast_off(half.device_type): res = forward(*full, **full_kwargs)
         finally: hand_back(replaced)
+        if not compiling: _write_back([*args,*kwargs.values()], [*full,*full_kwargs.values()])
+        return res
 
 class Float32Norm(Float32):
     "In float32, but with the result in the dtype of the input"
@@ -297,13 +307,15 @@ def _norm(module, why='kernel adds up in float32'):
     "`Norm`, if there is a function for the class of `module`"
     forward = getattr_static(type(module), 'forward')
     function = _norm_function(forward)
-    return function and Norm(why, function, forward)
+    return Norm(why, function, forward) if function else None
 
 def _layer(module, why='cast with all others'):
     "`Layer`, if there is a function for the class of `module`, and its weights are no results of others"
     forward = getattr_static(type(module), 'forward')
-    function = next((f for cls,f in layer_functions.items() if cls.forward is forward), None)
-    return function and has_plain_weights(module) and Layer(why, function, forward)
+    def _same(cls, name): return getattr(type(module), name, None) is getattr(cls, name, None)
+    fits = [f for cls,f in layer_functions.items() if _same(cls, 'forward') and _same(cls, '_conv_forward')]
+    function = next(iter(fits), None)
+    return Layer(why, function, forward) if function and has_plain_weights(module) else None
 
 def _owns(module):
     "Has `module` a parameter of its own, perhaps in a list or dict?"
@@ -334,7 +346,7 @@ def matches(
     named:dict, # Name -> module
     keep, # Type, name pattern, function of name and module, or a collection of these
 )->list: # Names
-    "Names of the modules that `keep` selects. Raises `ValueError` or `TypeError` if it is nothing of that, or none."
+    "Names of the modules that `keep` selects. Raises `ValueError` for a pattern that fits no name, else `TypeError`."
     if isinstance(keep, nn.Module):
         name = next((name for name,m in named.items() if m is keep), 'its name')
         raise TypeError(f"keep has a module, {type(keep).__name__}, and needs its name or type. Use keep={name!r}.")

@@ -134,6 +134,13 @@ def test_written(write, frozen):
     got,want = run(partial(half_precision, dtype=bf16)),run(lambda m: torch.autocast('cpu', bf16, cache_enabled=False))
     for a,b in zip(got, want): assert close(a, b, .02)
 
+def test_cast_in_vain():
+    "What could not be used once is not cast ahead again"
+    model = Written(mul)
+    half = half_precision(model, bf16)
+    grads(model, half)
+    assert {*half.cast._cast(True)}=={model.a,model.c}
+
 def test_limit_of_data():
     "A trained weight that is written in place through `.data` counts from the next call on, as the page says"
     model,x = Written(mul_data),data()

@@ -288,6 +288,11 @@ def test_copied_inside(how):
     with half_precision(other, bf16): F.mse_loss(other(x), y).backward()
     assert other[0].weight.grad is not None and model[0].weight.grad is None
 
+def test_learner_for_a_model():
+    class Learner: model = None
+    with pytest.raises(TypeError, match='model is a Learner, and must be an nn.Module.*pass learn.model'):
+        half_precision(Learner(), bf16)
+
 def test_copied_inside_and_used():
     "A copy made while the `with` is open computes as any other model, with weights cast ahead and in FP8"
     model,x = nn.Sequential(*[nn.Linear(16,16) for _ in range(3)]),torch.ones(2,16)

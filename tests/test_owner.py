@@ -66,3 +66,31 @@ def test_owner(kind, dtype):
     with half_precision(model, dtype): got = model(x).detach()
     error = [((o-want).norm()/want.norm()).item() for o in (auto,got)]
     assert error[1]<=3*max(error[0], torch.finfo(dtype).eps), error
+
+def test_kept_module_that_writes():
+    "Into what it is given, as in float32"
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first,self.act,self.last = nn.Linear(8,8),nn.ReLU(inplace=True),nn.Linear(8,1)
+        def forward(self, x):
+            x = self.first(x)
+            self.act(x)
+            return self.last(x)
+    torch.manual_seed(0)
+    model,x = Writes(),numbers(16)[0]
+    want = model(x)
+    with half_precision(model, torch.bfloat16, keep='act'): got = model(x)
+    assert (got-want).norm()<=.02*want.norm()
+
+def test_standardized_convolution():
+    "A layer with a `_conv_forward` of its own computes with float32 weights, as under autocast"
+    class Standardized(nn.Conv2d):
+        def _conv_forward(self, x, weight, bias):
+            assert weight.dtype==torch.float32
+            return super()._conv_forward(x, (weight-weight.mean())/weight.std(), bias)
+    model = nn.Sequential(Standardized(3,4,3))
+    half = half_precision(model, torch.bfloat16)
+    for _ in range(3):
+        with half: model(torch.ones(1,3,8,8)).sum().backward()
+    assert half.ways['0'].name!='layer'

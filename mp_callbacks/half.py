@@ -41,7 +41,8 @@ class half_precision:
         fp8=None, # `Fp8`: how linear layers multiply in FP8, see [fp8](09_fp8.ipynb); None: they don't
     ):
         if not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}, and must be an nn.Module. Of a learner, pass learn.model.")
+            raise TypeError(f"model is a {type(model).__name__}, and must be an nn.Module. For a learner, pass "
+                            "learn.model.")
         if fp8 is not None and not hasattr(fp8, 'ways'):
             raise TypeError(f"fp8={fp8!r} must be an Fp8, as in half_precision(model, torch.bfloat16, fp8=Fp8()).")
         self.model,self.dtype,self.keep,self.copies,self.fp8 = model,check_half(dtype),keep,copies,fp8

@@ -209,7 +209,7 @@ class Fp8Product(Layer):
         params = self.weights(half, module) if casts else None
         if params is None: return forward(*args, **kwargs)
         x = cast_tree(args[0], half.dtype, (torch.float32,*half_dtypes)) # no other dtype, as autocast
-        return fp8_linear(x, **params, recipe=self.fp8.recipe, emulate=self.fp8.emulate)
+        return fp8_linear(x, params['weight'], params['bias'], self.fp8.recipe, self.fp8.emulate)
 
     def in_half(self, module):
         "Without FP8"

@@ -137,7 +137,7 @@ class MixedPrecision(PrecisionCallback):
         scaling,number = as_loss_scale(loss_scale),isinstance(loss_scale, Real)
         options = dict(max_loss_scale=max_loss_scale, div_factor=div_factor, scale_wait=scale_wait,
                        min_loss_scale=min_loss_scale, headroom=headroom)
-        init = type(self).__init__
+        init = MixedPrecision.__init__ # that of a subclass may have other options
         if not number: _refuse_ignored(init, dict(options, dynamic=dynamic), f'loss_scale={loss_scale!r}',
                                        _set_in(loss_scale))
         elif not dynamic: _refuse_ignored(init, options, 'dynamic=False', lambda *_: 'Leave out one of the two.')
@@ -202,7 +202,7 @@ class NativeMixedPrecision(PrecisionCallback):
                                   backoff=backoff_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         else:
             options = dict(self._factors, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
-            _refuse_ignored(type(self).__init__, options, f'init_scale={init_scale!r}', _set_in(init_scale))
+            _refuse_ignored(NativeMixedPrecision.__init__, options, f'init_scale={init_scale!r}', _set_in(init_scale))
         scaling = _renamed(names, as_loss_scale, init_scale)
         self._enabled = enabled and self._half_dtype==torch.float16
         super().__init__(scaling if self._enabled else StaticLossScale(), **kwargs)

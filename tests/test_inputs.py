@@ -255,6 +255,12 @@ def test_without_effect(call, kwargs, match):
     with pytest.raises(ValueError, match=match): getattr(learn, call)(**kwargs)
     assert not hasattr(learn, 'mixed_precision')
 
+@pytest.mark.parametrize('callback', [MixedPrecision,NativeMixedPrecision])
+def test_subclass_with_options_of_its_own(callback):
+    class Preset(callback):
+        def __init__(self): super().__init__('torch')
+    assert Preset().initial==DynamicLossScale.preset('torch')
+
 def test_static_scale_of_a_dynamic_one():
     "Code written for fastai runs, as there, but with a warning"
     with pytest.warns(UserWarning, match='loss_scale=128 has no effect beside dynamic'): get_learner().to_fp16(128.)

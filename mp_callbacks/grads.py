@@ -10,7 +10,7 @@ __all__ = ['foreach_norm', 'foreach_mul_', 'foreach_copy_', 'StepStats', 'prepar
 
 # %% ../nbs/02_grads.ipynb #bb24b4e3
 import torch
-from math import isfinite
+from math import hypot,inf,isfinite
 from numbers import Real
 from operator import attrgetter
 from typing import NamedTuple
@@ -22,7 +22,6 @@ from .dtypes import half_dtypes
 # A few kernels for a whole list of tensors. They have no public names; the optimizers of `torch.optim` use them.
 foreach_norm,foreach_mul_,foreach_copy_ = torch._foreach_norm,torch._foreach_mul_,torch._foreach_copy_
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
-from torch._utils import _flatten_dense_tensors as flatten_tensors
 
 # %% ../nbs/02_grads.ipynb #5a4f8af3
 class StepStats(NamedTuple):
@@ -31,7 +30,6 @@ class StepStats(NamedTuple):
     scale:float # Loss scale of the backward pass
     norm:float # Global gradient norm, unscaled, before clipping; inf or nan if a gradient is
     finite:bool # Are all gradients finite?
-    norms:torch.Tensor # Unscaled norm of each gradient: float64, on the CPU
     culprit:nn.Parameter|None=None # Last parameter whose gradient is not finite, if any
     amax:float|None=None # Largest absolute gradient, unscaled, before clipping; None if not requested or not finite
     loss_finite:bool=True # Are the losses of this process finite? Gradients may be, where they aren't
@@ -51,26 +49,23 @@ def prepare_grads(
     """Unscale the gradients of `params` in place, measure them, and clip them to global norm `clip`
 
     Gradients may be dense or sparse, of any floating or complex dtype, on any devices. If one is not finite, none is
-    changed. The host waits once per device. Raises `ValueError` for a `clip` that is not positive."""
+    changed. The host waits once per device, twice if one is not. Raises `ValueError` for a `clip` that is not
+    positive."""
     check_clip(clip)
     params,values = _grads(params)
     known = {*map(id, params)}
     also,others = _grads([p for p in also if id(p) not in known])
     carried = 1. if unscaled else scale
-    losses = [o.detach().as_subclass(torch.Tensor) for o in losses] # of one class, so that one call takes all
-    norms = _norms(values+others+losses)/carried # on the CPU
-    norms,of_losses = norms[:len(values+others)],norms[len(values+others):]
-    loss_finite = of_losses.isfinite().all().item()
-    total,own = norms.norm().item(),norms[:len(params)]
-    if not isfinite(total):
-        bad = (~norms.isfinite()).nonzero()[-1].item()
-        return StepStats(step, scale, total, False, own, [*params,*also][bad], loss_finite=loss_finite)
-    norm = own.norm().item() if others else total
+    norm,of_others,of_losses = _norms([values,others,losses])
+    norm,loss_finite = norm/carried,isfinite(of_losses)
+    if not isfinite(total := hypot(norm, of_others)):
+        culprit = [*params,*also][_last_bad(values+others)]
+        return StepStats(step, scale, total, False, culprit, loss_finite=loss_finite)
     largest = largest_number(values)/carried if amax else None
     factor = min(1., clip/(norm+1e-6)) if clip is not None else 1.
     _mul(values, factor/carried)
     _mul(others, 1/carried)
-    return StepStats(step, scale, norm, True, own, amax=largest, loss_finite=loss_finite)
+    return StepStats(step, scale, norm, True, amax=largest, loss_finite=loss_finite)
 
 def finite_grads(
     params, # Parameters; those without a gradient are skipped
@@ -119,13 +114,16 @@ def mul_grads(
     "Multiply the gradients of `params`: in place, or as a part of the graph that `create_graph` has made"
     if by==1: return
     params,grads = _grads(params)
-    for p in params:
-        if p.grad.requires_grad: p.grad = p.grad*by
-    with torch.no_grad(): _mul([g for g in grads if not g.requires_grad], by)
+    in_graph = [g.requires_grad for g in grads]
+    if any(in_graph):
+        for p,g in zip(params, grads):
+            if g.requires_grad: p.grad = p.grad*by # that of a sparse one is not `g`
+        grads = [g for g,o in zip(grads, in_graph) if not o]
+    with torch.no_grad(): _mul(grads, by)
 
 def _mul(grads, by):
     if by==1: return
-    for device,dtype,group,_ in _kinds(grads):
+    for device,dtype,group in _kinds(grads):
         # On a CPU, PyTorch turns a number into a tensor for each gradient, which takes longer than the product
         foreach_mul_(group, torch.tensor(by, dtype=dtype) if device.type=='cpu' and dtype not in half_dtypes else by)
 
@@ -139,7 +137,7 @@ def largest_number(
     tensors, # Tensors of any floating or complex dtypes, on any devices
 )->float: # 0 if there is none
     "The largest absolute number in `tensors`. The host waits once per device."
-    return max(_norms([o for o in tensors if o.numel()], torch.inf).tolist(), default=0.)
+    return _norms([[o for o in tensors if o.numel()]], inf)[0]
 
 def _grads(params):
     "The `params` that have a gradient, without repetitions, and the gradients, or the values of sparse gradients"
@@ -152,41 +150,44 @@ def _grads(params):
     return params,[p.grad._values() if p.grad.is_sparse else p.grad for p in params]
 
 def _kinds(xs):
-    "Device, dtype, tensors, and their indices in `xs`, for each device, dtype and class"
-    kinds = group_tensors([xs], with_indices=True) if xs else {}
-    for (device,dtype),((group,),idxs) in kinds.items():
-        for cls in (classes := dict.fromkeys(map(type, group))): # parts of `fully_shard` beside whole tensors, say
-            if len(classes)==1: yield device,dtype,group,idxs
-            else: yield device,dtype,*zip(*[(o,i) for o,i in zip(group, idxs) if type(o) is cls])
+    "Device, dtype and tensors of `xs`, for each device, dtype and class"
+    for (device,dtype),((group,),_) in (group_tensors([xs]) if xs else {}).items():
+        classes = {*map(type, group)} # parts of `fully_shard` beside whole tensors, say
+        for cls in classes: yield device,dtype,group if len(classes)==1 else [o for o in group if type(o) is cls]
 
 def _largest_in_shards(xs):
     "Largest absolute value in each `DTensor` of `xs`, not yet reduced over ranks; also for empty shards"
     from torch.distributed.tensor import Partial
     shards,mesh = [x.to_local() for x in xs],xs[0].device_mesh
-    res = torch.stack(foreach_norm([o if o.numel() else o.new_zeros(1) for o in shards], torch.inf))
+    res = torch.stack(foreach_norm([o if o.numel() else o.new_zeros(1) for o in shards], inf))
     return type(xs[0]).from_local(res, mesh, [Partial('max')]*mesh.ndim)
 
-_small = 1024 # numbers: to add up so few takes less time than a call per tensor
+_few = 2**16 # numbers: to copy them takes less time than a norm of their own
 
-def _norms_of_kind(device, dtype, xs, ord):
-    "Norm of each of `xs`, all on `device` and in `dtype`"
-    sizes = [*map(torch.Tensor.numel, xs)]
-    if device.type=='cpu' and ord==2 and max(sizes)<=_small and type(xs[0]) is torch.Tensor and not dtype.is_complex:
-        # on a CPU, one call per tensor would take longer than the sums of so few numbers
-        squares = flatten_tensors(xs).to(torch.promote_types(dtype, torch.float32)).square()
-        return torch.segment_reduce(squares, 'sum', lengths=torch.tensor(sizes), initial=0).sqrt()
-    if ord==torch.inf and hasattr(xs[0], 'to_local'): res = _largest_in_shards(xs)
-    else: res = torch.stack(foreach_norm(xs, ord, **(dict(dtype=torch.float32) if dtype in half_dtypes else {})))
-    return res.full_tensor() if hasattr(res, 'full_tensor') else res # combine the parts of `fully_shard`
+def _join_vectors(xs):
+    "`xs`, with vectors such as biases in one tensor"
+    vectors,others = [],[]
+    for x in xs: (vectors if x.dim()==1 and x.numel()<=_few else others).append(x)
+    return [*others,torch.cat(vectors)] if vectors else xs
 
-def _norms(xs, ord=2):
-    "Norm of each of `xs` as float64 on the CPU; copies once from each device"
-    kinds,devices = [*_kinds(xs)],{}
-    if len(kinds)==1: return _norms_of_kind(*kinds[0][:3], ord).cpu().double() # they are in order
-    for device,dtype,group,idxs in kinds:
-        devices.setdefault(device, []).append((idxs,_norms_of_kind(device, dtype, group, ord)))
-    res = torch.zeros(len(xs), dtype=torch.float64, device='cpu')
-    for parts in devices.values():
-        where = [i for idxs,_ in parts for i in idxs]
-        res[where] = torch.cat([o for _,o in parts]).cpu().double()
-    return res
+def _norms_of_kind(dtype, xs, ord):
+    "Scalar tensors whose norm is that of `xs`, which are all on one device, in `dtype` and of one class"
+    as_float32 = dict(dtype=torch.float32) if dtype in half_dtypes else {}
+    if not hasattr(xs[0], 'to_local'): return foreach_norm(_join_vectors(xs), ord, **as_float32)
+    res = _largest_in_shards(xs) if ord==inf else torch.stack(foreach_norm(xs, ord, **as_float32))
+    return [*res.full_tensor()] # combine the parts of `fully_shard`
+
+def _norms(groups, ord=2):
+    "For each group of tensors the norm of all of them; copies once from each device"
+    found,res = {},[[] for _ in groups]
+    for group,xs in zip(res, groups):
+        for device,dtype,kind in _kinds(xs):
+            found.setdefault(device, []).extend([(group,o) for o in _norms_of_kind(dtype, kind, ord)])
+    for norms in found.values():
+        for (group,_),x in zip(norms, torch.stack([o for _,o in norms]).tolist()): group.append(x)
+    return [max(o, default=0.) if ord==inf else hypot(*o) for o in res]
+
+def _last_bad(grads):
+    "Index of the last of `grads` that isn't finite, or if only the norm of all isn't, of the largest"
+    norms = _norms([[o] for o in grads])
+    return max([i for i,o in enumerate(norms) if not isfinite(o)], default=norms.index(max(norms)))

@@ -183,9 +183,9 @@ def restore_float32(
 ):
     "Cast what modules keep in half precision to float32. Lists and dicts stay the same objects."
     for m,others in kept:
-        for d in (m.__dict__,m._buffers) if m._buffers else (m.__dict__,):
-            for k,o in d.items():
-                if type(o) not in _no_tensors and k not in others and _has_half(o): d[k] = _in_float32(o)
+        for d in (m.__dict__,m._buffers):
+            for k in d.keys()-others: # a set: most names are among the others, and this runs in each batch
+                if type(d[k]) not in _no_tensors and _has_half(d[k]): d[k] = _in_float32(d[k])
 
 def _in_float32(tree):
     if isinstance(tree, list): tree[:] = map(_in_float32, tree)

@@ -210,7 +210,6 @@ def test_prepare_grads(made, scale, clip, twice):
     want = [None if o is None else o/scale for o in want]
     norms = torch.tensor([o.norm() for o in want if o is not None], dtype=torch.float64)
     assert stats[:2]==(3,scale) and stats.finite and stats.culprit is None
-    assert torch.allclose(stats.norms, norms, rtol=1e-5) and stats.norms.dtype==torch.float64
     assert stats.norm==pytest.approx(norms.norm().item(), rel=1e-5)
     mult = 1. if clip is None else min(1., clip/(norms.norm().item()+1e-6))
     for p,o in zip(ps, want, strict=True):
@@ -236,7 +235,7 @@ def test_prepare_grads_not_finite(made, scale, clip, bad, where):
     before = [None if p.grad is None else dense(p.grad.coalesce() if p.grad.is_sparse else p.grad).clone() for p in ps]
     stats = prepare_grads(ps, scale, clip)
     assert not stats.finite and stats.norm!=1/stats.norm
-    assert stats.culprit is culprit and (~stats.norms.isfinite()).sum()==1
+    assert stats.culprit is culprit
     def numbers(t): return t.nan_to_num(7., 8., 9.) # nan is not equal to itself
     for p,o in zip(ps, before):
         assert p.grad is None if o is None else torch.equal(numbers(dense(p.grad)), numbers(o))

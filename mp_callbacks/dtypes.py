@@ -6,7 +6,7 @@ Docs: https://example.github.io/mp_callbacks/dtypes.html.md"""
 
 # %% auto #0
 __all__ = ['half_dtypes', 'as_dtype', 'cast_tree', 'keep_attributes', 'map_tensors', 'parts_of', 'tree_map', 'leaves',
-           'in_float32', 'Policy', 'get_policy', 'force_full_precision', 'cast_function']
+           'in_float32', 'Policy', 'get_policy', 'force_full_precision']
 
 # %% ../nbs/00_dtypes.ipynb #f656de6d
 import copy,torch
@@ -212,19 +212,3 @@ def force_full_precision(
         with _no_autocast({'cpu', *(t.device.type for t in tensors)}): res = func(*args, **kwargs)
         return res if return_dtype is None else cast_tree(res, return_dtype)
     return _in_float32
-
-# %% ../nbs/00_dtypes.ipynb #df592a61
-def cast_function(
-    func:Callable, # Any function of tensors
-    dtype:torch.dtype|str, # Dtype for the floating tensors among its arguments
-    return_dtype:torch.dtype|str=None, # Dtype of the floating tensors that it returns; None: as computed
-)->Callable: # A function like `func`
-    "`func`, called with its arguments cast to `dtype`"
-    dtype = _float_dtype(dtype)
-    return_dtype = return_dtype and _float_dtype(return_dtype, 'return_dtype')
-    @wraps(func)
-    def _in_dtype(*args, **kwargs):
-        args,kwargs = cast_tree((args,kwargs), dtype)
-        res = func(*args, **kwargs)
-        return res if return_dtype is None else cast_tree(res, return_dtype)
-    return _in_dtype

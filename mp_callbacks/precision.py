@@ -301,7 +301,7 @@ class PrecisionCallback(PrecisionPart):
         scale = state.scaling.loss_scale
         step = self._step
         step.params = self._params()
-        others = self._others_reached(loss, step.params) if scale!=1 else []
+        others = self._others_reached(loss, step.params)
         params,step.others = [*step.params,*others],[*step.others,*others]
         step.losses.append(loss.detach())
         if self._tells(state.skips+1) or state.bad_losses+1==self.warn_skips:

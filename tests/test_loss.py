@@ -160,7 +160,7 @@ def test_tensors_of_nobody(kind, mode):
     for got,want in zip(learn.gradients.found, full.gradients.found, strict=True):
         for a,b in zip(got, want, strict=True): assert (a-b).norm()<=.05*b.norm()+1e-4
 
-@pytest.mark.parametrize('mode', ['fp16','native_fp16'])
+@pytest.mark.parametrize('mode', modes)
 def test_tensors_of_nobody_after_a_skipped_step(mode):
     "Have no gradient, as the parameters"
     class Cleared(Callback):

@@ -1,7 +1,7 @@
 """Where autocast runs, half precision runs: PyTorch's database of modules, and the code of other people's modules
 
-Each case runs in float32, under autocast and in half precision. What runs under autocast runs, with float32 results and
-gradients whose error is at most three times autocast's. The database is a slow test, and makes the file take long."""
+Each case runs in float32, under autocast and in half precision, with float32 results and gradients whose error is at
+most three times autocast's. The database is a slow test, and makes the file take long."""
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext

@@ -97,12 +97,12 @@ def agrees(table, seen, net, half):
 
 # --- The table
 
-all_rules = dict(
-    default = lambda h: (),
-    norms   = lambda h: is_norm,
-    body    = lambda h: (nn.LayerNorm,'body*','own','layer'),
-    half    = lambda h: {'*': h},
-    islands = lambda h: {'*':'f32', '*.a':h, '*.conv2':h, '*qkv':h, '*.linear1':h, 'emb':h, 'head':h})
+all_rules = dict( # a dict has None for half precision
+    default = (),
+    norms   = (is_norm,),
+    body    = (nn.LayerNorm,'body*','own','layer'),
+    half    = {'*':None},
+    islands = {'*':'f32', '*.a':None, '*.conv2':None, '*qkv':None, '*.linear1':None, 'emb':None, 'head':None})
 some = [(c,h,k) for c,h in (('to_fp16',f16),('to_bf16',bf16)) for k in all_rules
         if h==bf16 or k in ('default','islands')]
 
@@ -110,12 +110,10 @@ some = [(c,h,k) for c,h in (('to_fp16',f16),('to_bf16',bf16)) for k in all_rules
 @pytest.mark.parametrize('call,half,keep', some)
 def test_table_is_true(name, call, half, keep):
     "What every module returns in a step is what the table has said before, and says after"
-    keep = all_rules[keep]('bf16' if half==bf16 else 'f16')
-    net = model(name)
+    keep,net = all_rules[keep],model(name)
     names = [n for n,_ in net.named_modules()]
-    def fits(k): return not isinstance(k, str) or any(fnmatch(n, k) for n in names)
-    if isinstance(keep, dict): keep = {k:v for k,v in keep.items() if fits(k)}
-    elif isinstance(keep, tuple): keep = tuple(filter(fits, keep))
+    fitting = [k for k in keep if not isinstance(k, str) or any(fnmatch(n, k) for n in names)]
+    keep = {k:keep[k] or half for k in fitting} if isinstance(keep, dict) else fitting
     learn = getattr(get_learner(net), call)(keep=keep)
     table = learn.mixed_precision.policy()
     with Watch(net) as seen: learn.fit(1)
@@ -123,18 +121,6 @@ def test_table_is_true(name, call, half, keep):
     agrees(table, seen, net, half)
     assert learn.mixed_precision.policy().equals(table)
     assert_plain(net)
-
-def test_in_a_batch():
-    "The same table in the middle of a batch, when the modules compute in half precision"
-    class Ask(Callback):
-        order = 9.5 # after the precision callback is before it
-        def before_step(self): self.tables.append(self.learn.mixed_precision.policy())
-        def after_pred(self): self.tables.append(self.learn.mixed_precision.policy())
-    learn = get_learner(model('mlp'), cbs=Ask()).to_bf16(keep='head')
-    learn.ask.tables = [learn.mixed_precision.policy()]
-    learn.fit(1)
-    a,*rest = learn.ask.tables
-    assert len(a)==4 and len(rest)>3 and all(a.equals(o) for o in rest)
 
 def test_reads_well():
     "One of each"
@@ -243,45 +229,12 @@ def test_tied():
     agrees(half.policy(), seen, net, bf16)
     assert (net.emb.weight.grad-want).norm()<.05*want.norm()
 
-def test_random_rules():
-    "The table is true, gradients are float32 and near those of float32, and the model is as it was"
-    rng = random.Random(0)
-    kinds = [lambda: nn.Linear(8,8), lambda: nn.Linear(8,8), lambda: nn.LayerNorm(8), lambda: nn.BatchNorm1d(8),
-             nn.GELU, lambda: nn.RMSNorm(8)]
-    def layer(depth):
-        if depth and rng.random()<.4: return nn.Sequential(*[layer(depth-1) for _ in range(rng.randint(1,3))])
-        return rng.choice(kinds)()
-    def rule():
-        pattern = rng.choice([rng.choice(names), rng.choice(names)+'*', '*', '?', '*.?'])
-        return pattern,rng.choice(['f32','bf16'])
-    x,n = numbers()[0],0
-    for _ in range(40):
-        net = nn.Sequential(nn.Linear(8,8), *[layer(2) for _ in range(3)])
-        names = [o for o,_ in net.named_modules()]
-        rules = dict(rule() for _ in range(rng.randint(1,4)))
-        try: half = half_precision(net, bf16, rules)
-        except ValueError as e:
-            assert any(o in str(e) for o in ('nothing is left', 'matches no module'))
-            continue
-        n += 1
-        net(x).sum().backward()
-        want = flat([p.grad for p in net.parameters()])
-        net.zero_grad()
-        with Watch(net) as seen, half:
-            res = net(x)
-            res.sum().backward()
-        agrees(half.policy(), seen, net, bf16)
-        assert_plain(net)
-        assert res.dtype==f32
-        assert (flat([p.grad for p in net.parameters()])-want).norm()<=.2*want.norm()+1
-    assert n>20
-
 def test_rules_of_the_user_and_more():
-    "Whatever rules the user has, and in whatever order: more modules in float32 change nothing else"
+    "`keeping`: whatever rules the user has, in whatever order, more modules in float32 change nothing else"
     draw = random.Random(0)
     rules = ['*','a*','sub*','sub.*','[[]a]','sub.x[*]','x[*]','x1']
     def _layers(**parts): return nn.ModuleDict({**{o:nn.Linear(2,2) for o in ('[a]','x*','x1','a')}, **parts})
-    for _ in range(60):
+    for _ in range(30):
         keep = {draw.choice(rules):draw.choice(['float32','bfloat16']) for _ in range(draw.randint(1, 4))}
         model = _layers(sub=_layers())
         more = draw.sample(['[a]','x*','sub','sub.[a]','sub.x*','a'], 2)
@@ -296,14 +249,10 @@ def test_rules_of_the_user_and_more():
 
 def test_functional():
     "The functions on `torch.func` follow the same rules, to the bit"
-    rules = {'body':'f32', 'body.b':bf16, '*norm':bf16}
-    net,(x,y) = model('mlp'),numbers()
+    rules,net,(x,y) = {'body':'f32', 'body.b':bf16, '*norm':bf16},model('mlp'),numbers()
     def loss(net, x): return (net(x)-y).pow(2).mean()
     res = value_and_grad(loss, bf16, keep=rules)(net, x)
-    with half_precision(net, bf16, rules):
-        value = loss(net, x)
-        value.backward()
-    assert torch.equal(res.value, value.detach())
+    with half_precision(net, bf16, rules): loss(net, x).backward()
     assert all(torch.equal(res.grads[n], p.grad) for n,p in net.named_parameters())
 
 # --- Norms: what the rules say of their kernels, on this machine

@@ -54,28 +54,26 @@ def backward(model, half=None):
 @pytest.mark.parametrize('dtype', [f16,bf16])
 @pytest.mark.parametrize('copies', [True,False])
 def test_trains(dtype, copies):
-    "To nearly the loss that float32 reaches, with weights, gradients and predictions in float32; an overflow is found"
-    def fit(scale, around=None):
+    "To nearly the loss that float32 reaches; and an overflow is found"
+    def fit(scale, half):
+        torch.manual_seed(1)
         model,(x,y) = net(),data()
-        half = nullcontext() if scale is None else half_precision(model, dtype, copies=copies)
-        params,opt,seen = [*model.parameters()],torch.optim.AdamW(model.parameters(), 1e-2),watched(model)
-        def step(x):
-            with half:
-                loss = F.mse_loss(model(x), y)
-                (loss*(scale or 1)).backward()
-            stats = prepare_grads(params, scale or 1, clip=1. if scale else None)
+        half,seen = half(model),watched(model)
+        params,opt = [*model.parameters()],torch.optim.AdamW(model.parameters(), 1e-2)
+        for i in range(31):
+            with half: loss = F.mse_loss(model(x if i<30 else x*torch.inf), y)
+            (loss*scale).backward()
+            if i<30: last = loss.item()
+            stats = prepare_grads(params, scale, clip=1.)
+            assert stats.finite==(i<30)
             if stats.finite: opt.step()
             opt.zero_grad()
-            return loss.item(),stats
-        for _ in range(40): loss,stats = step(x)
-        assert stats.finite and seen['0']==seen['5']==(dtype if scale else f32) and seen['']==f32
-        before = copy.deepcopy([*model.parameters()])
-        assert not step(x*torch.inf)[1].finite and same(before, [*model.parameters()])
-        assert identical(model.parameters(), params)
+        assert identical(model.parameters(), params) and all(p.isfinite().all() for p in params)
         assert_plain(model)
-        return loss
-    first = F.mse_loss(net()(data()[0]), data()[1]).item()
-    assert fit(2.**10 if dtype==f16 else 1.)<fit(None)+.05*first
+        return last,seen['0'],seen['']
+    full,*_ = fit(1., lambda model: nullcontext())
+    loss,inside,pred = fit(2.**10, lambda model: half_precision(model, dtype, copies=copies))
+    assert loss<full+.05 and (inside,pred)==(dtype,f32)
 
 def test_parameters_never_move():
     "In hooks, and inside and outside of `forward`, they are float32 and the optimizer's"
@@ -91,25 +89,6 @@ def test_parameters_never_move():
         model(data()[0]).sum().backward()
         look(model[3])
     assert len(seen)==4 and all(identical(o, params) for o in seen)
-
-@pytest.mark.parametrize('copies', [True,False])
-@pytest.mark.parametrize('reentrant', [True,False])
-def test_checkpointing(reentrant, copies):
-    "Of a module, and of a function: gradients are those without, bit for bit"
-    class Checkpointed(nn.Module):
-        def __init__(self, on):
-            super().__init__()
-            self.body,self.on = net(),on
-        def run(self, f, x): return checkpoint(f, x, use_reentrant=reentrant) if self.on else f(x)
-        def forward(self, x):
-            x = self.run(self.body[:4], x.clone().requires_grad_()) # a new Sequential around the same modules
-            x = self.run(self.body[4], x)
-            return self.run(lambda o: self.body[6](self.body[5](o)), x)
-    def run(on):
-        model = Checkpointed(on)
-        half = half_precision(model, bf16, copies=copies)
-        return [backward(model, half) for _ in range(2)]
-    assert same(run(True), run(False))
 
 # --- Entering and leaving
 
@@ -161,25 +140,20 @@ def test_off_below_somebody_elses_function():
 
 class Stop(BaseException): pass
 
-@pytest.mark.parametrize('where', [0,4,5,'loss','backward','recomputed'])
+@pytest.mark.parametrize('where', [0,4,5,'loss','backward'])
 def test_exceptions(where):
     "From a module, the loss or the backward pass: nothing stays behind, and the next batch is right"
     model,(x,y) = net().eval(),data()
-    half,hooks = half_precision(model, bf16),[]
+    half,hook = half_precision(model, bf16),None
     want = backward(model, half)
     def stop(*_): raise Stop
-    class Recomputed(nn.Module):
-        def __init__(self): super().__init__(); self.net = model
-        def forward(self, x): return checkpoint(self.net, x, use_reentrant=False)
-    used = half_precision(r := Recomputed(), bf16) if where=='recomputed' else half
-    with pytest.raises(Stop), used:
-        if isinstance(where, int): hooks.append(model[where].register_forward_hook(stop))
-        pred = (r if where=='recomputed' else model)(x)
+    with pytest.raises(Stop), half:
+        if isinstance(where, int): hook = model[where].register_forward_hook(stop)
+        pred = model(x)
         if where=='loss': stop()
-        if where=='backward': hooks.append(model[3].weight.register_hook(stop))
-        if where=='recomputed': hooks.append(model[3].register_forward_pre_hook(stop))
+        hook = model[3].weight.register_hook(stop)
         F.mse_loss(pred, y).backward()
-    for h in hooks: h.remove()
+    if hook: hook.remove()
     assert_plain(model)
     model.zero_grad()
     assert same(backward(model, half), want)

@@ -39,17 +39,6 @@ def test_steppers_see_no_numbers_of_ours(mode, tmp_path):
     with pytest.raises(KeyboardInterrupt): learn.fit(1)
     assert read_state(learn.opt)==seen[-1]
 
-def test_reading_the_scale(tmp_path):
-    "changes nothing"
-    learn = get_learner(path=tmp_path).to_fp16()
-    learn.fit(1)
-    learn.save('now')
-    other = get_learner(path=tmp_path).to_fp16().load('now')
-    cb = other.mixed_precision
-    before = dict(vars(cb)),dict(other.opt.hypers[0])
-    assert cb.loss_scale==learn.mixed_precision.loss_scale and cb.state==learn.mixed_precision.state
-    assert (dict(vars(cb)),dict(other.opt.hypers[0]))==before
-
 class Own(Learner):
     "A learner that loads in its own way"
     def load(self, file, device=None, **kwargs):

@@ -160,16 +160,12 @@ def test_rule_is_keep():
 
 f32_or_f16 = r"computes in torch.bfloat16, and must compute in float32 or torch.float16. Use 'float32'"
 bad = [({'nothing.*':'f32'},         ValueError, r"'nothing.\*' matches no module. The model has image"),
-       ('nothing.*',                 ValueError, r"keep='nothing.\*' matches no module. The model has image"),
        (['head','nothing'],          ValueError, r"keep='nothing' matches no module"),
        ({'head':'bf16'},             ValueError, f32_or_f16),
-       ({'head':torch.bfloat16},     ValueError, 'computes in torch.bfloat16'),
        ({'head':'f64'},              ValueError, "computes in torch.float64.* Use 'float32'"),
        ({'head':'c=f32'},            ValueError, r"keep=\{'head': 'c=f32'\} is not a dtype"),
-       ({'*':'f32'},                 ValueError, 'nothing is left'),
        ('*',                         ValueError, 'nothing is left.*Keep less'),
        (3,                           TypeError,  'keep=3 must be a module type.* Use keep=\\(\\)'),
-       (None,                        TypeError,  'keep=None must be'),
        ({nn.Linear:'f32'},           TypeError,  'must have name patterns as keys'),
        ([is_norm, {'head':'f32'}],   TypeError,  'must be a module type, a name pattern'),
        ([nn.Linear(2, 2)], TypeError, "keep has a module, Linear, and needs its name or type. Use keep='its name'")]

@@ -8,7 +8,6 @@ from functools import partial
 import pytest,torch
 from torch import nn
 from torch.func import functional_call,grad,jacfwd,jacrev,vmap
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint

@@ -2,7 +2,6 @@
 
 What torchao's module swap breaks is here right: hooks, subclasses, interrupts, the float32 reference."""
 import dataclasses,pickle,warnings
-from contextlib import nullcontext
 from unittest.mock import patch as patched
 
 import pytest,torch
@@ -316,7 +315,8 @@ def test_compiled_is_in_fp8(recipe):
     "Without a graph break, and with the numbers of the model that isn't compiled, which aren't bfloat16's"
     def _out(fp8, backend=None):
         model = mlp()
-        half = half_precision(torch.compile(model, backend=backend, fullgraph=True) if backend else model, bf16, fp8=fp8)
+        called = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+        half = half_precision(called, bf16, fp8=fp8)
         with half: res = half.model(numbers()[0])
         res.sum().backward()
         return flat([res,*[p.grad for p in model.parameters()]])

@@ -35,7 +35,7 @@ def test_rounded(owns):
     """What an owner gives to modules inside it and what it returns is rounded, but for scalars and what it was given
 
     In a model that is one, the result isn't rounded; nor in one that is kept in float32."""
-    net,x,t,seen = Inside(owns),torch.randn(4,8),torch.tensor([1+2**-12]),{}
+    net,x,t,seen = Inside(owns),torch.randn(4,8),torch.tensor([1+2**-12], requires_grad=True),{}
     for m in (net.own,net.own.gives): m.register_forward_hook(lambda m,args,out: seen.update({m:out}))
     half,alone = half_precision(net, bf16),half_precision(net.own, bf16)
     for _ in range(2):

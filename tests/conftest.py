@@ -55,3 +55,12 @@ def forked_plain():
     "As `forked`, without fastai"
     from interpreters import forking
     with forking('matplotlib.pyplot,pandas,torch._dynamo') as run: yield run
+
+@pytest.fixture(scope='module')
+def one_process(tmp_path_factory):
+    "A process group of this process alone, for `DistributedDataParallel`"
+    import torch.distributed as dist
+    if not dist.is_available() or not dist.is_gloo_available(): pytest.skip('has no gloo')
+    dist.init_process_group('gloo', init_method=f'file://{tmp_path_factory.mktemp("dist")}/init', rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

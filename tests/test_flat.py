@@ -1,7 +1,7 @@
 """Flat steps against fastai's own loop, bit for bit
 
 Each test has twins: the same parameters and the same optimizer twice, one stepped by fastai, one by `flat_step`."""
-import copy,inspect,io,random,sys
+import copy,io,random
 
 import pytest,torch
 from torch import nn
@@ -10,6 +10,7 @@ from fastai.optimizer import average_grad,l2_reg,sgd_step,step_stat,weight_decay
 
 from mp_callbacks import flat
 from mp_callbacks.flat import check_flat,flat_step
+from tracing import interrupted
 
 optimizers = dict(
     sgd      = lambda ps: SGD(ps, lr=.1),
@@ -260,21 +261,6 @@ def test_error_in_a_stepper():
         assert opt.param_lists is lists and opt.state is state and 'step' not in vars(opt)
         assert repr(was)==repr(now())
 
-def interrupt(f, n):
-    "Call `f`, but raise a KeyboardInterrupt before the `n`th line of flat.py that it runs; True if it had so many"
-    left,lines = [n],inspect.getsourcelines(flat)[0]
-    def trace(frame, event, arg):
-        if frame.f_code.co_filename!=flat.__file__: return
-        # a real one comes at a call
-        if event=='line' and not lines[frame.f_lineno-1].strip().startswith(('try:','finally:')):
-            left[0] -= 1
-            if not left[0]: raise KeyboardInterrupt
-        return trace
-    sys.settrace(trace)
-    try: f()
-    except KeyboardInterrupt: return True
-    finally: sys.settrace(None)
-
 def test_interrupt_anywhere():
     "A KeyboardInterrupt at any line: each parameter has been stepped on or it hasn't, and the optimizer can go on"
     n = 0
@@ -287,7 +273,7 @@ def test_interrupt_anywhere():
         a,b = twins.opts
         before = copy.deepcopy(params(b))
         lists,state = inner(b).param_lists,inner(b).state
-        done = not interrupt(lambda: flat_step(b), n)
+        done = not interrupted(lambda: flat_step(b), n, 'mp_callbacks/flat.py')
         assert inner(b).param_lists is lists and inner(b).state is state and 'step' not in vars(inner(b))
         a.step()
         assert all(torch.equal(q, p) or torch.equal(q, w) for p,q,w in zip(params(a), params(b), before))

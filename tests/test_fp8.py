@@ -1,8 +1,7 @@
-"""FP8: the same bits as torchao, in a learner that stays an ordinary one
+"""FP8: the same bits as torchao, in a learner that stays an ordinary one, and a report that finds outliers
 
-What torchao's module swap breaks is here right: hooks, subclasses, interrupts, exports, the float32 reference."""
+What torchao's module swap breaks is here right: hooks, subclasses, interrupts, the float32 reference."""
 import dataclasses,pickle,warnings
-from contextlib import nullcontext
 from unittest.mock import patch as patched
 
 import pytest,torch
@@ -19,7 +18,7 @@ from mp_callbacks.dtypes import half_dtypes
 from mp_callbacks.fp8 import Fp8,Fp8Recipe,check_fp8,fp8_linear,fp8_recipes,quantize
 from mp_callbacks.fp8_report import Fp8Report,measure_fp8
 
-recipes = [*fp8_recipes]
+bf16,recipes = torch.bfloat16,[*fp8_recipes]
 each_recipe = pytest.mark.parametrize('recipe', recipes)
 def has_kernels():
     try: return fp8_linear(torch.ones(16,16), torch.ones(16,16)) is not None
@@ -41,7 +40,7 @@ def in_fp8(learn, **kwargs): return learn.to_fp8(**{'emulate':True, **kwargs})
 # --- torchao as the oracle
 
 def torchao(recipe, emulate=True):
-    "`F.linear` of torchao, its config, and its function that swaps modules"
+    "`F.linear` of torchao, and its config"
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         try:
@@ -56,7 +55,7 @@ def torchao(recipe, emulate=True):
     def _linear(x, weight, bias=None, *args):
         res = matmul_with_hp_or_float8_args.apply(x, weight.t(), mm_config, config)
         return res if bias is None else res+bias.to(res.dtype)
-    return _linear,config,ao.convert_to_float8_training
+    return _linear,config
 
 def products(linear, x, weight, bias, grad):
     "Result and gradients of `linear`"
@@ -67,7 +66,7 @@ def products(linear, x, weight, bias, grad):
 
 @each_recipe
 @each_emulation
-@pytest.mark.parametrize('dtype', [torch.bfloat16,torch.float32])
+@pytest.mark.parametrize('dtype', [bf16,torch.float32])
 @pytest.mark.parametrize('shape', [(48,64),(2,3,64),(7,64)])
 def test_products(recipe, emulate, dtype, shape):
     linear,*_ = torchao(recipe, emulate)
@@ -77,28 +76,6 @@ def test_products(recipe, emulate, dtype, shape):
     grad = torch.randn(*shape[:-1],32).to(dtype)*1e-3
     with kernels: ours = products(lambda *given: fp8_linear(*given, recipe, emulate), x, weight, bias, grad)
     for ours,theirs in zip(ours, products(linear, x, weight, bias, grad), strict=True): assert ours.equal(theirs)
-
-@pytest.mark.parametrize('recipe', ['tensorwise','rowwise'])
-def test_training(recipe):
-    "200 steps of a model whose layers torchao has swapped, with bfloat16 copies by hand, and the same by us"
-    *_,config,convert = torchao(recipe)
-    model,theirs = mlp().train(),mlp().bfloat16()
-    theirs = convert(theirs, config=config, module_filter_fn=lambda module, name: name=='2')
-    masters = [p.detach().float().requires_grad_() for p in mlp().parameters()]
-    half,xs,ys = half_precision(model, torch.bfloat16, fp8=Fp8(recipe, emulate=True)),*numbers()
-    opts = [torch.optim.AdamW(o, 1e-2) for o in (model.parameters(),masters)]
-    losses = []
-    for i in range(200):
-        x,y = xs[i%4*16:][:16],ys[i%4*16:][:16]
-        with half: F.mse_loss(model(x), y).backward()
-        with torch.no_grad():
-            for p,master in zip(theirs.parameters(), masters, strict=True): p.copy_(master)
-        F.mse_loss(theirs(x.bfloat16()).float(), y).backward()
-        for p,master in zip(theirs.parameters(), masters, strict=True): master.grad,p.grad = p.grad.float(),None
-        for opt in opts: opt.step(); opt.zero_grad()
-        assert all(map(torch.equal, model.parameters(), masters)), i
-        losses.append(F.mse_loss(model(xs), ys).item())
-    assert losses[-1]<losses[0]/4
 
 # --- Numbers
 
@@ -113,55 +90,31 @@ def test_rounds_to_the_nearest(format):
     nearest = numbers[(x[:,None]-numbers).abs().argmin(1)]
     assert ((quantize(x, format).dequantize()-x).abs()<=(nearest-x).abs()*(1+1e-6)).all()
 
-def grads_of(recipe, x=None, weight=None, grad=None, size=(8,32,16)):
-    "Result and gradients in FP8, with some rows given"
-    torch.manual_seed(0)
-    m,k,n = size
-    x,weight,grad = (torch.randn(shape) if t is None else t for t,shape in ((x,(m,k)),(weight,(n,k)),(grad,(m,n))))
+shapes = dict(x=(8,32), weight=(16,32), grad=(8,16))
+
+def grads_of(recipe, **given):
+    "Result and gradients in FP8, with some of `x`, `weight` and `grad` given"
+    x,weight,grad = (given.get(k, torch.randn(shape)) for k,shape in shapes.items())
     x,weight = x.clone().requires_grad_(x.is_floating_point()),weight.clone().requires_grad_()
     res = fp8_linear(x, weight, None, recipe, emulate=True)
     res.backward(grad)
     return res.detach(),x.grad,weight.grad
 
 @each_recipe
-@pytest.mark.parametrize('bad', [torch.inf,-torch.inf,torch.nan])
-@pytest.mark.parametrize('where', ['x','weight','grad'])
-def test_not_finite(recipe, bad, where):
-    "inf and nan anywhere reach the gradients, and so the check before the step"
-    shapes = dict(x=(8,32), weight=(16,32), grad=(8,16))
-    given = torch.randn(shapes[where])
-    given[2,3] = bad
-    res,dx,dw = grads_of(recipe, **{where:given})
-    if where=='grad': assert res.isfinite().all()
-    else: assert not res.isfinite().all()
-    assert not (dx if where=='weight' else dw).isfinite().all()
-
-@each_recipe
-@pytest.mark.parametrize('where', ['x','weight','grad'])
-def test_zeros(recipe, where):
-    "All zero, or single rows: finite, and zero where a product with zero is"
-    shapes = dict(x=(8,32), weight=(16,32), grad=(8,16))
+@pytest.mark.parametrize('where', shapes)
+def test_special_numbers(recipe, where):
+    "inf and nan anywhere reach the gradients, and so the check before the step; zeros stay zeros, and finite"
+    for bad in (torch.inf,-torch.inf,torch.nan):
+        given = torch.randn(shapes[where])
+        given[2,3] = bad
+        res,dx,dw = grads_of(recipe, **{where:given})
+        assert res.isfinite().all()==(where=='grad') and not (dx if where=='weight' else dw).isfinite().all()
     for rows in (slice(None),slice(1,3)):
         given = torch.randn(shapes[where])
         given[rows] = 0
         res,dx,dw = grads_of(recipe, **{where:given})
         assert all(t.isfinite().all() for t in (res,dx,dw))
-        if where=='x': assert not res[rows].any()
-        if where=='weight': assert not res[:,rows].any()
-        if where=='grad': assert not dx[rows].any()
-
-@each_recipe
-@each_emulation
-@pytest.mark.parametrize('size', [(1,1,1),(3,17,5),(16,16,16),(33,40,24)])
-def test_odd_sizes(recipe, emulate, size):
-    "Padding changes no number, and the kernels' way nearly has the emulation's numbers"
-    torch.manual_seed(0)
-    m,k,n = size
-    x,weight,grad = torch.randn(m,k),torch.randn(n,k),torch.randn(m,n)
-    with kernels: got = products(lambda *given: fp8_linear(*given, recipe, emulate), x, weight, torch.zeros(n), grad)
-    want = products(F.linear, x, weight, torch.zeros(n), grad)
-    for a,b in zip(got[:3], want[:3], strict=True):
-        assert a.shape==b.shape and (a-b).norm()<=.12*b.norm()
+        assert not dict(x=res[rows], weight=res[:,rows], grad=dx[rows])[where].any()
 
 @each_recipe
 def test_empty(recipe):
@@ -172,17 +125,11 @@ def test_empty(recipe):
     assert res.shape==(0,16) and x.grad.shape==x.shape and not linear.weight.grad.any()
 
 def test_frozen():
-    "What nobody needs is neither computed nor kept"
-    kept = []
-    for needs_x,needs_weight in ((True,True),(True,False),(False,True)):
+    "What nobody needs is not computed"
+    for needs_x,needs_weight in ((True,False),(False,True)):
         x,weight = torch.randn(16,32, requires_grad=needs_x),torch.randn(64,32, requires_grad=needs_weight)
-        sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()*t.itemsize) or t, lambda t: t):
-            res = fp8_linear(x, weight, None, emulate=True)
-        res.sum().backward()
+        fp8_linear(x, weight, None, emulate=True).sum().backward()
         assert (x.grad is not None)==needs_x and (weight.grad is not None)==needs_weight
-        kept.append(sum(sizes))
-    assert kept==[16*32+64*32+8,64*32+4,16*32+4]
 
 def test_second_derivative():
     x = torch.randn(4,16, requires_grad=True)
@@ -193,7 +140,7 @@ def test_inside_autocast():
     "Emulation multiplies in float32, also inside the user's own autocast"
     x,weight = torch.randn(8,32),torch.randn(16,32)
     want = fp8_linear(x, weight, emulate=True)
-    with torch.autocast('cpu', torch.bfloat16): assert fp8_linear(x, weight, emulate=True).equal(want)
+    with torch.autocast('cpu', bf16): assert fp8_linear(x, weight, emulate=True).equal(want)
 
 def test_own_recipe():
     "Any combination: here gradients in e4m3 with one scale, and those of weights in the dtype of the input"
@@ -205,7 +152,7 @@ def test_own_recipe():
 # --- Which layers
 
 def ways(model, **kwargs):
-    table = half_precision(model, torch.bfloat16, fp8=Fp8(emulate=True), **kwargs).policy()
+    table = half_precision(model, bf16, fp8=Fp8(emulate=True), **kwargs).policy()
     return {name:f'{way} {why}'.strip() for name,way,why in zip(table.module, table.way, table.why)}
 
 def test_eligible():
@@ -237,40 +184,30 @@ def test_tied_and_used_twice():
         def forward(self, x): return self.d(self.c(self.again(self.b(self.a(x)))))
     model,x = Net(),torch.randn(8,16)
     assert [*ways(model).values()].count('fp8')==2
-    with half_precision(model, torch.bfloat16, fp8=Fp8(emulate=True)): model(x).sum().backward()
+    with half_precision(model, bf16, fp8=Fp8(emulate=True)): model(x).sum().backward()
     got = model.b.weight.grad.clone()
     model.zero_grad()
     model(x).sum().backward()
     assert (got-model.b.weight.grad).norm()<.1*got.norm()
 
-def test_called_by_name():
-    class Named(nn.Sequential):
-        def forward(self, x):
-            for m in self: x = m(input=x)
-            return x
-    model,x,res = mlp(),numbers()[0],[]
-    for o in (model,Named(*model)):
-        with half_precision(o, torch.bfloat16, fp8=Fp8(emulate=True)): res.append(o(x))
-    assert torch.equal(*res)
-
 def test_refused():
     def _half(*args, **kwargs): return half_precision(mlp(), *args, **kwargs)
     for match,call in (('needs bfloat16 copies', lambda: _half(fp8=Fp8(emulate=True))),
-                       ('needs bfloat16 copies', lambda: _half(torch.bfloat16, copies=False, fp8=Fp8())),
+                       ('needs bfloat16 copies', lambda: _half(bf16, copies=False, fp8=Fp8())),
                        ('24 is no multiple of 16', lambda: ways(mlp(24))),
                        ('there is none', lambda: ways(nn.Sequential(nn.Conv2d(1,1,1)))),
                        ("keep={'2': 'bfloat16'} leaves no layer", lambda: in_fp8(learner(), keep={'2':'bfloat16'})),
                        ('x has 33 numbers in its last dimension, and weight takes 32',
-                        lambda: grads_of('rowwise', torch.randn(8,33))),
+                        lambda: grads_of('rowwise', x=torch.randn(8,33))),
                        ("recipe='row' must be one of", lambda: learner().to_fp8('row')),
                        (r"recipe=\['rowwise'\] must be one of", lambda: learner().to_fp8(['rowwise'])),
                        ('tolerance=-1 must be a positive number',
                         lambda: in_fp8(learner()).precision_report(tolerance=-1)),
                        ("The model isn't in FP8", lambda: measure_fp8(Fp8Report(Fp8()), mlp(), None, _half()))):
         with pytest.raises(ValueError, match=match): call()
-    for match,call in (("fp8='rowwise' must be an Fp8", lambda: half_precision(mlp(), torch.bfloat16, fp8='rowwise')),
+    for match,call in (("fp8='rowwise' must be an Fp8", lambda: half_precision(mlp(), bf16, fp8='rowwise')),
                        ("emulate='no' must be True or False", lambda: learner().to_fp8(emulate='no')),
-                       ('x has the dtype torch.int64', lambda: grads_of('rowwise', torch.ones(8,32).long()))):
+                       ('x has the dtype torch.int64', lambda: grads_of('rowwise', x=torch.ones(8,32).long()))):
         with pytest.raises(TypeError, match=match): call()
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='a GPU may have FP8')
@@ -280,7 +217,7 @@ def test_without_the_hardware():
     cbs = [*learn.cbs]
     with pytest.raises(ValueError, match=r'compute capability 8\.9.*to_bf16\(\), or emulate=True'): learn.to_fp8()
     assert [*learn.cbs]==cbs
-    with half_precision(mlp(), torch.bfloat16, fp8=Fp8()) as half:
+    with half_precision(mlp(), bf16, fp8=Fp8()) as half:
         with pytest.raises(ValueError, match='device=cpu'): half.model(torch.randn(4,8))
 
 @pytest.mark.parametrize('capability,fine', [((8,0),False), ((8,6),False), ((8,9),True), ((9,0),True), ((12,0),True)])
@@ -291,33 +228,19 @@ def test_hardware(capability, fine):
 
 # --- An ordinary learner
 
-@pytest.fixture
-def everywhere(monkeypatch):
-    "The tests of the other precisions run with this one, too"
-    monkeypatch.setitem(modes, 'fp8', in_fp8)
-
-def test_interrupts(everywhere):
+def test_interrupts(monkeypatch):
     import test_interrupt
-    test_interrupt.test_errors('fp8')
+    monkeypatch.setitem(modes, 'fp8', in_fp8)
+    test_interrupt.test_exceptions('fp8')
 
 @pytest.mark.parametrize('recipe', crossed(recipes, fast=lambda o: o=='rowwise'))
 def test_learns(recipe):
     "As in bfloat16, and what changes bits is only FP8"
-    learn,bf16 = in_fp8(learner(), recipe=recipe),learner().to_bf16()
-    for o in (learn,bf16): o.fit(10)
-    assert 0<apart(learn, bf16, flat(weights(learner())))<.2
-    assert learn.recorder.values[-1][0]<learn.recorder.values[0][0]*.7 and skipped(learn)==0
+    learn,other = in_fp8(learner(), recipe=recipe),learner().to_bf16()
+    for o in (learn,other): o.fit(6)
+    assert 0<apart(learn, other, flat(weights(learner())))<.2
+    assert learn.recorder.values[-1][0]<learn.recorder.values[0][0]*.8 and skipped(learn)==0
     assert {p.dtype for p in learn.model.parameters()}=={torch.float32}
-
-def test_resumes_exactly(tmp_path):
-    "In another learner too: there is no state of FP8 to save"
-    learn,other = (in_fp8(learner(path=tmp_path), clip=1.) for _ in range(2))
-    learn.fit(2)
-    learn.save('m')
-    learn.fit(2)
-    other.load('m')
-    other.fit(2, reset_opt=False)
-    assert all(map(torch.equal, weights(learn), weights(other)))
 
 @pytest.mark.parametrize('reentrant', [True,False])
 def test_checkpointing(reentrant):
@@ -327,7 +250,7 @@ def test_checkpointing(reentrant):
             body,(first,*_) = self.inner[1:],self.inner
             return checkpoint(body, first(x), use_reentrant=reentrant) if self.checkpointed else body(first(x))
     learn,plain = (in_fp8(learner(Net(o))) for o in (True,False))
-    for o in (learn,plain): o.fit(2)
+    for o in (learn,plain): o.fit(1)
     assert all(map(torch.equal, weights(learn), weights(plain)))
 
 def test_hooks_and_subclasses():
@@ -339,65 +262,34 @@ def test_hooks_and_subclasses():
     model[2].register_forward_pre_hook(lambda module, args: calls.append('pre'))
     model[2].register_full_backward_hook(lambda module, grad_in, grad_out: calls.append('backward'))
     model.insert(3, Doubled(32,32))
-    half = half_precision(model, torch.bfloat16, fp8=Fp8(emulate=True))
+    half = half_precision(model, bf16, fp8=Fp8(emulate=True))
     with half: res = model(torch.randn(4,8))
     res.sum().backward()
-    assert calls==['pre',torch.bfloat16,'own','backward']
+    assert calls==['pre',bf16,'own','backward']
     model[2].forward = lambda x: calls.append('replaced') or x
     with half: model(torch.randn(4,8))
     assert 'replaced' in calls
 
-@pytest.mark.parametrize('layer', ['parametrized','attention'])
-def test_layers_that_stay(layer):
-    "Trains as in bfloat16, and its own parameters learn"
-    class Attention(nn.Module):
-        def __init__(self): super().__init__(); self.mha = nn.MultiheadAttention(32, 2, batch_first=True)
-        def forward(self, x): x = x[:,None]; return self.mha(x, x, x, need_weights=False)[0][:,0]
-    torch.manual_seed(1)
-    extra = parametrizations.weight_norm(nn.Linear(32,32)) if layer=='parametrized' else Attention()
-    model = nn.Sequential(*mlp()[:3], extra, *mlp()[2:])
-    learn = in_fp8(learner(model))
-    before = weights(learn)
-    learn.fit(2)
-    assert learn.recorder.losses[-1].isfinite() and not any(map(torch.equal, before, weights(learn)))
-    assert (learn.mixed_precision.policy().way=='fp8').sum()==2
-
-def test_back_to_float32():
-    "`to_fp32` and `to_bf16`, also in the middle of a fit"
+def test_back():
+    "`to_bf16` and `to_fp32`, also in the middle of a fit"
     learn = in_fp8(learner())
-    learn.fit(1)
-    x = torch.randn(4,8)
-    with learn.mixed_precision.autocast: fp8 = learn.model(x)
-    learn.add_cb(Callback(after_epoch=lambda cb: cb.learn.to_bf16() if cb.epoch==0 else None))
-    learn.fit(2)
+    learn.fit(2, cbs=Callback(after_epoch=lambda cb: cb.learn.to_bf16() if cb.epoch==0 else None))
     assert 'fp8' not in [*learn.mixed_precision.policy().way]
-    learn.to_fp32()
-    assert not [m for m in learn.model.modules() if 'forward' in vars(m)] and learn.model(x).dtype==torch.float32
-    assert fp8.dtype==torch.float32 and not hasattr(learn, 'mixed_precision')
-
-def test_exports(tmp_path):
-    "The file names no class of torchao, which this package never imports"
-    learn = in_fp8(learner(path=tmp_path))
-    learn.fit(1)
-    learn.export('m.pkl')
-    assert b'torchao' not in (tmp_path/'m.pkl').read_bytes()
-    loaded,x = load_learner(tmp_path/'m.pkl'),torch.ones(1,8)
-    assert loaded.model(x).equal(learn.model(x))
+    in_fp8(learn).to_fp32()
+    assert not [m for m in learn.model.modules() if 'forward' in vars(m)] and not hasattr(learn, 'mixed_precision')
+    assert learn.model(torch.randn(4,8)).dtype==torch.float32
 
 def test_carried_along():
     "Whatever makes another `half_precision` keeps it"
-    half = half_precision(Net(), torch.bfloat16, fp8=Fp8('rowwise', True))
-    kept = half.replace(keep='first'),half.keeping(['first']),half.keeping(['layers.0'], torch.bfloat16)
-    made = *kept,pickle.loads(pickle.dumps(half))
-    for o in made:
+    half = half_precision(Net(), bf16, fp8=Fp8('rowwise', True))
+    other = half.keeping(['layers.0'], bf16)
+    for o in (half.replace(keep='first'),half.keeping(['first']),other,pickle.loads(pickle.dumps(half))):
         o.refresh()
         assert o.fp8==half.fp8 and o.ways['layers.1'].name=='fp8'
-    assert made[2].keep=={'layers.0':'bfloat16'}
+    assert other.keep=={'layers.0':'bfloat16'}
     want = {'norms.0':'float32','norms.1':'float32','norms.2':'float32','first':'float32','layers.2':'bfloat16'}
-    assert half.replace(keep=[nn.LayerNorm,'first']).keeping(['layers.2'], torch.bfloat16).keep==want
-    learn = in_fp8(learner(), recipe='rowwise')
-    assert learn.mixed_precision.half.fp8==learn.model_to_half.fp8==half.fp8
-    assert learn.find_nonfinite().where=='nothing'
+    assert half.replace(keep=[nn.LayerNorm,'first']).keeping(['layers.2'], bf16).keep==want
+    assert in_fp8(learner(), recipe='rowwise').find_nonfinite().where=='nothing'
 
 def test_the_cause_names_the_call():
     model = mlp()
@@ -418,32 +310,18 @@ def test_plan(emulate):
     assert [*table.index]==['float32','copies','autocast',row]
     assert table.activations[row]<table.activations.copies
 
-fast = [('tensorwise','wrapped')]
-rest = [('rowwise','in_place'), ('rowwise_with_gw_hp','part')]
-@pytest.mark.parametrize('recipe,kind', fast+[slow_unless(False, *o) for o in rest])
-def test_compiles(recipe, kind):
-    "Without a graph break, and with the numbers of the model that isn't compiled"
-    import test_compile as c
-    with patched.dict(c.modes, fp8=lambda learn: in_fp8(learn, recipe=recipe)):
-        learn,first,last = c.graphs(c.compiled[kind], 'fp8')
-        assert (first,last)==(2,2)
-        assert (learn.mixed_precision.policy().way=='fp8').any()
-        plain = get_learner(c.norms())
-        c.modes['fp8'](plain).fit(1)
-        plain.fit_one_cycle(3)
-        assert apart(learn, plain, flat(weights(get_learner(c.norms()))))<.1
-
 @pytest.mark.parametrize('recipe', crossed(recipes, fast=lambda o: o=='tensorwise'))
 def test_compiled_is_in_fp8(recipe):
-    "The numbers of the model that isn't compiled, which aren't bfloat16's"
+    "Without a graph break, and with the numbers of the model that isn't compiled, which aren't bfloat16's"
     def _out(fp8, backend=None):
         model = mlp()
-        half = half_precision(torch.compile(model, backend=backend) if backend else model, torch.bfloat16, fp8=fp8)
+        called = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+        half = half_precision(called, bf16, fp8=fp8)
         with half: res = half.model(numbers()[0])
         res.sum().backward()
         return flat([res,*[p.grad for p in model.parameters()]])
-    fp8,compiled,bf16 = _out(Fp8(recipe, True)),_out(Fp8(recipe, True), 'aot_eager'),_out(None)
-    assert (fp8-compiled).norm()<.01*(fp8-bf16).norm()
+    fp8,compiled,half = _out(Fp8(recipe, True)),_out(Fp8(recipe, True), 'aot_eager'),_out(None)
+    assert (fp8-compiled).norm()<.01*(fp8-half).norm()
 
 # --- The report
 
@@ -469,17 +347,16 @@ def planted(i, factor=3000):
         net.layers[i].weight[:,5] /= factor
     return net
 
-@each_recipe
-@pytest.mark.parametrize('factor', [3000,1/3000,3e5])
-def test_finds_the_outlier(recipe, factor):
-    for i in range(3):
-        def _report(**kwargs):
-            learn = learner(planted(i, factor), dls=get_dls(64))
-            return in_fp8(learn, recipe=recipe, **kwargs).precision_report()
-        report = _report()
-        assert report.keep=={f'layers.{i}':'bfloat16'}
-        clean = _report(keep=report.keep)
-        assert clean.keep=={} and clean.error<1.5*report.digits_error and 'No layer has to' in str(clean)
+@pytest.mark.parametrize('recipe,factor,i', crossed(recipes, [3000,1/3000,3e5], range(3),
+                         fast=lambda recipe,factor,i: recipes.index(recipe)==i))
+def test_finds_the_outlier(recipe, factor, i):
+    def _report(**kwargs):
+        learn = learner(planted(i, factor), dls=get_dls(64))
+        return in_fp8(learn, recipe=recipe, **kwargs).precision_report()
+    report = _report()
+    assert report.keep=={f'layers.{i}':'bfloat16'}
+    clean = _report(keep=report.keep)
+    assert clean.keep=={} and clean.error<1.5*report.digits_error and 'No layer has to' in str(clean)
 
 @each_recipe
 def test_no_false_alarm(recipe):
@@ -492,23 +369,6 @@ def test_no_false_alarm(recipe):
         assert report.keep=={} and report.error<1.5*report.digits_error
         assert report.bfloat16_error<report.digits_error/3
         assert [*report.table.index]==['layers.0','layers.1','layers.2'] and not report.table.isna().any(axis=None)
-
-def test_compares_with_float32():
-    "Not with a model that is in FP8 already"
-    learn = in_fp8(learner(Net()))
-    x,y = next(iter(learn.dls.train))
-    grads = []
-    for half in (learn.mixed_precision.half,nullcontext()):
-        learn.model.zero_grad()
-        with half: F.mse_loss(learn.model(x), y).backward()
-        grads.append({n:p.grad for n,p in learn.model.named_parameters()})
-    learn.model.zero_grad()
-    def _off(n): return ((grads[0][n]-grads[1][n]).norm()/grads[1][n].norm()).item()
-    off = {n:_off(f'{n}.weight') for n in ('layers.0','layers.2')}
-    before = weights(learn)
-    table = learn.precision_report(batches=1).table
-    for n,error in off.items(): assert abs(table.loc[n,'gradient error']/error-1)<.2 # with the bias
-    assert all(map(torch.equal, before, weights(learn)))
 
 def test_report_looks_further():
     "A smaller tolerance takes out more layers, and only layers that are in FP8; where all would have to go, it says so"
@@ -525,7 +385,7 @@ def test_report_looks_further():
 def test_report_of_an_overflow():
     "What isn't finite in bfloat16 either has another cause"
     class Log(nn.Module):
-        def forward(self, x): return (1-x.sigmoid()).log() if x.dtype==torch.bfloat16 else F.logsigmoid(-x)
+        def forward(self, x): return (1-x.sigmoid()).log() if x.dtype==bf16 else F.logsigmoid(-x)
     net = nn.Sequential(*mlp()[:3], Log(), *mlp()[2:])
     with torch.no_grad(): net[2].weight *= 1e3
     report = in_fp8(learner(net)).precision_report(batches=1)

@@ -1,9 +1,9 @@
-"`half_precision` in a training loop written by hand: what a `with` does, and what is left after it"
-import copy,io,pickle
+"""`half_precision` in a loop written by hand: what a `with` does, and what is left after it, in any order, after an
+exception, in copies; how layers compute in it, and what it refuses"""
+import copy,io,pickle,weakref
 from contextlib import nullcontext
 
 import pytest,torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -11,14 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from cases import *
-from mp_callbacks.fp8 import Fp8
 from mp_callbacks.grads import prepare_grads
 from mp_callbacks.half import half_precision
+from mp_callbacks.modules import StandIn,named_modules,parameter_name
 from mp_callbacks.ways import is_norm
+from learners import Callback,get_learner
 from states import *
 
 f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
-each_dtype = pytest.mark.parametrize('dtype', [f16,bf16])
 
 class Block(nn.Sequential): pass
 
@@ -41,89 +41,54 @@ def data(n=32):
 
 def grads(model): return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
-def step(model, opt, half, x, y, scale=1.):
-    with half:
-        loss = F.mse_loss(model(x), y)
-        (loss*scale).backward()
-    stats = prepare_grads(model.parameters(), scale, clip=1.)
-    if stats.finite: opt.step()
-    opt.zero_grad()
-    return loss.item(),stats
-
-def plain_step(model, opt, x, y):
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
-    return loss.item()
+def backward(model, half=None):
+    "The gradients of a batch, which are not left in the model"
+    x,y = data()
+    with half or half_precision(model, bf16): F.mse_loss(model(x), y).backward()
+    res = grads(model)
+    model.zero_grad()
+    return res
 
 # --- The loop
 
-@each_dtype
+@pytest.mark.parametrize('dtype', [f16,bf16])
 @pytest.mark.parametrize('copies', [True,False])
 def test_trains(dtype, copies):
-    "To nearly the loss that float32 reaches, with weights, gradients and predictions in float32"
-    def fit(half):
+    "To nearly the loss that float32 reaches; and an overflow is found"
+    def fit(scale, half):
+        torch.manual_seed(1)
         model,(x,y) = net(),data()
-        params,opt,seen = [*model.parameters()],torch.optim.AdamW(model.parameters(), 1e-2),watched(model)
-        h = half and half_precision(model, dtype, copies=copies)
-        for _ in range(40):
-            if half: loss,stats = step(model, opt, h, x, y, 2.**10 if dtype==f16 else 1.)
-            else: loss = plain_step(model, opt, x, y)
-        if half: assert stats.finite and seen['0']==seen['5']==dtype
-        assert identical(model.parameters(), params)
+        half,seen = half(model),watched(model)
+        params,opt = [*model.parameters()],torch.optim.AdamW(model.parameters(), 1e-2)
+        for i in range(31):
+            with half: loss = F.mse_loss(model(x if i<30 else x*torch.inf), y)
+            (loss*scale).backward()
+            if i<30: last = loss.item()
+            stats = prepare_grads(params, scale, clip=1.)
+            assert stats.finite==(i<30)
+            if stats.finite: opt.step()
+            opt.zero_grad()
+        assert identical(model.parameters(), params) and all(p.isfinite().all() for p in params)
         assert_plain(model)
-        return loss
-    first = F.mse_loss(net()(data()[0]), data()[1]).item()
-    assert fit(True)<fit(False)+.05*first
-
-@each_dtype
-def test_overflow_is_found(dtype):
-    model,(x,y) = net(),data()
-    before,opt = copy.deepcopy(model.state_dict()),torch.optim.SGD(model.parameters(), .1)
-    model.eval() # batch norm leaves its statistics alone
-    _,stats = step(model, opt, half_precision(model, dtype), x*torch.inf, y)
-    assert not stats.finite and same(model.state_dict(), before)
+        return last,seen['0'],seen['']
+    full,*_ = fit(1., lambda model: nullcontext())
+    loss,inside,pred = fit(2.**10, lambda model: half_precision(model, dtype, copies=copies))
+    assert loss<full+.05 and (inside,pred)==(dtype,f32)
 
 def test_parameters_never_move():
     "In hooks, and inside and outside of `forward`, they are float32 and the optimizer's"
     class Looks(nn.Linear):
-        def forward(self, x): note('inside')(self); return super().forward(x)
-    model,(x,_),seen = net(),data(),{}
+        def forward(self, x): look(self); return super().forward(x)
+    def look(m, *_): seen.append([*m.parameters()])
+    model,seen = net(),[]
     model[3] = Looks(8,8)
-    params = [*model.parameters()]
-    def note(when): return lambda m, *_: seen.setdefault(when, []).extend(m._parameters.values())
-    model[3].register_forward_pre_hook(note('before'))
-    model[3].register_forward_hook(note('after'))
-    params[0].register_hook(lambda g: seen.update(grad=g.dtype))
-    params[0].register_post_accumulate_grad_hook(lambda p: seen.update(accumulated=p.grad.dtype))
+    model[3].register_forward_pre_hook(look)
+    model[3].register_forward_hook(look)
+    params = [*model[3].parameters()]
     with half_precision(model, bf16):
-        model(x).sum().backward()
-        assert identical(model.parameters(), params)
-    assert seen.pop('grad')==seen.pop('accumulated')==f32 and [*seen]==['before','inside','after']
-    assert all(identical(o, model[3].parameters()) for o in seen.values())
-
-@pytest.mark.parametrize('copies', [True,False])
-@pytest.mark.parametrize('reentrant', [True,False])
-def test_checkpointing(reentrant, copies):
-    "Of a module, and of a function: gradients are those without, bit for bit"
-    class Checkpointed(nn.Module):
-        def __init__(self, on):
-            super().__init__()
-            self.body,self.on = net(),on
-        def run(self, f, x): return checkpoint(f, x, use_reentrant=reentrant) if self.on else f(x)
-        def forward(self, x):
-            x = self.run(self.body[:4], x.requires_grad_()) # a new Sequential around the same modules
-            x = self.run(self.body[4], x)
-            return self.run(lambda o: self.body[6](self.body[5](o)), x)
-    def run(on):
-        model,(x,y) = Checkpointed(on),data()
-        half = half_precision(model, bf16, copies=copies)
-        for _ in range(2):
-            with half: F.mse_loss(model(x.clone()), y).backward()
-        assert_plain(model)
-        return grads(model)
-    assert same(run(True), run(False))
+        model(data()[0]).sum().backward()
+        look(model[3])
+    assert len(seen)==4 and all(identical(o, params) for o in seen)
 
 # --- Entering and leaving
 
@@ -134,50 +99,81 @@ def test_enter_again():
     for _ in range(3):
         with half as res:
             assert res is half and half.installed and not torch.equal(want := model(x), plain)
-            with half: assert torch.equal(model(x), want)
-            assert half.installed and torch.equal(model(x), want)
+            for other in (half,half_precision(model, bf16),half_precision(model[5], bf16)): # of a part of it
+                with other: assert torch.equal(model(x), want)
+                assert half.installed and torch.equal(model(x), want)
         assert not half.installed and torch.equal(model(x), plain)
         assert_plain(model)
 
-def test_nested_objects():
-    "Two objects for one model, or for a part of it: each `with` takes away only its own"
+@pytest.mark.parametrize('first,last', [(0,1),(1,0)])
+def test_off_in_any_order(first, last):
+    "Of two objects for one model the one that was switched on last computes"
     model,(x,_) = net().eval(),data()
-    with half_precision(model, bf16):
-        want = model(x)
-        with half_precision(model, bf16): assert torch.equal(model(x), want)
-        assert torch.equal(model(x), want)
-        with half_precision(model[5], bf16): assert torch.equal(model(x), want)
-        assert torch.equal(model(x), want)
-    assert_plain(model)
+    plain,halves = model(x),[half_precision(model, o) for o in (bf16,f16)]
+    with half_precision(copy.deepcopy(model), halves[last].dtype) as alone: want = alone.model(x)
+    for _ in range(2):
+        for o in halves: o.install()
+        assert all(o.installed for o in halves) and not torch.equal(model(x), plain)
+        halves[first].remove()
+        assert torch.equal(model(x), want) and halves[last].installed and not halves[first].installed
+        halves[last].remove()
+        assert torch.equal(model(x), plain)
+        assert_plain(model)
+
+def test_off_below_somebody_elses_function():
+    "It stays there and calls through; the next `with` computes in half precision again, and also comes off"
+    model,x,seen = nn.Sequential(nn.Linear(4,4), nn.Linear(4,1)),torch.ones(2,4),[]
+    plain,half = model(x),half_precision(model, bf16)
+    model[0].register_forward_hook(lambda m,a,res: seen.append(res.dtype))
+    with half:
+        old = model.forward
+        model.forward = theirs = lambda x: old(x)
+        model(x)
+    for _ in range(3):
+        assert torch.equal(model(x), plain) and vars(model)['forward'] is theirs
+        with half: model(x)
+    assert seen==[bf16]+[torch.float32,bf16]*3
+    model.forward = old # put back, as who wraps a function does
+    assert torch.equal(model(x), plain)
+    with half: assert not torch.equal(model(x), plain)
+    assert torch.equal(model(x), plain) and 'forward' not in vars(model)
 
 class Stop(BaseException): pass
 
-@pytest.mark.parametrize('where', [0,1,4,5,6,'loss','backward','recomputed'])
+@pytest.mark.parametrize('where', [0,4,5,'loss','backward'])
 def test_exceptions(where):
     "From a module, the loss or the backward pass: nothing stays behind, and the next batch is right"
     model,(x,y) = net().eval(),data()
-    half,hooks = half_precision(model, bf16),[]
-    with half: F.mse_loss(model(x), y).backward()
-    want = grads(model)
-    model.zero_grad()
+    half,hook = half_precision(model, bf16),None
+    want = backward(model, half)
     def stop(*_): raise Stop
-    class Recomputed(nn.Module):
-        def __init__(self): super().__init__(); self.net = model
-        def forward(self, x): return checkpoint(self.net, x, use_reentrant=False)
-    used = half_precision(r := Recomputed(), bf16) if where=='recomputed' else half
-    with pytest.raises(Stop), used:
-        if isinstance(where, int): hooks.append(model[where].register_forward_hook(stop))
-        pred = (r if where=='recomputed' else model)(x)
+    with pytest.raises(Stop), half:
+        if isinstance(where, int): hook = model[where].register_forward_hook(stop)
+        pred = model(x)
         if where=='loss': stop()
-        if where=='backward': hooks.append(model[3].weight.register_hook(stop))
-        if where=='recomputed': hooks.append(model[3].register_forward_pre_hook(stop))
+        hook = model[3].weight.register_hook(stop)
         F.mse_loss(pred, y).backward()
-    for h in hooks: h.remove()
+    if hook: hook.remove()
     assert_plain(model)
-    assert not used.cast.calls
     model.zero_grad()
-    with half: F.mse_loss(model(x), y).backward()
-    assert same(grads(model), want)
+    assert same(backward(model, half), want)
+
+def test_interrupted_while_it_begins(monkeypatch):
+    "Ctrl-C between two stand-ins: nothing stays on, now or after the next `with`"
+    model = nn.Sequential(nn.Linear(4,4), nn.Linear(4,1))
+    half,own,installed = half_precision(model, bf16),StandIn.install,[]
+    def install(self):
+        installed.append(self)
+        if len(installed)==2: raise KeyboardInterrupt
+        return own(self)
+    monkeypatch.setattr(StandIn, 'install', install)
+    with pytest.raises(KeyboardInterrupt), half: pass
+    assert not half.installed
+    assert_plain(model)
+    with half: model(torch.ones(2,4))
+    assert_plain(model)
+
+# --- A model that has changed
 
 changes = dict(
     added      = lambda m: m.append(nn.Linear(1,1)),
@@ -192,26 +188,21 @@ changes = dict(
 def test_model_changed(change):
     "Between two `with`s: what a new `half_precision` does, bit for bit"
     def run(fresh):
-        model,(x,y) = net(),data()
+        model = net()
         half = half_precision(model, bf16)
-        with half: F.mse_loss(model(x), y).backward()
-        model.zero_grad()
+        backward(model, half)
         torch.manual_seed(2)
         changes[change](model)
-        if fresh: half = half_precision(model, bf16)
-        with half: F.mse_loss(model(x), y).backward()
-        assert_plain(model)
-        return grads(model)
+        return backward(model, None if fresh else half)
     assert same(run(False), run(True))
 
 def test_model_no_longer_float32():
     model = net()
     half = half_precision(model, bf16)
-    model.double()
     with pytest.raises(ValueError, match=r'no float32 parameters \(torch.float64\)'):
+        model.double()
         with half: pass
-    model.float()
-    with half: model(data()[0])
+    backward(model.float(), half)
     assert_plain(model)
 
 # --- Autocast
@@ -233,38 +224,22 @@ def test_users_autocast_around():
         return [*model.parameters()]
     assert same(run(True), run(False))
 
-def test_autocast_disabled_inside():
-    "A part of the model that disables autocast computes in float32"
+def test_float32_inside():
+    "A part of the model that disables autocast computes in float32, and so does one that is called directly"
     class Careful(nn.Module):
         def __init__(self): super().__init__(); self.a,self.b = nn.Linear(4,4),nn.Linear(4,4)
         def forward(self, x):
             x = self.a(x)
             with torch.autocast('cpu', enabled=False): return self.b(x.float())
-    model = nn.Sequential(Careful(), nn.Linear(4,4), nn.Linear(4,1))
-    seen,half = watched(model),half_precision(model, bf16)
+    model,(x,_) = nn.Sequential(Careful(), nn.Linear(4,4), nn.Linear(4,1)),data()
+    want,seen,half = model[1](x),watched(model),half_precision(model, bf16)
     for _ in range(2):
-        with half: model(data()[0]).sum().backward()
-        assert seen=={'0.a':bf16, '0.b':f32, '0':f32, '1':bf16, '2':bf16, '':f32}
+        with half:
+            model(x).sum().backward()
+            assert seen=={'0.a':bf16, '0.b':f32, '0':f32, '1':bf16, '2':bf16, '':f32}
+            assert torch.equal(model[1](x), want)
 
-def test_part_called_directly():
-    "Outside the model's `forward` a module computes in float32, as do the losses that use its weights"
-    model,(x,_) = net().eval(),data()
-    want = model[0](x)
-    with half_precision(model, bf16):
-        model(x)
-        res = model[0](x)
-    assert res.dtype==f32 and torch.equal(res, want)
-
-@pytest.mark.parametrize('make', [lambda x: x, lambda x: (x,[x]), lambda x: dict(a=x, b=None), lambda x: [x.long(),x]])
-def test_predictions_are_float32(make):
-    class Out(nn.Module):
-        def __init__(self): super().__init__(); self.lin = nn.Linear(4,2)
-        def forward(self, x): return make(self.lin(x))
-    with half_precision(model := Out(), bf16): res = model(data()[0])
-    assert type(res) is type(make(torch.ones(1)))
-    assert {o.dtype for o in leaves(res) if isinstance(o, torch.Tensor)}<={f32,torch.int64}
-
-# --- Copies of the model
+# --- Copies
 
 def by_pickle(model): return pickle.loads(pickle.dumps(model))
 
@@ -275,34 +250,46 @@ def by_save(model):
 
 @pytest.mark.parametrize('how', [copy.deepcopy,by_pickle,by_save])
 def test_copied_inside(how):
-    "A copy made inside the `with` is an ordinary float32 model with its own parameters"
-    model,(x,y) = net().eval(),data()
+    "A copy made inside the `with` is an ordinary float32 model with its own parameters, and computes as any other"
+    model,(x,_) = net().eval(),data()
     want = model(x)
     with half_precision(model, bf16):
         model(x)
         other = how(model)
         assert not torch.equal(model(x), want) and torch.equal(other(x), want)
     assert torch.equal(model(x), want) and torch.equal(other(x), want)
+    half,fresh = half_precision(other, bf16),half_precision(model, bf16)
+    assert half.policy().equals(fresh.policy()) # its layers are cast ahead
+    for _ in range(2): assert same(backward(other, half), backward(model, fresh))
     with torch.no_grad(): other[0].weight.zero_()
     assert torch.equal(model(x), want) and not torch.equal(other(x), want)
-    with half_precision(other, bf16): F.mse_loss(other(x), y).backward()
-    assert other[0].weight.grad is not None and model[0].weight.grad is None
-
-def test_learner_for_a_model():
-    class Learner: model = None
-    with pytest.raises(TypeError, match='model is a Learner, and must be an nn.Module.*pass learn.model'):
-        half_precision(Learner(), bf16)
-
-def test_copied_inside_and_used():
-    "A copy made while the `with` is open computes as any other model, with weights cast ahead and in FP8"
-    model,x = nn.Sequential(*[nn.Linear(16,16) for _ in range(3)]),torch.ones(2,16)
-    with half_precision(model, bf16): other = copy.deepcopy(model)
-    assert half_precision(other, bf16, fp8=Fp8(emulate=True)).ways['1'].name=='fp8'
-    half = half_precision(other, bf16)
-    for _ in range(2):
-        with half: other(x).sum().backward()
-    assert len(half.cast._cast(True))==3
     assert_plain(other)
+
+@pytest.mark.parametrize('again', [copy.deepcopy,by_pickle])
+@pytest.mark.parametrize('inside', [False,True])
+def test_half_precision_copied(again, inside):
+    "With its model and settings, on or off"
+    half = half_precision(nn.Sequential(nn.Linear(2,2), nn.Linear(2,1)), bf16, keep='1')
+    with half if inside else nullcontext(): other = again(half)
+    assert other.model is not half.model and other.settings.keys()==half.settings.keys() and other.keep=='1'
+    assert other.policy().equals(half.policy())
+    x = torch.ones(2,2)
+    with half: want = half.model(x)
+    with other: assert torch.equal(other.model(x), want)
+    for o in (half,other): assert_plain(o.model)
+    other = again(half)
+    other.install()
+    assert other.installed and torch.equal(other.model(x), want)
+
+def test_replace_carries_all_settings():
+    class Mine(half_precision):
+        def __init__(self, model, dtype=f16, keep=(), copies=True, extra=None):
+            self.extra = extra
+            super().__init__(model, dtype, keep, copies)
+    half = Mine(net(), bf16, extra='kept')
+    for o in (half.replace(keep='0'), half.keeping(['0']), copy.deepcopy(half)):
+        assert type(o) is Mine and o.extra=='kept' and o.dtype==bf16
+    assert half.keeping(['0']).ways['0'].why=='keep'!=half.ways['0'].why
 
 def test_exported_inside():
     "By `torch.export`, as under autocast"
@@ -311,7 +298,7 @@ def test_exported_inside():
     assert exported(x).dtype==f32 and (exported(x)-model(x)).norm()<=.05*model(x).norm()
     assert_plain(model)
 
-# --- Which modules: `keep`
+# --- Which modules: `keep`, and names under wrappers
 
 keeps = dict(
     type       = (lambda: Block, {'5'}),
@@ -325,20 +312,12 @@ wraps = dict(
     plain      = lambda m: m,
     compiled   = lambda m: torch.compile(m, backend='eager'),
     in_place   = lambda m: (m.compile(backend='eager'), m)[1],
-    part       = lambda m: (m.__setitem__(5, torch.compile(m[5], backend='eager')), m)[1],
     checkpoint = lambda m: (m.__setitem__(5, checkpoint_wrapper(m[5])), m)[1],
     ddp        = lambda m: DistributedDataParallel(m),
     both       = lambda m: torch.compile(DistributedDataParallel(m), backend='eager'))
 
-@pytest.fixture(scope='module')
-def one_process(tmp_path_factory):
-    "A group of one process, for `DistributedDataParallel`"
-    dist.init_process_group('gloo', init_method=f'file://{tmp_path_factory.mktemp("dist")}/init', rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-compiles = ('compiled','in_place','both') # compiling takes time: some forms of `keep`
-fast = [(w,f) for w in wraps for f in keeps if w not in compiles or f=='dict' and w!='in_place']
+# compiling takes time: some forms of `keep`
+fast = [(w,f) for w in wraps for f in keeps if f=='dict' and w!='in_place' or w in ('plain','checkpoint')]
 
 @pytest.mark.parametrize('wrap,form', crossed(wraps, keeps, fast=lambda *o: o in fast))
 def test_keep(wrap, form, one_process):
@@ -355,17 +334,59 @@ def test_keep(wrap, form, one_process):
     assert {n:seen[n] for n in '013456'}=={n:f32 if n in kept else bf16 for n in '013456'}
     assert all(p.grad.dtype==f32 for p in model.parameters())
 
+class Masks(nn.Linear):
+    "Masks with float32's least number, which half precision can't hold, as DeBERTa's attention does"
+    def forward(self, x): return super().forward(x).masked_fill(x>1, torch.finfo(torch.float32).min)
+
+def masking(): return nn.Sequential(nn.Linear(4,4), Masks(4,1))
+def checkpointed(model): return nn.Sequential(*map(checkpoint_wrapper, model))
+
+@pytest.mark.parametrize('wrap', [[],[checkpointed],[checkpointed,DistributedDataParallel]])
+def test_advice_under_wrappers(wrap, one_process):
+    "What can't be computed in half precision has a note, with a name that `keep` takes, and that helps"
+    model,x = masking(),torch.ones(2,4)
+    for f in wrap: model = f(model)
+    with half_precision(model, bf16), pytest.raises(RuntimeError, match='without overflow') as e: model(x)
+    if hasattr(e.value, 'add_note'): # Python 3.11
+        note, = e.value.__notes__
+        assert note.startswith('In 1 (Masks)') and "keep='1' computes it in float32" in note
+    with half_precision(model, bf16, keep='1'): model(x).sum().backward()
+
+def test_an_error_is_freed():
+    "It holds nothing once it is handled: checkpointing's hooks end when the frames of its traceback go"
+    model,x = masking(),torch.ones(2,4)
+    gone = weakref.ref(x)
+    try:
+        with half_precision(model, bf16): model(x)
+    except RuntimeError: del x
+    assert gone() is None
+
+def test_names_of_culprits(one_process):
+    "Those that `keep` takes, in the record, in warnings and in what the doctor finds"
+    model = DistributedDataParallel(checkpointed(nn.Sequential(nn.Linear(8,8), nn.Linear(8,1))))
+    assert [*named_modules(model)]==['','0','1'] and parameter_name(model, [*model.parameters()][-1])=='1.bias'
+    learn = get_learner(model).to_bf16(max_skips=4)
+    spoil = Callback(before_step=lambda cb: [*cb.model.parameters()][-1].grad.fill_(float('nan')))
+    spoil.order = 5
+    with pytest.raises(FloatingPointError, match='The gradient of 1.bias was the first'): learn.fit(1, cbs=spoil)
+    assert {*learn.precision_recorder.log.culprit}=={'1.bias'}
+    with torch.no_grad(): [*model.parameters()][0].fill_(float('nan'))
+    assert learn.find_nonfinite().module=='0'
+
 # --- What can't be
+
+FSDP1 = type('FullyShardedDataParallel', (nn.Linear,), {})
 
 @pytest.mark.parametrize('make,match', [
     (lambda: torch.jit.script(nn.Linear(2,2)),                 'A scripted model .* or use torch.compile'),
-    (lambda: nn.Sequential(torch.jit.script(nn.Linear(2,2))),  'A scripted model'),
     (lambda: nn.DataParallel(nn.Linear(2,2)),                  'Use DistributedDataParallel'),
+    (lambda: nn.Sequential(FSDP1(2,2), nn.ReLU()),             r'has flat shards .* Use to_fp32\(\) and its own mixed'),
     (lambda: nn.Sequential(nn.LazyLinear(2), nn.Linear(2,2)),  'lazy parameters .* Call it once'),
     (lambda: nn.ReLU(),                                        r'This ReLU has no float32 parameters \(none at all\)'),
-    (lambda: nn.Linear(2,2).half(), r'no float32 parameters \(torch.float16\).* model.float\(\)')])
+    (lambda: nn.Linear(2,2).half(), r'no float32 parameters \(torch.float16\).* model.float\(\)'),
+    (get_learner, 'model is a Learner, and must be an nn.Module.*pass learn.model')])
 def test_refused(make, match):
-    with pytest.raises(ValueError, match=match): half_precision(make(), bf16)
+    with pytest.raises((ValueError,TypeError), match=match): half_precision(make(), bf16)
 
 # --- What a layer computes
 

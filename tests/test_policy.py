@@ -1,22 +1,24 @@
-"Rules for each module, and the table of what comes of them: it says what really happens in training"
+"""`keep`, and the table of what comes of it: each module that is called computes in the way and dtype that it names
+
+Norms compute within rounding of float64, and layers whose weights are computed from others follow float32."""
 import random
 from collections import OrderedDict
 from copy import deepcopy
 from fnmatch import fnmatch
 
-import pandas as pd,pytest
+import pytest
 from torch.nn.utils import prune
 from learners import *
 from machines import machine
 from mp_callbacks import devices
 from mp_callbacks.devices import pretend
+from mp_callbacks.functional import value_and_grad
 from mp_callbacks.ways import batch_norms,is_norm
-from test_inputs import state,trains,unchanged
+from states import assert_plain
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:enable_nested_tensor')
 
 f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
-each_call = pytest.mark.parametrize('call,half', [('to_fp16',f16), ('to_bf16',bf16)])
 
 # --- Models
 
@@ -77,7 +79,6 @@ class Watch:
 def policy(net, half, keep=()): return half_precision(net, half, keep).policy()
 def computes(net, half, keep=()): return policy(net, half, keep).set_index('module').compute.to_dict()
 def short(dtype): return str(dtype).removeprefix('torch.')
-def clean(net): return not any('forward' in vars(m) for m in net.modules())
 
 def agrees(table, seen, net, half):
     "Is what the `table` says what has been `seen`?"
@@ -96,61 +97,159 @@ def agrees(table, seen, net, half):
 
 # --- The table
 
-each_model = pytest.mark.parametrize('name', models)
-all_rules = dict(
-    default = lambda h: (),
-    norms   = lambda h: is_norm,
-    body    = lambda h: (nn.LayerNorm,'body*','own','layer'),
-    half    = lambda h: {'*': h},
-    islands = lambda h: {'*':'f32', '*.a':h, '*.conv2':h, '*qkv':h, '*.linear1':h, 'emb':h, 'head':h})
+all_rules = dict( # a dict has None for half precision
+    default = (),
+    norms   = (is_norm,),
+    body    = (nn.LayerNorm,'body*','own','layer'),
+    half    = {'*':None},
+    islands = {'*':'f32', '*.a':None, '*.conv2':None, '*qkv':None, '*.linear1':None, 'emb':None, 'head':None})
 some = [(c,h,k) for c,h in (('to_fp16',f16),('to_bf16',bf16)) for k in all_rules
         if h==bf16 or k in ('default','islands')]
 
-@each_model
+@pytest.mark.parametrize('name', models)
 @pytest.mark.parametrize('call,half,keep', some)
 def test_table_is_true(name, call, half, keep):
     "What every module returns in a step is what the table has said before, and says after"
-    keep = all_rules[keep]('bf16' if half==bf16 else 'f16')
-    net = model(name)
+    keep,net = all_rules[keep],model(name)
     names = [n for n,_ in net.named_modules()]
-    def fits(k): return not isinstance(k, str) or any(fnmatch(n, k) for n in names)
-    if isinstance(keep, dict): keep = {k:v for k,v in keep.items() if fits(k)}
-    elif isinstance(keep, tuple): keep = tuple(filter(fits, keep))
+    fitting = [k for k in keep if not isinstance(k, str) or any(fnmatch(n, k) for n in names)]
+    keep = {k:keep[k] or half for k in fitting} if isinstance(keep, dict) else fitting
     learn = getattr(get_learner(net), call)(keep=keep)
     table = learn.mixed_precision.policy()
     with Watch(net) as seen: learn.fit(1)
     assert seen.keys()>={*names}-{'layer.self_attn.out_proj'} # used without being called
     agrees(table, seen, net, half)
     assert learn.mixed_precision.policy().equals(table)
-    assert {p.dtype for p in net.parameters()}=={f32} and clean(net)
+    assert_plain(net)
 
-@each_call
-def test_trains(call, half):
-    "With several rules at once, and reaches what float32 reaches"
-    rules = {'body': 'f32', 'body.b': half, '*norm': half}
-    learn,plain = modes[call[3:]](get_learner(model('mlp'), lr=1e-3), keep=rules),get_learner(model('mlp'), lr=1e-3)
-    trains(learn)
-    plain.fit(2)
-    assert apart(learn, plain, flat(model('mlp').parameters()))<.1
+def test_reads_well():
+    "One of each"
+    net = seq(emb=nn.Embedding(9,8), own=Attention(8), bn=nn.BatchNorm1d(8), rms=nn.RMSNorm(8), mine=T5Norm(8),
+              rnn=nn.LSTM(8,8), act=nn.GELU(), head=nn.Linear(8,1))
+    with pretend(machine('AVX2')): table = policy(net, 'bf16', {'head':'f32'})
+    assert [*table.columns]==['module','kind','size','params','way','compute','why']
+    layer = 'layer','bfloat16','cast with all others'
+    assert [*table.itertuples(index=False, name=None)]==[
+        ('emb',      'Embedding',   72, 'float32', 'lookup',      'bfloat16','rows are rounded'),
+        ('own',      'Attention',   8,  'float32', 'owner',       'bfloat16','own parameters: results are rounded'),
+        ('own.norm', 'LayerNorm',   16, 'float32', 'float32 norm','float32', 'CPU kernel is inexact'),
+        ('own.qkv',  'Linear',      216,'float32', *layer),
+        ('own.out',  'Linear',      72, 'float32', *layer),
+        ('bn',       'BatchNorm1d', 16, 'float32', 'autocast',    'bfloat16','kernel takes float32 weights'),
+        ('rms',      'RMSNorm',     8,  'float32', 'norm',        'bfloat16','kernel adds up in float32'),
+        ('mine',     'T5Norm',      8,  'float32', 'float32 norm','float32', 'a norm with a forward of its own'),
+        ('rnn',      'LSTM',        576,'float32', 'float32',     'float32', 'no bfloat16 LSTM on this CPU'),
+        ('head',     'Linear',      9,  'float32', 'float32',     'float32', 'keep')]
 
-@each_call
-def test_rule_is_keep(call, half):
-    "A rule with float32 is the same as a name in keep=, to the bit"
-    a,b = (getattr(get_learner(model('mlp')), call)(keep=o)
-           for o in (('body.norm','head'), {'body.norm':'f32', 'head':torch.float32}))
-    for o in (a,b): o.fit(2)
+# --- What `keep` takes
+
+def test_rule_is_keep():
+    "A rule with float32 is the same as a name, to the bit; the last rule decides"
+    names,rules = ('body.norm','head'),{'body.norm':'f32', 'head':f32}
+    a,b = (get_learner(model('mlp')).to_bf16(keep=o) for o in (names, rules))
+    for o in (a,b): o.fit(1)
     assert all(map(torch.equal, weights(a), weights(b)))
     table = a.mixed_precision.policy()
     assert table.equals(b.mixed_precision.policy()) and table.why.to_list()==['cast with all others','keep']*2
-
-def test_last_rule_decides():
     def dtypes(keep): return computes(model('mlp'), bf16, keep)
     assert dtypes({'body':'f32', 'body.b':'bf16'})['body.b']=='bfloat16'
     assert dtypes({'body.b':'bf16', 'body':'f32'})['body.b']=='float32'
     assert dtypes({'*':'bf16', 'body.norm':'f32'})['body.norm']=='float32'
     assert dtypes({'body':'bf16'})==dict.fromkeys(['body.a','body.norm','body.b','head'], 'bfloat16')
-    assert dtypes({'head':'full'})==dtypes({'head':f32})
     assert dtypes({})==dtypes(())
+
+f32_or_f16 = r"computes in torch.bfloat16, and must compute in float32 or torch.float16. Use 'float32'"
+bad = [({'nothing.*':'f32'},         ValueError, r"'nothing.\*' matches no module. The model has image"),
+       (['head','nothing'],          ValueError, r"keep='nothing' matches no module"),
+       ({'head':'bf16'},             ValueError, f32_or_f16),
+       ({'head':'f64'},              ValueError, "computes in torch.float64.* Use 'float32'"),
+       ({'head':'c=f32'},            ValueError, r"keep=\{'head': 'c=f32'\} is not a dtype"),
+       ('*',                         ValueError, 'nothing is left.*Keep less'),
+       (3,                           TypeError,  'keep=3 must be a module type.* Use keep=\\(\\)'),
+       ({nn.Linear:'f32'},           TypeError,  'must have name patterns as keys'),
+       ([is_norm, {'head':'f32'}],   TypeError,  'must be a module type, a name pattern'),
+       ([nn.Linear(2, 2)], TypeError, "keep has a module, Linear, and needs its name or type. Use keep='its name'")]
+
+@pytest.mark.parametrize('keep,error,match', bad)
+def test_refused(keep, error, match):
+    "With what is wrong and a way out; that a call leaves the learner as it was is tested in `test_inputs`"
+    with pytest.raises(error, match=match): half_precision(model('conv'), f16, keep)
+
+@pytest.mark.parametrize('half', [f16,bf16])
+def test_what_stays_float32_anyway(half):
+    "A wide pattern that reaches a parametrization, or a layer without a kernel: the table says why they don't follow"
+    net = seq(rnn=nn.LSTM(8,8,batch_first=True), mean=Mean(), bn=nn.BatchNorm1d(8),
+              lin=nn.utils.parametrizations.orthogonal(nn.Linear(8,8)), head=nn.Linear(8,1))
+    def rows(): return {r.module:(r.why,r.compute) for r in policy(net, half, {'*':str(half)}).itertuples()}
+    with pretend(machine('AVX2')): assert rows()['rnn']==(f'no {short(half)} LSTM on this CPU','float32')
+    with pretend(machine('AVX512-BF16')): # here autocast casts, if the device can
+        assert rows()['rnn'][1]==('bfloat16' if half==bf16 else 'float32')
+    assert rows()['lin.parametrizations.weight']==('parametrization','float32')
+    assert rows()['bn']==('kernel takes float32 weights',short(half)) and rows()['head'][1]==short(half)
+    net.rnn = nn.RNN(8,8,batch_first=True) # which every device has
+    o = half_precision(net, half, {'*':half})
+    with Watch(net) as seen, o: net(torch.randn(4,3,8)).sum().backward()
+    agrees(o.policy(), seen, net, half)
+
+def test_odd_parameters():
+    "Only float32 parameters are cast; the table has the dtype of the others"
+    net = seq(f64=nn.Linear(2,2).double(), bf16=nn.Linear(2,2).bfloat16(), f32=nn.Linear(2,2))
+    net.register_parameter('count', nn.Parameter(torch.tensor([1,2]), requires_grad=False))
+    rows = {r.module:(r.size,r.params) for r in policy(net, f16).itertuples()}
+    assert rows=={'': (2,'int64'), 'f64': (6,'float64'), 'bf16': (6,'bfloat16'), 'f32': (6,'float32')}
+    net = net[1:]
+    with half_precision(net, bf16): net(torch.ones(1,2)).sum().backward()
+    assert [p.grad.dtype for p in net.parameters()]==[bf16,bf16,f32,f32]
+
+@pytest.mark.parametrize('make', [lambda: nn.LayerNorm(4), lambda: nn.GroupNorm(2,4), lambda: nn.Linear(4,4),
+                                  lambda: nn.LSTM(4,4)])
+@pytest.mark.parametrize('keep', [(), {'':'bf16'}, {'*':'bf16'}])
+def test_only_a_layer(make, keep):
+    "A model that is one module returns float32, and is as it was afterwards"
+    net = make()
+    with half_precision(net, bf16, keep): res = net(torch.ones(2,4))
+    assert {o.dtype for o in floats(res)}=={f32} and 'forward' not in vars(net)
+    assert policy(net, bf16, keep).module.to_list()==['']
+
+def test_tied():
+    "A weight may be half precision in one place and float32 in another, and gets its gradient from both"
+    net = seq(emb=nn.Embedding(6,8), mid=nn.Linear(8,8), out=nn.Linear(8,6,bias=False))
+    net.mid.weight = nn.Parameter(torch.randn(8,8))
+    net.out.weight = net.emb.weight
+    ids = torch.tensor([1,2])
+    net(ids).pow(2).sum().backward()
+    want = net.emb.weight.grad.clone()
+    net.zero_grad()
+    half = half_precision(net, bf16, {'out':'f32'})
+    with Watch(net) as seen, half: net(ids).pow(2).sum().backward()
+    agrees(half.policy(), seen, net, bf16)
+    assert (net.emb.weight.grad-want).norm()<.05*want.norm()
+
+def test_rules_of_the_user_and_more():
+    "`keeping`: whatever rules the user has, in whatever order, more modules in float32 change nothing else"
+    draw = random.Random(0)
+    rules = ['*','a*','sub*','sub.*','[[]a]','sub.x[*]','x[*]','x1']
+    def _layers(**parts): return nn.ModuleDict({**{o:nn.Linear(2,2) for o in ('[a]','x*','x1','a')}, **parts})
+    for _ in range(30):
+        keep = {draw.choice(rules):draw.choice(['float32','bfloat16']) for _ in range(draw.randint(1, 4))}
+        model = _layers(sub=_layers())
+        more = draw.sample(['[a]','x*','sub','sub.[a]','sub.x*','a'], 2)
+        try: before = half_precision(model, torch.bfloat16, {'x1':'bfloat16', **keep}).policy()
+        except ValueError: continue # nothing would be left in half precision
+        try: after = half_precision(model, torch.bfloat16, {'x1':'bfloat16', **keep}).keeping(more).policy()
+        except ValueError: continue
+        after = after.set_index('module').compute
+        for o in before.itertuples():
+            kept = any(o.module==m or o.module.startswith(f'{m}.') for m in more)
+            assert after[o.module]==('float32' if kept else o.compute), (keep,more,o.module)
+
+def test_functional():
+    "The functions on `torch.func` follow the same rules, to the bit"
+    rules,net,(x,y) = {'body':'f32', 'body.b':bf16, '*norm':bf16},model('mlp'),numbers()
+    def loss(net, x): return (net(x)-y).pow(2).mean()
+    res = value_and_grad(loss, bf16, keep=rules)(net, x)
+    with half_precision(net, bf16, rules): loss(net, x).backward()
+    assert all(torch.equal(res.grads[n], p.grad) for n,p in net.named_parameters())
 
 # --- Norms: what the rules say of their kernels, on this machine
 
@@ -232,168 +331,7 @@ def test_norm_keeps_float32_input(norm):
     with half_precision(net, f16, keep='big'): res = net(x)
     assert torch.allclose(res, ref, atol=1e-2)
 
-# --- What can't be had
-
-f32_or_f16 = r"computes in torch.bfloat16, and must compute in float32 or torch.float16. Use 'float32'"
-bad = [({'nothing.*':'f32'},         ValueError, r"'nothing.\*' matches no module. The model has image"),
-       ('nothing.*',                 ValueError, r"keep='nothing.\*' matches no module. The model has image"),
-       (['head','nothing'],          ValueError, r"keep='nothing' matches no module"),
-       ({'head':'bf16'},             ValueError, f32_or_f16),
-       ({'head':torch.bfloat16},     ValueError, 'computes in torch.bfloat16'),
-       ({'head':'f64'},              ValueError, "computes in torch.float64.* Use 'float32'"),
-       ({'head':'c=f32'},            ValueError, r"keep=\{'head': 'c=f32'\} is not a dtype"),
-       ({'*':'f32'},                 ValueError, 'nothing is left'),
-       ('*',                         ValueError, 'nothing is left.*Keep less'),
-       (3,                           TypeError,  'keep=3 must be a module type.* Use keep=\\(\\)'),
-       (None,                        TypeError,  'keep=None must be'),
-       ({nn.Linear:'f32'},           TypeError,  'must have name patterns as keys'),
-       ([is_norm, {'head':'f32'}],   TypeError,  'must be a module type, a name pattern'),
-       ([nn.Linear(2, 2)], TypeError, "keep has a module, Linear, and needs its name or type. Use keep='its name'")]
-
-@pytest.mark.parametrize('keep,error,match', bad)
-def test_refused(keep, error, match):
-    "At the call, with what is wrong and a way out; and the learner is as it was"
-    for before in ('to_bf16','to_native_bf16','to_fp32'):
-        learn = getattr(get_learner(model('conv')), before)()
-        was = state(learn)
-        for call in ('to_fp16','to_native_fp16'):
-            with pytest.raises(error, match=match): getattr(learn, call)(keep=keep)
-        unchanged(learn, was)
-    with pytest.raises(error, match=match): half_precision(learn.model, f16, keep)
-    unchanged(learn, was)
-
-@pytest.mark.parametrize('half', [f16,bf16])
-def test_what_stays_float32_anyway(half):
-    "A wide pattern that reaches a parametrization, or a layer without a kernel: the table says why they don't follow"
-    net = seq(rnn=nn.LSTM(8,8,batch_first=True), mean=Mean(), bn=nn.BatchNorm1d(8),
-              lin=nn.utils.parametrizations.orthogonal(nn.Linear(8,8)), head=nn.Linear(8,1))
-    def rows(): return {r.module:(r.why,r.compute) for r in policy(net, half, {'*':str(half)}).itertuples()}
-    with pretend(machine('AVX2')): assert rows()['rnn']==(f'no {short(half)} LSTM on this CPU','float32')
-    with pretend(machine('AVX512-BF16')): # here autocast casts, if the device can
-        assert rows()['rnn'][1]==('bfloat16' if half==bf16 else 'float32')
-    assert rows()['lin.parametrizations.weight']==('parametrization','float32')
-    assert rows()['bn']==('kernel takes float32 weights',short(half)) and rows()['head'][1]==short(half)
-    net.rnn = nn.RNN(8,8,batch_first=True) # which every device has
-    o = half_precision(net, half, {'*':half})
-    with Watch(net) as seen, o: net(torch.randn(4,3,8)).sum().backward()
-    agrees(o.policy(), seen, net, half)
-
-def test_odd_parameters():
-    "Only float32 parameters are cast; the table has the dtype of the others"
-    net = seq(f64=nn.Linear(2,2).double(), bf16=nn.Linear(2,2).bfloat16(), f32=nn.Linear(2,2))
-    net.register_parameter('count', nn.Parameter(torch.tensor([1,2]), requires_grad=False))
-    rows = {r.module:(r.size,r.params) for r in policy(net, f16).itertuples()}
-    assert rows=={'': (2,'int64'), 'f64': (6,'float64'), 'bf16': (6,'bfloat16'), 'f32': (6,'float32')}
-    net = net[1:]
-    with half_precision(net, bf16): net(torch.ones(1,2)).sum().backward()
-    assert [p.grad.dtype for p in net.parameters()]==[bf16,bf16,f32,f32]
-
-@pytest.mark.parametrize('make', [lambda: nn.LayerNorm(4), lambda: nn.GroupNorm(2,4), lambda: nn.Linear(4,4),
-                                  lambda: nn.LSTM(4,4)])
-@pytest.mark.parametrize('keep', [(), {'':'bf16'}, {'*':'bf16'}])
-def test_only_a_layer(make, keep):
-    "A model that is one module returns float32, and is as it was afterwards"
-    net = make()
-    with half_precision(net, bf16, keep): res = net(torch.ones(2,4))
-    assert {o.dtype for o in floats(res)}=={f32} and 'forward' not in vars(net)
-    assert policy(net, bf16, keep).module.to_list()==['']
-
-def test_tied():
-    "A weight may be half precision in one place and float32 in another, and gets its gradient from both"
-    net = seq(emb=nn.Embedding(6,8), mid=nn.Linear(8,8), out=nn.Linear(8,6,bias=False))
-    net.mid.weight = nn.Parameter(torch.randn(8,8))
-    net.out.weight = net.emb.weight
-    ids = torch.tensor([1,2])
-    net(ids).pow(2).sum().backward()
-    want = net.emb.weight.grad.clone()
-    net.zero_grad()
-    half = half_precision(net, bf16, {'out':'f32'})
-    with Watch(net) as seen, half: net(ids).pow(2).sum().backward()
-    agrees(half.policy(), seen, net, bf16)
-    assert (net.emb.weight.grad-want).norm()<.05*want.norm()
-
-def test_random_rules():
-    "The table is true, gradients are float32 and near those of float32, and the model is as it was"
-    rng = random.Random(0)
-    kinds = [lambda: nn.Linear(8,8), lambda: nn.Linear(8,8), lambda: nn.LayerNorm(8), lambda: nn.BatchNorm1d(8),
-             nn.GELU, lambda: nn.RMSNorm(8)]
-    def layer(depth):
-        if depth and rng.random()<.4: return nn.Sequential(*[layer(depth-1) for _ in range(rng.randint(1,3))])
-        return rng.choice(kinds)()
-    def rule():
-        pattern = rng.choice([rng.choice(names), rng.choice(names)+'*', '*', '?', '*.?'])
-        return pattern,rng.choice(['f32','bf16'])
-    x,n = numbers()[0],0
-    for _ in range(40):
-        net = nn.Sequential(nn.Linear(8,8), *[layer(2) for _ in range(3)])
-        names = [o for o,_ in net.named_modules()]
-        rules = dict(rule() for _ in range(rng.randint(1,4)))
-        try: half = half_precision(net, bf16, rules)
-        except ValueError as e:
-            assert any(o in str(e) for o in ('nothing is left', 'matches no module'))
-            continue
-        n += 1
-        net(x).sum().backward()
-        want = flat([p.grad for p in net.parameters()])
-        net.zero_grad()
-        with Watch(net) as seen, half:
-            res = net(x)
-            res.sum().backward()
-        agrees(half.policy(), seen, net, bf16)
-        assert res.dtype==f32 and clean(net) and not torch.is_autocast_enabled('cpu')
-        assert all(p.dtype==p.grad.dtype==f32 for p in net.parameters())
-        assert (flat([p.grad for p in net.parameters()])-want).norm()<=.2*want.norm()+1
-    assert n>20
-
-# --- Reading it
-
-def test_in_a_batch():
-    "The same table in the middle of a batch, when the modules compute in half precision"
-    class Ask(Callback):
-        order = 9.5 # after the precision callback is before it
-        def before_step(self): self.tables.append(self.learn.mixed_precision.policy())
-        def after_pred(self): self.tables.append(self.learn.mixed_precision.policy())
-    learn = get_learner(model('mlp'), cbs=Ask()).to_bf16(keep='head')
-    learn.ask.tables = [learn.mixed_precision.policy()]
-    learn.fit(1)
-    a,*rest = learn.ask.tables
-    assert len(a)==4 and len(rest)>3 and all(a.equals(o) for o in rest)
-
-def test_reads_well():
-    "One of each"
-    net = seq(emb=nn.Embedding(9,8), own=Attention(8), bn=nn.BatchNorm1d(8), rms=nn.RMSNorm(8), mine=T5Norm(8),
-              rnn=nn.LSTM(8,8), act=nn.GELU(), head=nn.Linear(8,1))
-    with pretend(machine('AVX2')): table = policy(net, 'bf16', {'head':'f32'})
-    assert isinstance(table, pd.DataFrame) and [*table.columns]==['module','kind','size','params','way','compute','why']
-    layer = 'layer','bfloat16','cast with all others'
-    assert [*table.itertuples(index=False, name=None)]==[
-        ('emb',      'Embedding',   72, 'float32', 'lookup',      'bfloat16','rows are rounded'),
-        ('own',      'Attention',   8,  'float32', 'owner',       'bfloat16','own parameters: results are rounded'),
-        ('own.norm', 'LayerNorm',   16, 'float32', 'float32 norm','float32', 'CPU kernel is inexact'),
-        ('own.qkv',  'Linear',      216,'float32', *layer),
-        ('own.out',  'Linear',      72, 'float32', *layer),
-        ('bn',       'BatchNorm1d', 16, 'float32', 'autocast',    'bfloat16','kernel takes float32 weights'),
-        ('rms',      'RMSNorm',     8,  'float32', 'norm',        'bfloat16','kernel adds up in float32'),
-        ('mine',     'T5Norm',      8,  'float32', 'float32 norm','float32', 'a norm with a forward of its own'),
-        ('rnn',      'LSTM',        576,'float32', 'float32',     'float32', 'no bfloat16 LSTM on this CPU'),
-        ('head',     'Linear',      9,  'float32', 'float32',     'float32', 'keep')]
-
-@pytest.mark.parametrize('half', [f16,bf16])
-def test_functional(half):
-    "The functions on `torch.func` follow the same rules: gradients near those of `half_precision`"
-    from mp_callbacks.functional import value_and_grad
-    rules = {'body': 'f32', 'body.b': half, '*norm': half}
-    net,(x,y) = model('mlp'),numbers()
-    def loss(net, x): return (net(x)-y).pow(2).mean()
-    res = value_and_grad(loss, half, keep=rules)(net, x)
-    with half_precision(net, half, rules):
-        value = loss(net, x)
-        value.backward()
-    assert torch.equal(res.value, value.detach())
-    assert all(torch.equal(res.grads[n], p.grad) for n,p in net.named_parameters())
-    assert clean(net)
-
-# --- Lookups and owners
+# --- Lookups, and weights that are not a module's own parameters
 
 @pytest.mark.parametrize('kind', [nn.Embedding,nn.EmbeddingBag])
 def test_lookups(kind):
@@ -402,61 +340,12 @@ def test_lookups(kind):
     with Watch(net) as seen, half_precision(net, bf16): net(ids).sum().backward()
     assert torch.equal(seen['emb'][0][1][0], net.emb(ids).bfloat16()) and net.emb.weight.grad.dtype==f32
 
-class Gives(nn.Module):
-    "Returns what it is given"
-    def forward(self, *args): return args
-
-class Diffusion(nn.Module):
-    "Parameters of its own; gives a part what it was given, what it has computed, and a scalar"
-    def __init__(self, owns):
-        super().__init__()
-        self.lin,self.gives = nn.Linear(8,8),Gives()
-        if owns=='parameter': self.pos = nn.Parameter(torch.randn(8))
-        elif owns=='list': self.pos = nn.ParameterList([torch.randn(8)])
-        else: self.pos = nn.ParameterDict(dict(a=torch.randn(8)))
-    def forward(self, x, t):
-        pos = self.pos if isinstance(self.pos, nn.Parameter) else next(iter(self.pos.parameters()))
-        x = self.lin(x)+pos
-        assert x.dtype==pos.dtype==f32
-        return *self.gives(x, t, x.mean()),x
-
-class Inside(nn.Module):
-    def __init__(self, *args): super().__init__(); self.own,self.head = Diffusion(*args),nn.Linear(8,1)
-    def forward(self, x, t): return self.own(x, t),self.head(x)
-
-@pytest.mark.parametrize('owns', ['parameter','list','dict'])
-def test_owners(owns):
-    """What an owner gives to modules inside it and what it returns is rounded, but for scalars and what it was given
-
-    In a model that is one, the result isn't rounded."""
-    x,t = torch.randn(4,8),torch.tensor([1+2**-12])
-    net = Inside(owns)
-    half,alone = half_precision(net, bf16),half_precision(net.own, bf16)
-    for _ in range(2):
-        with Watch(net) as seen, half: net(x, t)
-        for given in (seen['own.gives'][0][1],seen['own'][0][1]):
-            assert [o.dtype for o in given[:3]]==[bf16,f32,f32]
-            assert torch.equal(given[1], t) and not torch.equal(given[2], given[2].bfloat16().float())
-        with alone: res = net.own(x, t)
-        assert not torch.equal(res[3], res[3].bfloat16().float())
-    with half_precision(net, bf16, keep='own'), Watch(net) as seen: net(x, t)
-    assert {o.dtype for o in seen['own'][0][1]}=={f32}
-
-class Again(nn.Module):
-    "Calls itself"
-    def __init__(self): super().__init__(); self.weight = nn.Parameter(torch.full((8,), 1.001))
-    def forward(self, x, n=2): return x*self.weight if n==0 else self(x*self.weight, n-1)*self.weight
-
-def test_an_owner_that_calls_itself():
-    net,x = seq(again=Again(), head=nn.Linear(8,1)),torch.ones(4,8)
-    with half_precision(net, bf16), Watch(net) as seen: net(x).sum().backward()
-    assert [o[1][0].dtype for o in seen['again']]==[bf16]*3 and (seen['again'][-1][1][0]-1.005).abs().max()<.01
-    assert (net.again.weight.grad-5*net.head.weight[0]*4).abs().max()<.1
-
-# --- Weights that are not a module's own parameters
-
 def on_rows(*layers): return nn.Sequential(nn.Unflatten(1, (1,8)), *layers, nn.Flatten(), nn.Linear(32,1))
 def with_head(layer): return nn.Sequential(layer, nn.GELU(), nn.Linear(16,1))
+
+class Indices(nn.Module):
+    "Numbers to what they are indices of"
+    def forward(self, x): return (x*2).long()%8
 
 made = dict(
     spectral_norm  = lambda: with_head(torch.nn.utils.spectral_norm(nn.Linear(8,16))),
@@ -469,12 +358,8 @@ made = dict(
     pruned         = lambda: with_head(prune.l1_unstructured(nn.Linear(8,16), 'weight', .5)),
     max_norm       = lambda: nn.Sequential(Indices(), nn.Embedding(8, 4, max_norm=.1), nn.Flatten(), nn.Linear(32,1)))
 
-class Indices(nn.Module):
-    "Numbers to what they are indices of"
-    def forward(self, x): return (x*2).long()%8
-
 @pytest.mark.filterwarnings('ignore:.*(weight_norm|spectral_norm).*:FutureWarning')
-@pytest.mark.parametrize('mode,kind', crossed(['fp16','bf16','native_bf16'], made, fast=lambda mode,_: mode!='fp16'))
+@pytest.mark.parametrize('mode,kind', crossed(['fp16','bf16','native_bf16'], made, fast=lambda mode,_: mode=='bf16'))
 def test_made_weights(mode, kind):
     "A layer whose weight is computed from others, or changed, in the forward pass follows float32"
     def run(mode):
@@ -482,7 +367,7 @@ def test_made_weights(mode, kind):
         learn = get_learner(made[kind](), opt_func=SGD, lr=.05)
         start = flat(weights(learn))
         if mode: modes[mode](learn)
-        learn.fit(3)
+        learn.fit(2)
         return start,learn
     (start,ref),(_,learn) = run(None),run(mode)
     assert apart(learn, ref, start)<.05

@@ -1,0 +1,111 @@
+"Threads: a second one damages no parameter, and each call computes what it would compute alone"
+import sys,threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from learners import *
+from states import *
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
+bf16 = torch.bfloat16
+
+def as_before(model, params):
+    "Does `model` have the very parameters `params`, and nothing of ours?"
+    assert_plain(model)
+    assert identical(model.parameters(), params)
+
+def in_threads(*fs):
+    "Call all `fs` at the same time, and return their errors"
+    errors = []
+    def _call(f):
+        try: f()
+        except Exception as e: errors.append(e)
+    threads = [threading.Thread(target=_call, args=(f,)) for f in fs]
+    for o in threads: o.start()
+    for o in threads: o.join()
+    return errors
+
+class Own(nn.Module):
+    "Parameters of its own, and modules with more inside"
+    def __init__(self):
+        super().__init__()
+        self.gain,self.lin,self.norm = nn.Parameter(torch.ones(64)),nn.Linear(64,64),nn.RMSNorm(64)
+    def forward(self, x): return x+self.gain*self.norm(self.lin(x))
+
+@pytest.fixture(autouse=True)
+def switching():
+    "Threads take turns as often as they can"
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+@pytest.mark.parametrize('grads', ['one','both'])
+def test_in_one_with(grads):
+    "Gradients are those of a call that is alone, and the parameters stay for a third thread that looks"
+    torch.manual_seed(0)
+    model,x = nn.Sequential(nn.Linear(64,64), Own(), Own()),torch.randn(8,64)
+    params,half = [*model.parameters()],half_precision(model, bf16)
+    with half:
+        want = model(x)
+        grad = torch.autograd.grad(want.sum(), params)
+    def predict():
+        with torch.no_grad():
+            for _ in range(40): assert torch.equal(model(x), want)
+    def train():
+        for _ in range(20): assert all(map(torch.equal, torch.autograd.grad(model(x).sum(), params), grad))
+    def look():
+        for _ in range(40): assert identical(model.parameters(), params)
+    with half: errors = in_threads(predict if grads=='one' else train, train, look)
+    assert errors==[]
+    as_before(model, params)
+
+def test_each_thread_has_its_own_with():
+    model,x = nn.Sequential(nn.Linear(64,64), Own()),torch.randn(8,64)
+    params = [*model.parameters()]
+    def call(half):
+        def _call():
+            for _ in range(20):
+                with half, torch.no_grad(): assert model(x).dtype==torch.float32
+        return _call
+    one = half_precision(model, bf16)
+    for halves in ([one,one], [one,half_precision(model, bf16)]):
+        assert in_threads(*map(call, halves))==[]
+        as_before(model, params)
+
+@pytest.mark.parametrize('call', crossed(['to_bf16','to_fp16'], fast=lambda o: o=='to_bf16'))
+def test_predictions_while_a_learner_trains(call):
+    "The training is what it is alone"
+    learn,alone = (getattr(get_learner(), call)() for _ in range(2))
+    params,stop,x = [*learn.model.parameters()],threading.Event(),torch.randn(4,8)
+    def predict():
+        with torch.no_grad():
+            while not stop.is_set(): assert learn.model(x).isfinite().all()
+    def fit():
+        try: learn.fit(3)
+        finally: stop.set()
+    errors = in_threads(fit, predict)
+    # A call that began before a batch did may fail, see "Limits" of half_precision; the training never does
+    assert not [e for e in errors if 'dtype' not in str(e)]
+    as_before(learn.model, params)
+    alone.fit(3)
+    assert all(map(torch.equal, weights(learn), weights(alone)))
+    assert identical(opt_params(learn), params)
+
+def test_a_with_in_another_thread_around_batches():
+    """It ends in the middle of a batch, or begins there and outlasts it: each goes on as it was, and afterwards the
+    model is float32"""
+    for begins,ends in (('before_fit','after_batch'), ('before_fit','after_loss'), ('after_loss','after_fit'),
+                        ('before_fit','after_fit')):
+        learn = get_learner().to_bf16()
+        params,half,seen = [*learn.model.parameters()],learn.mixed_precision.autocast,[]
+        learn.model[0].register_forward_hook(lambda m,a,res: seen.append(res.dtype))
+        elsewhere = ThreadPoolExecutor(1)
+        class Other(Callback):
+            order = -50
+            def __call__(self, name):
+                if name==begins and not hasattr(self, 'begun'): self.begun = elsewhere.submit(half.__enter__).result()
+                if name==ends and not hasattr(self, 'ended'): self.ended = elsewhere.submit(half.__exit__).result()
+        with elsewhere: learn.fit(1, cbs=Other())
+        assert {*seen}=={bf16} and not half.installed, (begins,ends)
+        as_before(learn.model, params)

@@ -22,10 +22,10 @@ from .loss_scale import DynamicLossScale,StaticLossScale
 from .nonfinite import Finding
 from .plan import MemoryPlan
 from .inside import is_fastai_precision
-from .explain import call_name
+from .skipped import call_name
 from .precision import PrecisionCallback,fit_device,is_precision,precision_callback
 from .callback import MixedPrecision
-from .doctor import find_nonfinite,precision_plan
+from .looks import find_nonfinite,precision_plan
 
 # %% ../nbs/12a_checkup.ipynb #c12a0011
 page = 'https://example.github.io/mp_callbacks/checkup.html' # what the links of a report lead to

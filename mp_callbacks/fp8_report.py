@@ -15,7 +15,7 @@ from torch import nn
 
 from .half import half_precision
 from .nonfinite import describe_run,fewest,trace_batch
-from .report import clones,compare_gradients,error_in_words,relative
+from .half_report import clones,compare_gradients,error_in_words,relative
 from .fp8 import Fp8,Fp8Product,get_recipe
 
 # %% ../nbs/09a_fp8_report.ipynb #f8a00016

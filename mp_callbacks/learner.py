@@ -23,7 +23,7 @@ from .precision import PrecisionCallback,check_device,fit_device,is_precision,pr
 from .precision import warn_of_emulation
 from .step import clear_state
 from .recorder import PrecisionRecorder
-from .doctor import find_nonfinite,precision_plan,precision_report
+from .looks import find_nonfinite,precision_plan,precision_report
 from .checkup import precision_checkup
 
 def _scale_options(callback):

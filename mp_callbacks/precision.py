@@ -29,7 +29,7 @@ from .modules import several_ranks,training_group,without_ddp
 from .half import half_precision
 from .fp8 import check_fp8
 from .inside import LeanCallback,cancels,is_fastai_precision,keep_average,reset_state
-from .explain import explain_step,find_cure,loss_modules
+from .skipped import explain_step,find_cure,loss_modules
 from .step import GatheredStep,ScaleState,clear_state,read_state,write_state
 
 # %% ../nbs/10c_precision.ipynb #67641138

@@ -9,7 +9,7 @@ from machines import machine
 from mp_callbacks import checkup
 from mp_callbacks.checkup import Checkup,Line,main
 from mp_callbacks.devices import emulation,pretend
-from test_doctor import assert_untouched,whole_world
+from test_looks import assert_untouched,whole_world
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 root = Path(__file__).resolve().parent.parent

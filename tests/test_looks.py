@@ -436,7 +436,7 @@ def test_progress(look, capsys, monkeypatch):
     from itertools import count
     from types import SimpleNamespace
     ticks = count()
-    monkeypatch.setattr('mp_callbacks.doctor.time', SimpleNamespace(time=lambda: next(ticks)))
+    monkeypatch.setattr('mp_callbacks.looks.time', SimpleNamespace(time=lambda: next(ticks)))
     learn = get_learner().to_bf16()
     looks[look](learn)
     assert capsys.readouterr().out==''

@@ -6,7 +6,7 @@ from copy import deepcopy
 import matplotlib.pyplot as plt,numpy as np,pandas as pd,pytest
 from learners import *
 from mp_callbacks.half import half_precision
-from mp_callbacks.report import PrecisionReport,error_in_words,measure_precision
+from mp_callbacks.half_report import PrecisionReport,error_in_words,measure_precision
 from sick_models import SmallVariance,healthy,net,sick
 from torch.utils.checkpoint import checkpoint
 

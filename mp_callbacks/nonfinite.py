@@ -1,4 +1,4 @@
-"""Which module made the loss nan, is half precision the cause, and what cures it?
+"""What is bad in this batch: which module made the loss nan, is half precision the cause, and what cures it?
 
 Docs: https://example.github.io/mp_callbacks/nonfinite.html.md"""
 
@@ -6,10 +6,10 @@ Docs: https://example.github.io/mp_callbacks/nonfinite.html.md"""
 
 # %% auto #0
 __all__ = ['diverged', 'huge_weight', 'Finding', 'diagnose', 'Trace', 'Call', 'tensors', 'check_called', 'trace_batch', 'Numbers',
-           'count_nonfinite', 'shortest_keep', 'fewest', 'outermost', 'keep_option']
+           'count_nonfinite', 'shortest_keep', 'fewest', 'keep_option']
 
 # %% ../nbs/06_nonfinite.ipynb #6c83ed94
-import math,re,torch
+import math,torch
 from contextlib import ExitStack,nullcontext
 from functools import partial
 from textwrap import fill
@@ -76,8 +76,7 @@ def diagnose(
         values = f"The inputs have values up to {given.largest:g}"
         return Finding('inputs', f"{values}, {_end(half)}: normalize them.", '', True)
     if found := _find_large_loss(full, wanted, usual_loss): return found
-    if wanted.largest>ends and _stand_out(wanted, full, diverged):
-        return Finding('targets', _describe_targets(wanted, full))
+    if wanted.largest>ends and (found := _find_targets(wanted, full, diverged)): return found
     where,text,c = _place(seen, full.calls, ends)
     name = _name(c)
     if where=='backward' and scale!=1:
@@ -122,23 +121,15 @@ def tensors(
     return [t.to_dense() for t in found if t.is_floating_point() and t.numel()]
 
 class _MaskedRows(TorchDispatchMode):
-    "Adds the last of `running` to `masked` when a softmax gets a row of -inf, unless a number has overflowed before"
+    "Adds the last of `running` to `masked` when a softmax gets a row of -inf"
     def __init__(self, running, masked):
         super().__init__()
-        self.running,self.masked,self.overflowed = running,masked,False
+        self.running,self.masked = running,masked
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         softmax = func.overloadpacket in (torch.ops.aten._softmax,torch.ops.aten._log_softmax)
-        if softmax and self.running and not self.overflowed and args[0].eq(-math.inf).all(args[1]).any():
-            self.masked.add(self.running[-1][0])
-        finite = _is_finite((args,kwargs)) # before the operation writes into them
-        res = func(*args, **(kwargs or {}))
-        if finite and not re.search('empty|resize', func.__name__): self.overflowed |= not _is_finite(res)
-        return res
-
-def _is_finite(tree):
-    "Are all numbers in `tree` finite, also those that aren't in tensors, such as the -inf that fills a mask?"
-    return not any(isinstance(o, float) and math.isinf(o) for o in leaves(tree)) and not count_nonfinite(tree).bad
+        if softmax and self.running and args[0].eq(-math.inf).all(args[1]).any(): self.masked.add(self.running[-1][0])
+        return func(*args, **(kwargs or {}))
 
 def check_called(
     model:nn.Module, # Model that half precision is on for
@@ -235,16 +226,12 @@ def shortest_keep(
     """Modules to keep in float32, besides those of `half`, so that it `works`. Each of them is needed.
 
     For one module among n, at most 2 log2(n) calls of `works` on each level of the model, and few if it is `guess`."""
-    names,known = named_modules(half.model),{}
-    def _works(keep, otherwise=True):
-        key = frozenset(keep)
-        if key not in known:
-            try: longer = half.keeping(keep)
-            except ValueError: known[key] = None # no module is left in half precision
-            else:
-                try: known[key] = works(longer)
-                except Exception: known[key] = False # the model's own code can't mix these dtypes
-        return otherwise if known[key] is None else known[key]
+    names = named_modules(half.model)
+    def _works(keep):
+        try: longer = half.keeping(keep)
+        except ValueError: return True # all is in float32
+        try: return works(longer)
+        except Exception: return False # the model's own code can't mix these dtypes
 
     def _children(name): return [n for n in names if n and n.rpartition('.')[0]==name]
 
@@ -258,10 +245,12 @@ def shortest_keep(
             if len(smaller)==1 or 2*len(smaller)<len(children): kept = rest+smaller
         return kept
 
-    keep = [guess] if guess and _works([guess], False) else _children('')
+    keep = [guess] if guess and _works([guess]) else _children('')
     if not keep or not _works(keep): return None
     keep = _search(keep, [])
-    return keep if _works(keep, False) else None
+    try: half.keeping(keep)
+    except ValueError: return None # that would be float32
+    return keep
 
 def fewest(
     names, # Some things
@@ -279,12 +268,6 @@ def fewest(
         return needed+_find(kept+needed, bool(needed), last)
     return _find([], False, [*names])
 
-def outermost(
-    names, # Names of modules
-)->list: # In order
-    "`names` without those of modules inside others"
-    return [name for name in names if not any(name.startswith(f'{o}.') for o in names)]
-
 def keep_option(
     keep, # The option `keep` as it is
     names=(), # Names of more modules to keep in float32, or a dict of names and dtypes
@@ -301,17 +284,12 @@ def keep_option(
 def _name(c): return c.name if c else ''
 def _describe(c): return f"{c.name or 'the model'} ({type(c.module).__name__})" if c else 'the loss'
 
-def _between(calls, c, inner):
-    "Between which calls inside `c` its own code has spoilt the gradients of the results of `inner`"
-    later = next((o.name for o in _inside(calls, c) if o.started>inner.started), None)
-    return f", in its own forward, {f'between {inner.name} and {later}' if later else f'after {inner.name}'}"
-
 def _place(seen, normal, ends):
     "Where, text and call of what is not finite in `seen`; `normal` are the calls in float32, None if there are none"
     if math.isfinite(seen.loss):
         c,inner = _first_backward(seen)
         text = f"In the backward pass, {_describe(c)} was the first where gradients became inf or nan"
-        if isinstance(inner, Call): text += _between(seen.calls, c, inner)
+        if isinstance(inner, Call): text += f', in its own forward, after {inner.name}'
         return 'backward',f"{text}{f': inside, {_masked}' if c and c.masked else ''}.",c
     # with no finite run to compare with, any inf or nan is one too many
     if normal is None: normal = [c._replace(args=Numbers(), out=Numbers()) for c in seen.calls]
@@ -356,35 +334,33 @@ _unknown = "Whether precision is the cause can't be seen: computed in float32 fo
 _own_casts = ("Its own code may cast, by `.half()` or an autocast of its own: let it follow the dtype of its input, "
               "and ask again.")
 
-def _stand_out(wanted, full, times):
-    "Are the targets `wanted` more than `times` as large as the predictions in the trace `full`?"
-    return bool(full.calls) and wanted.largest>times*full.calls[-1].out.largest
-
-def _describe_targets(wanted, full):
-    return (f"The targets of this batch have values up to {wanted.largest:.2g}, and the predictions up to "
-            f"{full.calls[-1].out.largest:.2g}: look for a wrong label, or normalize the targets.")
+def _find_targets(wanted, trace, times):
+    "The `Finding` for targets `wanted` more than `times` as large as the predictions in `trace`; None if they aren't"
+    largest = trace.calls[-1].out.largest
+    if wanted.largest>times*largest: return Finding(
+        'targets', f"The targets of this batch have values up to {wanted.largest:.2g}, and the predictions up to "
+                   f"{largest:.2g}: look for a wrong label, or normalize the targets.")
 
 def _find_large_loss(trace, wanted, usual_loss):
     "The `Finding` for a finite `trace` with a loss far above `usual_loss`; None if it isn't"
     if usual_loss is None or not trace.loss>diverged*usual_loss>0: return
-    if _stand_out(wanted, trace, 1): return Finding('targets', _describe_targets(wanted, trace))
-    return Finding('training', f"Training has diverged: the loss of this batch is {trace.loss:.3g} without an "
-                               f"overflow, and it was {usual_loss:.3g} before. Lower the learning rate.")
+    return _find_targets(wanted, trace, 1) or Finding(
+        'training', f"Training has diverged: the loss of this batch is {trace.loss:.3g} without an overflow, and it was "
+                    f"{usual_loss:.3g} before. Lower the learning rate.")
 
 def _find_float32(model, full, wanted, half, usual_weight):
     "The `Finding` for a batch that isn't finite in float32"
     where,text,c = _place(full, None, math.inf)
-    name,masked = _name(c),c and c.masked
+    name,same = _name(c),"Precision is not the cause: in float32 it is the same."
     if half and full.halved:
         why = f"{full.halved[0] or 'the model'} still returns half precision"
         return Finding(where, f"{text} {_unknown} {why}. {_own_casts}", name)
-    largest = count_nonfinite([*model.parameters()]).largest
-    if where=='weights': return Finding(where, f"{text} They were so before this batch: load a checkpoint from before.", name)
-    if where=='loss' and wanted.bad:
+    if where=='weights': same = "They were so before this batch: load a checkpoint from before."
+    elif where=='loss' and wanted.bad:
         where,text = 'targets',f"The targets of this batch have inf or nan, {wanted.bad} in all."
-    elif where=='loss' and _stand_out(wanted, full, diverged):
-        where,text = 'targets',_describe_targets(wanted, full)
-    elif where in ('forward','backward') and largest>huge_weight and not masked:
+    elif where=='loss' and (found := _find_targets(wanted, full, diverged)): where,text = found.where,found.text
+    largest = count_nonfinite([*model.parameters()]).largest
+    if where in ('forward','backward') and largest>huge_weight and not (c and c.masked):
         if usual_weight is None:
             text += (f" Weights have values up to {largest:.2g}: if these have grown, training has diverged, and a "
                      "lower learning rate helps.")
@@ -392,4 +368,4 @@ def _find_float32(model, full, wanted, half, usual_weight):
             where,name = 'training',''
             text = (f"Training has diverged: weights have values up to {largest:.2g}, and had up to {usual_weight:.2g} "
                     "when it began. Lower the learning rate.")
-    return Finding(where, f"{text} Precision is not the cause: in float32 it is the same.", name)
+    return Finding(where, f"{text} {same}", name)

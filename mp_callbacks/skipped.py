@@ -1,4 +1,4 @@
-"""Why the gradients of a batch were not finite, and what would cure it
+"""Why the gradients of a step were not finite, and what would cure it
 
 Docs: https://example.github.io/mp_callbacks/skipped.html.md"""
 
@@ -17,7 +17,7 @@ from .grads import StepStats,largest_number
 from .modules import named_modules,no_collectives,parameter_name,remember_buffers,restore_buffers
 from .modules import several_ranks,training_group,unchanged,unwrap
 from .half import half_precision
-from .nonfinite import Finding,count_nonfinite,diagnose,outermost
+from .nonfinite import Finding,count_nonfinite,diagnose
 from .inside import autocast_closed,cancels
 
 # %% ../nbs/10a_skipped.ipynb #50ec3f54
@@ -153,7 +153,7 @@ def find_cure(
     findings = [o for o in findings if isinstance(o, Finding)] # in other processes the batch may have been finite
     if not all(o.precision and o.keep for o in findings): return []
     names = {name for o in findings for name in o.keep}
-    names = outermost([name for name in named_modules(half.model) if name in names])
+    names = [name for name in named_modules(half.model) if name in names]
     try: half.keeping(names)
     except ValueError: return [] # no module would be left in half precision
     return names

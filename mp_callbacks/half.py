@@ -192,7 +192,8 @@ class half_precision:
                 raise
         return self
 
-    def __exit__(self, *args):
+    def __exit__(self, kind, e, tb):
+        if e is not None: note_backward(self, e)
         with _switching:
             if get_ident() in self._uses: self._uses.remove(get_ident()) # if not, `reset` has closed it
             self._switch()

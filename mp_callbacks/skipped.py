@@ -127,7 +127,8 @@ def weights_since(
     "What has become of the weights since that step, and if they are no longer finite, by whom"
     bad = [p for p in learn.model.parameters() if not math.isfinite(largest_number([p.detach()]))]
     if not bad: return f"the weights have not changed since step {first}."
-    text = f"{len(bad)} parameters are not finite, such as {parameter_name(learn.model, bad[0])}: load them from before."
+    name = parameter_name(learn.model, bad[0])
+    text = f"{len(bad)} of the model's parameters are inf or nan, such as {name}: load weights from before."
     rows = getattr(getattr(learn, 'precision_recorder', None), 'rows', ())
     finite = [not o.bad_loss for o in rows if o.step==first]
     if learn.step_stats.step==first: finite.append(learn.step_stats.loss_finite) # it has no row yet
@@ -135,7 +136,7 @@ def weights_since(
     if not finite[-1]: return f"{text} They were so before the loss of step {first}."
     early = [type(cb).__name__ for cb in learn.cbs if cb.order<order and _sees_gradients(cb)]
     return (f"{text} They became so in step {first}, after its loss, though that step was skipped. Callbacks with an "
-            f"order below {order}{f', here {early},' if early else ''} see gradients before they are checked. If one of "
+            f"order below {order}, here {', '.join(early) or 'none'}, see gradients before they are checked. If one of "
             "them changes weights, as SAM does, give it a higher order.")
 
 def _sees_gradients(cb): return any(hasattr(type(cb), o) for o in ('after_backward','before_step'))

@@ -245,8 +245,10 @@ def shortest_keep(
             if len(smaller)==1 or 2*len(smaller)<len(children): kept = rest+smaller
         return kept
 
-    keep = [guess] if guess and _works([guess]) else _children('')
-    if not keep or not _works(keep): return None
+    keep = [guess]
+    if not guess or not _works(keep):
+        keep = _children('')
+        if not keep or not _works(keep): return None
     keep = _search(keep, [])
     try: half.keeping(keep)
     except ValueError: return None # that would be float32

@@ -367,7 +367,6 @@ def test_no_warning(look, mode):
         warnings.simplefilter('ignore') # that the precision is emulated
         learn = modes[mode](get_learner(Names()))
         learn.fit(1)
-        if mode!='fp32': device_is_known = learn.precision_checkup()
     if (look,mode)==('report','fp32'): return
     {**looks, 'checkup':lambda learn: learn.precision_checkup()}[look](learn)
 

@@ -131,13 +131,6 @@ def test_no_keep_helps():
     found = diagnose(model, sick, half_precision(model, torch.float16))
     assert (found.where,found.keep)==('loss',()) and 'To keep single modules in float32 is not enough' in str(found)
 
-def test_sparse_gradients():
-    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4,1))
-    def loss(): return model(torch.tensor([1,5,1])).square().mean()
-    half = half_precision(model, torch.float16)
-    assert diagnose(model, loss, half).where=='nothing'
-    assert diagnose(model, loss, half, scale=2.**40).where=='scale'
-
 def test_masks_are_no_overflow():
     "A mask of -inf goes through all modules, and only the layer that overflows is named"
     class Masked(nn.Module):
@@ -155,13 +148,10 @@ def test_masks_are_no_overflow():
     found = diagnose(model, lambda: model(x).mean(), half_precision(model, torch.float16))
     assert (found.where,found.module,found.precision)==('forward','loud',True)
 
-@pytest.mark.parametrize('wrap', [torch.compile, lambda m: (m.compile(backend='eager'), m)[1]])
-def test_compiled(wrap):
+def test_compiled():
     "Compiled models are looked at without compilation, and compile no graph again afterwards"
     torch._dynamo.reset()
-    model,_ = net_and_loss(1e5)
-    wrapped = wrap(model) if wrap is not torch.compile else torch.compile(model, backend='eager')
-    xb = torch.randn(4,8)
+    wrapped,xb = torch.compile(net_and_loss(1e5)[0], backend='eager'),torch.randn(4,8)
     half = half_precision(wrapped, torch.bfloat16)
     with half: wrapped(xb).mean().backward()
     graphs = torch._dynamo.utils.counters['stats']['unique_graphs']
@@ -214,11 +204,7 @@ class Inner(nn.Module):
         logits = ((x*0+3e4)*4+torch.full((8,8), -math.inf).triu(1)[0])/1e5
         return logits.softmax(-1)*x
 
-class Written(nn.Module):
-    "Too large by an operation in place"
-    def forward(self, x): return (x*0+300).square_()*x*1e-5
-
-ranges = [Cast,Inner,Written,Tiny]
+ranges = [Cast,Inner,Tiny]
 @pytest.mark.parametrize('copies', [True,False])
 @pytest.mark.parametrize('kind,dtype', [*[(o,torch.float16) for o in (*ranges,YesNo)],
                                         (YesNo,torch.bfloat16), (Near,torch.bfloat16)])
@@ -249,8 +235,6 @@ def test_rounding_in_the_loss():
     for f,where in ((loss,'loss'),(root,'backward')):
         found = diagnose(model, f, half)
         assert (found.where,found.precision)==(where,True) and 'bfloat16 rounds to 8 bits' in str(found), found
-        scaled = diagnose(model, f, half_precision(model, torch.float16), scale=2.**20)
-        assert 'rounds to 11 bits' in str(scaled) if scaled.precision else scaled.where=='nothing'
 
 # --- Other causes
 

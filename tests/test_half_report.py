@@ -1,4 +1,4 @@
-"`half_report`: its numbers beside a slow reference (hooks by hand, sums in float64, casts for exponents), and its `keep`"
+"`half_report`: its numbers beside those of a slow reference, and the modules that it says to keep"
 import itertools
 from contextlib import nullcontext
 from copy import deepcopy
@@ -6,9 +6,8 @@ from copy import deepcopy
 import matplotlib.pyplot as plt,numpy as np,pandas as pd,pytest
 from learners import *
 from mp_callbacks.half import half_precision
-from mp_callbacks.half_report import PrecisionReport,error_in_words,measure_precision
+from mp_callbacks.half_report import PrecisionReport,measure_precision
 from sick_models import SmallVariance,net
-from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
@@ -38,34 +37,9 @@ class Unused(nn.Module):
         self.out.extra = nn.Parameter(torch.ones(3))
     def forward(self, x): return self.out(self.a(x).tanh())
 
-class Several(nn.Module):
-    "Returns a tensor, a list and integers"
-    def __init__(self):
-        super().__init__()
-        self.a,self.b = nn.Linear(8,8),nn.Linear(8,3)
-        self.scale = nn.Parameter(torch.ones(8))
-    def forward(self, x): return dict(mean=self.a(x)*self.scale, rest=[self.b(x),x.long()])
-
-class Outputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body,self.out = Several(),nn.Linear(11,1)
-    def forward(self, x):
-        res = self.body(x)
-        return self.out(torch.cat([res['mean'],res['rest'][0]], 1))
-
-class Checkpointed(nn.Module):
-    "Computes the body again in the backward pass"
-    def __init__(self, reentrant):
-        super().__init__()
-        self.reentrant,self.first,self.out = reentrant,nn.Linear(8,8),nn.Linear(8,1)
-        self.body = nn.Sequential(nn.Linear(8,8), nn.Dropout(.2), nn.Linear(8,8))
-    def forward(self, x): return self.out(checkpoint(self.body, self.first(x).tanh(), use_reentrant=self.reentrant))
-
 def middle(): return nn.Linear(16,16)
-makes = dict(mlp=mlp, batch_norm=lambda: mlp(norm=True), tied=Tied, twice=Twice, unused=Unused, outputs=Outputs,
-             dropout=lambda: net(nn.Dropout, middle), reentrant=lambda: Checkpointed(True),
-             torch_compile=lambda: torch.compile(mlp(), backend='eager'))
+makes = dict(mlp=mlp, batch_norm=lambda: mlp(norm=True), tied=Tied, twice=Twice, unused=Unused,
+             dropout=lambda: net(nn.Dropout, middle), compiled=lambda: torch.compile(mlp(), backend='eager'))
 opts = dict(adam     = lambda m: Adam(params(m), lr=1e-2),
             wrapper  = lambda m: OptimWrapper(params(m), torch.optim.AdamW, lr=1e-2),
             some     = lambda m: Adam(params(m)[:2], lr=1e-2))
@@ -354,10 +328,6 @@ def test_few_runs(n):
 
 # --- Texts and picture
 
-def test_error_in_words():
-    assert error_in_words(.031)=='differ from float32 by 3.10%' and error_in_words(math.inf)=='are not finite'
-    assert error_in_words(1.0462)=='differ from float32 by 1.05 times their size'
-
 def test_text():
     model,opt = trained('mlp', 'adam')
     report = report_of(model, opt, batches, torch.float16, scale=2.**-14)
@@ -367,24 +337,15 @@ def test_text():
             f'{lost(gs, torch.float16, 2.**-14):.1%} of the gradients of activations become zero',
             f'at the loss scale {2.**-14:.9g}, 0.0% at the safe scale, {report.safe_scale:g}, which has room')
     for o in says: assert o in str(report)
-    html = report._repr_html_()
-    assert all(o.strip() in html for o in report.table.columns) and html.count('<td>')==9*len(report.table)
     kept = report_of(troubled['both'](), None, batches[:1], torch.float16, keep='1')
     assert str(kept).endswith("Keep in float32: keep=['1', '3'].")
 
 def test_plot():
-    "A row for each module counts its gradients by their power of two; lines are at the ends of what is not lost"
+    "A row for each module; lines are at the ends of what is not lost, at both scales"
     model,opt = trained('mlp', 'adam')
     report = report_of(model, opt, batches[:1], torch.float16, scale=.25)
     _,ax = plt.subplots()
     assert report.plot(ax) is ax and [o.get_text() for o in ax.get_yticklabels()]==['0','2','4']
-    _,_,acts,grads = run(deepcopy(model), batches[0])
-    image, = ax.get_images()
-    left,right,_,_ = image.get_extent()
-    for n,row in zip(report.table.index, np.asarray(image.get_array())):
-        gs = torch.cat([g.flatten() for g in acts[n]+grads[n]])
-        want,_ = np.histogram(gs[gs!=0].abs().log2().numpy(), np.arange(left, right+1))
-        np.testing.assert_allclose(row, want/want.max())
     lines = sorted({round(o.get_xdata()[0], 3) for o in ax.lines if len(o.get_xdata())})
     shifts = {-math.log2(o) for o in (.25,report.safe_scale)}
     np.testing.assert_allclose(lines, sorted(o+s for o in (-25,16) for s in shifts), atol=.01)

@@ -238,18 +238,6 @@ def test_writes_nothing(fitted, look, tmp_path, capsys):
 
 # --- What is asked for
 
-def test_compiled_stays_compiled():
-    "A look runs eagerly, and the compiled code stays valid"
-    compiles = []
-    def backend(graph, inputs): compiles.append(graph); return graph.forward
-    learn = get_learner(torch.compile(mlp(), backend=backend)).to_bf16()
-    learn.fit(1)
-    n = len(compiles)
-    for o in looks: looks[o](learn)
-    learn.fit(1)
-    assert len(compiles)==n>0
-    torch._dynamo.reset()
-
 def test_batch():
     "A batch as it comes from `dls`, which is looked at alone"
     learn = get_learner().to_fp16()

@@ -69,18 +69,6 @@ def test_keep_cures(name):
     assert {*keeps,tuple(report.keep)}=={('1',)} and not math.isfinite(report.error)
     assert final_loss(make().to_fp16(keep=report.keep))==pytest.approx(final_loss(make()), rel=.02)
 
-def test_gradients_that_vanish():
-    "Without a loss scale they are lost, with the report's best one they aren't, and no module has to be kept"
-    learn = vanishing().to_fp16(loss_scale=1, dynamic=False)
-    assert learn.find_nonfinite().where=='nothing'
-    report = learn.precision_report()
-    first = report.table.iloc[0]
-    lost = first['activation gradients lost'],first['activation gradients lost, safe scale']
-    assert lost[0]==1 and lost[1]<.2 and report.error>.1
-    assert report.keep==[] and report.safe_scale>=2**6
-    better = vanishing().to_fp16(loss_scale=report.safe_scale, dynamic=False).precision_report()
-    assert better.error<.05
-
 @pytest.mark.parametrize('name,to', crossed(healthy, calls, fast=lambda _,to: to in ('to_fp16','to_native_bf16')))
 def test_healthy(name, to):
     "Nothing is found, and nothing is to be kept"
@@ -215,7 +203,8 @@ def test_range_or_digits(kind, dtype, copies):
     torch.manual_seed(0)
     model,x = nn.Sequential(nn.Linear(8,8), kind(), nn.Linear(8,1)),torch.randn(8,8)
     found = diagnose(model, lambda: model(x).float().square().mean(), half_precision(model, dtype, copies=copies))
-    text,bits = str(found),'rounds to 11 bits (0.9999 to 1)' if dtype==torch.float16 else 'rounds to 8 bits (0.999 to 1)'
+    bits = 'rounds to 11 bits (0.9999 to 1)' if dtype==torch.float16 else 'rounds to 8 bits (0.999 to 1)'
+    text = str(found)
     assert found.precision and ('float16 ends at 65504 and has only 0 below 3e-08' in text)==(dtype==torch.float16)
     assert (bits in text)==(kind not in ranges)
     if dtype==torch.float16: assert ('train in bfloat16' if kind in ranges else 'or train in float32') in text
@@ -224,17 +213,6 @@ def test_limits_are_right():
     "The numbers in the text are what the formats do"
     for dtype,one in ((torch.float16,.9999), (torch.bfloat16,.999)): assert torch.tensor(one).to(dtype)==1
     assert torch.tensor([2.9e-8,3.1e-8]).half().tolist()==[0,2.**-24]
-
-def test_rounding_in_the_loss():
-    "What was lost in the model shows in a loss in float32, or in its gradients"
-    model,x = nn.Sequential(nn.Linear(8,8), nn.Sigmoid()),torch.zeros(8,8)
-    with torch.no_grad(): model[0].bias.fill_(9)
-    half = half_precision(model, torch.bfloat16)
-    def loss(): return (1-model(x)).log().mean()
-    def root(): return (1-model(x)).sqrt().mean()
-    for f,where in ((loss,'loss'),(root,'backward')):
-        found = diagnose(model, f, half)
-        assert (found.where,found.precision)==(where,True) and 'bfloat16 rounds to 8 bits' in str(found), found
 
 # --- Other causes
 

@@ -109,5 +109,6 @@ def test_backward_of_own_function(to, kind):
     assert note.startswith(f'In the backward pass of Swish, which 1 ({kind.__name__}) uses') and "keep='1'" in note
     getattr(learner(net(kind)), to)(keep='1').fit(1)
     model = net(kind) # without a learner
-    with pytest.raises(RuntimeError) as e, half_precision(model, torch.bfloat16): model(torch.ones(2,8)).sum().backward()
+    with pytest.raises(RuntimeError) as e, half_precision(model, torch.bfloat16):
+        model(torch.ones(2,8)).sum().backward()
     assert e.value.__notes__==[note]

@@ -116,8 +116,8 @@ def _precision(facts):
     how = str(half.fp8) if half.fp8 else 'autocast and three rules' if half.copies else 'autocast'
     scale = f'loss scale {cb.loss_scale:.9g}, at first {cb.initial}'
     if cb.initial==StaticLossScale(): scale = 'no loss scale'
-    options = signature(type(cb)).parameters
-    more = [f'{k}={v}' for k,v in vars(cb).items() if k in options and k not in ('clip','keep') and v!=options[k].default]
+    options = {k:o.default for k,o in signature(type(cb)).parameters.items() if k not in ('clip','keep')}
+    more = [f'{k}={v}' for k,v in vars(cb).items() if k in options and v!=options[k]]
     return ', '.join([f'learn.{call_name(half)}: {_short(half.dtype)} with {how}', f'clip={cb.clip}',
                       keep_option(_keep(facts.learn)), scale, *more])
 

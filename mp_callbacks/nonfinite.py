@@ -320,7 +320,7 @@ def _end(half):
     return f"{_short(half)} ends at {torch.finfo(half.dtype).max:g}"
 
 def _limits(half, in_bfloat16):
-    "What the format of `half` can't hold. If all is finite `in_bfloat16`, which has fewer digits, only the range counts."
+    "What the format of `half` can't hold. If all is finite `in_bfloat16`, with fewer digits, only the range counts."
     info = torch.finfo(half.dtype)
     limits = []
     if half.dtype==torch.float16: limits += ['ends at 65504',f'has only 0 below {info.smallest_normal*info.eps/2:.0g}']
@@ -347,8 +347,8 @@ def _find_large_loss(trace, wanted, usual_loss):
     "The `Finding` for a finite `trace` with a loss far above `usual_loss`; None if it isn't"
     if usual_loss is None or not trace.loss>diverged*usual_loss>0: return
     return _find_targets(wanted, trace, 1) or Finding(
-        'training', f"Training has diverged: the loss of this batch is {trace.loss:.3g} without an overflow, and it was "
-                    f"{usual_loss:.3g} before. Lower the learning rate.")
+        'training', f"Training has diverged: the loss of this batch is {trace.loss:.3g} without an overflow, and it "
+                    f"was {usual_loss:.3g} before. Lower the learning rate.")
 
 def _find_float32(model, full, wanted, half, usual_weight):
     "The `Finding` for a batch that isn't finite in float32"

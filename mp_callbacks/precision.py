@@ -449,7 +449,8 @@ class PrecisionCallback(PrecisionPart):
         own = self.new_half(self.learn.model).keep
         if several_ranks() and training_group(self.learn.model) is None:
             warn(f"rescue=True does not keep {names} in float32: other processes may train with this one, and without "
-                 f"DistributedDataParallel in the model it can't ask them. In all processes use {keep_option(own, names)}.")
+                 "DistributedDataParallel in the model it can't ask them. In all processes use "
+                 f"{keep_option(own, names)}.")
             return False
         steps = self.state.steps
         self._start_anew([(name,steps) for name in names])

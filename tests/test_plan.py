@@ -1,6 +1,5 @@
-"`plan`: the planned memory of a step is what training takes, and planning changes nothing"
+"`plan`: the planned memory of a step is what training takes, and which batch size fits"
 import gc,sys
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -128,36 +127,3 @@ def test_bad_numbers():
     with pytest.raises(ValueError, match='batch_size=0 must be positive'): plan_memory(mlp(), None, None, 0)
     for gb in (0,math.nan):
         with pytest.raises(ValueError, match='must be positive'): plan_mse(mlp()).batch_size(gb)
-
-# --- What it leaves alone
-
-def state_of(model, opt):
-    numbers = [o.clone() for o in (*model.parameters(),*model.buffers())]
-    flags,grads = [m.training for m in model.modules()],[p.grad for p in model.parameters()]
-    return numbers,torch.get_rng_state(),flags,deepcopy(opt.state_dict()),grads
-
-@pytest.mark.parametrize('opt_func', opts.values(), ids=opts)
-@pytest.mark.parametrize('fails', [False,True])
-def test_changes_nothing(opt_func, fails):
-    "Weights, statistics, gradients, random numbers, flags, optimizer; also after an error in the loss"
-    model = nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.Dropout(.5), nn.Linear(16,1))
-    model[2].eval()
-    opt = opt_func([*model.parameters()], lr=.1)
-    F.mse_loss(model(xb), yb).backward()
-    opt.step()
-    calls = []
-    def _loss(n):
-        calls.append(n)
-        if fails and len(calls)==5: raise ZeroDivisionError
-        x,y = some((xb,yb), n)
-        return F.mse_loss(model(x), y)
-    before = state_of(model, opt)
-    gradients = [g.clone() for g in before[-1]]
-    try: plan_memory(model, _loss, opt, 4)
-    except ZeroDivisionError: assert fails
-    after = state_of(model, opt)
-    for a,b in zip(before[0],after[0]): assert a.equal(b)
-    assert before[1].equal(after[1]) and before[2]==after[2] and str(before[3])==str(after[3])
-    for a,b,g in zip(before[4],after[4],gradients): assert a is b and a.equal(g)
-    assert not model._forward_hooks and 'forward' not in vars(model)
-    assert calls==[2, 2,2, 2,4, 2,4, 2,4][:5 if fails else 9]

@@ -192,7 +192,7 @@ class half_precision:
                 raise
         return self
 
-    def __exit__(self, kind, e, tb):
+    def __exit__(self, kind=None, e=None, tb=None):
         if e is not None: note_backward(self, e)
         with _switching:
             if get_ident() in self._uses: self._uses.remove(get_ident()) # if not, `reset` has closed it

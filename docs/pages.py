@@ -32,10 +32,10 @@ sidebar = {
     'Advanced': 'tutorials/your_own_loop howto/other_trainers howto/from_other_libraries howto/several_gpus howto/callbacks howto/fp8',
     'Concepts': 'explanations/training_step tutorials/underflow howto/results explanations/quality explanations/tested_models explanations/guarantees '
                 'explanations/comparison explanations/presets explanations/scale',
-    'Reference': '13_learner 12_doctor 12a_checkup 11_recorder 10d_callback 03_half 02c_ways 04_functional 01_loss_scale 02_grads 06_nonfinite '
-                 '07_report 08_plan 09_fp8 09a_fp8_report 00_dtypes 00a_devices 05_flat names.md',
+    'Reference': '13_learner 12_looks 12a_checkup 11_recorder 10d_callback 03_half 02c_ways 04_functional 01_loss_scale 02_grads 06_nonfinite '
+                 '07_half_report 08_plan 09_fp8 09a_fp8_report 00_dtypes 00a_devices 05_flat names.md',
     "Other libraries' names": '20_jmp 21_mpx 22_emily 23_fastai16',
-    'Contributing': 'CONTRIBUTING.md explanations/architecture 10_inside 10a_explain 10b_step 10c_precision 02a_modules 02b_cast 30_demo CHANGELOG.md'}
+    'Contributing': 'CONTRIBUTING.md explanations/architecture 10_inside 10a_skipped 10b_step 10c_precision 02a_modules 02b_cast 30_demo CHANGELOG.md'}
 generated = ['names.md'] # by this script
 root_files = [o for part in sidebar.values() for o in part.split() if o.endswith('.md') and o not in generated]
 

@@ -19,13 +19,13 @@ from fastai.learner import Learner
 
 from .devices import calls,device_name,emulation,support
 from .loss_scale import DynamicLossScale,StaticLossScale
-from .nonfinite import Finding
+from .nonfinite import Finding,keep_option
 from .plan import MemoryPlan
 from .inside import is_fastai_precision
-from .explain import call_name
-from .precision import PrecisionCallback,fit_device,is_precision,precision_callback
-from .callback import MixedPrecision
-from .doctor import find_nonfinite,precision_plan
+from .skipped import call_name
+from .precision import fit_device,is_precision,precision_callback
+from .recorder import count_outcomes
+from .looks import find_nonfinite,precision_plan,scale_shrinks
 
 # %% ../nbs/12a_checkup.ipynb #c12a0011
 page = 'https://example.github.io/mp_callbacks/checkup.html' # what the links of a report lead to
@@ -71,7 +71,7 @@ def precision_checkup(
     The learner doesn't change. What can't be asked is named with the reason, and raises nothing."""
     facts = _Facts(learn, batch)
     lines = [Line(title, facts.ask(title, f), title) for title,f in _lines.items()]
-    todo = [Line('To do', text, about) for about,f in _rules.items() if (text := f(facts))]
+    todo = [Line('To do', text, about) for about,text in _what_to_do(facts)]
     return Checkup((*lines, *(todo or [Line('To do', 'Nothing to do.', 'Nothing to do')])), facts.finding, facts.plan)
 
 # %% ../nbs/12a_checkup.ipynb #c12a0014
@@ -88,48 +88,20 @@ class _Facts:
             self.failed.append(title)
             return f"Not asked: {_describe(e)}"
 
-    @property
-    def device(self): return fit_device(self.learn)
-
-    @property
-    def keep(self):
-        "The option `keep` of the call, without what was rescued later"
-        return next(o.keep for o in self.learn.cbs if is_precision(o) and hasattr(o, 'keep'))
-
-    @property
-    def now(self):
-        "What is found in healthy batches"
-        return 'the loss scale is still too large' if self.shrinks else 'the batches are finite now'
-
-    @property
-    def healthy(self):
-        "Have the batches nothing that training doesn't cure by itself, as far as is known?"
-        return self.finding is not None and (self.finding.where=='nothing' or self.shrinks)
-
-    @property
-    def shrinks(self):
-        "Is all that was found a loss scale which will become smaller by itself?"
-        return self.finding.where=='scale' and self.cb is not None and isinstance(self.cb.scaling, DynamicLossScale)
-
-    @property
-    def steps(self):
-        "The rows of the recorder that are of the last fit"
-        return self.learn.precision_recorder.last_fit
+def _keep(learn):
+    "The option `keep` of the call, without what was rescued later"
+    return next(o.keep for o in learn.cbs if is_precision(o) and hasattr(o, 'keep'))
 
 def _describe(e): return f"{type(e).__name__}: {' '.join(str(e).split())}"
 
 def _short(dtype): return str(dtype).removeprefix('torch.')
 
-def _show(keep):
-    "`keep` as it is written"
-    if isinstance(keep, (list,tuple,set)): return f"[{', '.join(map(_show, keep))}]" if keep else '()'
-    return keep.__name__ if hasattr(keep, '__name__') else repr(keep)
-
 # %% ../nbs/12a_checkup.ipynb #c12a0016
 def _machine(facts):
-    name,dtypes = device_name(facts.device),(torch.float16,torch.bfloat16,torch.float8_e4m3fn)
-    can = [f"{_short(o) if o.itemsize>1 else 'FP8'}: {support(facts.device, o)}" for o in dtypes]
-    return f"{name[0].upper()}{name[1:]} ({facts.device}). {', '.join(can)}."
+    device,dtypes = fit_device(facts.learn),(torch.float16,torch.bfloat16,torch.float8_e4m3fn)
+    name = device_name(device)
+    can = [f"{_short(o) if o.itemsize>1 else 'FP8'}: {support(device, o)}" for o in dtypes]
+    return f"{name[0].upper()}{name[1:]} ({device}). {', '.join(can)}."
 
 def _versions(facts):
     return (f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, "
@@ -144,22 +116,17 @@ def _precision(facts):
     how = str(half.fp8) if half.fp8 else 'autocast and three rules' if half.copies else 'autocast'
     scale = f'loss scale {cb.loss_scale:.9g}, at first {cb.initial}'
     if cb.initial==StaticLossScale(): scale = 'no loss scale'
-    more = [f'{k}={v}' for k,default in _defaults.items() if (v := getattr(cb, k, default))!=default]
+    options = {k:o.default for k,o in signature(type(cb)).parameters.items() if k not in ('clip','keep')}
+    more = [f'{k}={v}' for k,v in vars(cb).items() if k in options and v!=options[k]]
     return ', '.join([f'learn.{call_name(half)}: {_short(half.dtype)} with {how}', f'clip={cb.clip}',
-                      f'keep={_show(facts.keep)}', scale, *more])
-
-_defaults = {k:o.default for k,o in signature(MixedPrecision).parameters.items()
-             if k=='flat_master' or k in signature(PrecisionCallback).parameters and k!='clip'}
+                      keep_option(_keep(facts.learn)), scale, *more])
 
 def _ways(facts):
     if facts.cb is None:
         dtypes = sorted({_short(p.dtype) for p in facts.learn.model.parameters()})
         return f"As PyTorch does, with parameters in {', '.join(dtypes) or 'no dtype: there are none'}."
     counts = facts.cb.policy()[['way','why']].value_counts(sort=False)
-    return ', '.join(f"{n} {_words.get(way, way)}{f' ({why})' if why else ''}" for (way,why),n in counts.items())
-
-_words = {'layer':'as layer', 'norm':'as norm', 'lookup':'as lookup', 'owner':'as owner', 'autocast':'by autocast',
-          'fp8':'in FP8', 'float32':'in float32', 'float32 norm':'as norm in float32'} # by name of a way
+    return ', '.join(f"{n} {way}{f' ({why})' if why else ''}" for (way,why),n in counts.items())
 
 def _last_fit(facts):
     if not hasattr(facts.learn, 'precision_recorder'):
@@ -178,58 +145,42 @@ _lines = {'Machine':_machine, 'Versions':_versions, 'Precision':_precision, 'Mod
           'Batches':_batches, 'Memory':_memory}
 
 # %% ../nbs/12a_checkup.ipynb #c12a0018
-def _refused(facts):
-    if facts.cb is None: return ''
-    try: facts.cb.check(facts.learn)
-    except Exception as e: return f"The next fit would end with {_describe(e)}"
-    return ''
-
-def _emulated(facts):
-    if facts.cb is None or {'Machine','Precision'}&{*facts.failed}: return ''
-    return emulation(facts.device, facts.cb.half_dtype)
-
-def _keep(facts):
-    found = facts.finding
-    if found is None or not found.keep: return ''
-    call,names = f'learn.{call_name(facts.cb.half)}',[*found.keep]
-    if facts.keep: return f"Keep {names} in float32, too: add them to keep={_show(facts.keep)} of {call}."
-    return f"Keep modules in float32: {call}(keep={names})."
-
-def _not_finite(facts):
-    if facts.finding is None or facts.finding.keep or facts.healthy: return ''
-    return 'Do what the line Batches says, before anything else.'
-
-def _infinite_losses(facts):
-    if not facts.healthy or not hasattr(facts.learn, 'precision_recorder'): return ''
-    n = int((facts.steps.bad_loss & ~facts.steps.skipped).sum())
-    if not n: return ''
-    return (f"The loss of {n} step{'s'*(n>1)} of the last fit was not finite, and {facts.now}: "
-            "normalize the targets, keep modules that compute the loss in float32, or ask about one batch: "
-            "learn.precision_checkup(batch).")
-
-def _skipped_steps(facts):
-    if not facts.healthy or facts.cb is None or not hasattr(facts.learn, 'precision_recorder'): return ''
-    skipped = [*facts.steps.skipped]
-    n,last = sum(skipped),next((i for i,o in enumerate(reversed(skipped)) if not o), len(skipped)) # at the end
-    if not n or last<2 and isinstance(facts.cb.scaling, DynamicLossScale): return ''
-    steps,end = f"{n} step{'s'*(n>1)} of the last fit {'were' if n>1 else 'was'}",f' the last {last} in a row,'*(last>1)
-    return (f"{steps} skipped,{end} and {facts.now}: train on, and if it goes on, "
-            "lower the learning rate, or ask about one batch: learn.precision_checkup(batch).")
-
-def _not_asked(facts):
-    if not facts.failed: return ''
-    which = f"line{'s'*(len(facts.failed)>1)} {', '.join(facts.failed)}"
-    return f"Not everything could be asked. To ask again, mend the cause: see {which}."
-
-def _try_half(facts):
-    if any(map(is_precision, facts.learn.cbs)) or facts.failed or not facts.healthy: return ''
-    dtype = next((o for o in (torch.bfloat16,torch.float16) if support(facts.device, o)=='native'), None)
-    if dtype is None: return ''
-    return (f"This device computes in {_short(dtype)} natively: {calls[dtype]} may save time and memory. "
+def _what_to_do(facts):
+    "What to do next: pairs of the heading that explains it, and a text"
+    learn,cb,found = facts.learn,facts.cb,facts.finding
+    if cb is not None:
+        try: cb.check(learn)
+        except Exception as e: yield 'Refused',f"The next fit would end with {_describe(e)}"
+    shrinks = found is not None and scale_shrinks(learn, found)
+    healthy = found is not None and (found.where=='nothing' or shrinks) # but for what training cures by itself
+    if found is not None and found.keep:
+        call = f'learn.{call_name(cb.half)}({keep_option(_keep(learn), found.keep)})'
+        yield 'Keep in float32',f"Keep modules in float32: {call}."
+    elif found is not None and not healthy:
+        yield 'Not finite','Do what the line Batches says, before anything else.'
+    if healthy and hasattr(learn, 'precision_recorder'):
+        now = 'the loss scale is still too large' if shrinks else 'the batches are finite now'
+        skips,_,at_end,bad = count_outcomes(learn.precision_recorder.last_fit)
+        if len(bad): yield 'Infinite losses',(
+            f"The loss of {_steps(bad)} of the last fit was not finite, and {now}: normalize the targets, keep modules "
+            "that compute the loss in float32, or ask about one batch: learn.precision_checkup(batch).")
+        settles = cb is not None and isinstance(cb.scaling, DynamicLossScale) and at_end<2
+        if len(skips) and not settles: yield 'Skipped steps',(
+            f"{_steps(skips)} of the last fit {'were' if len(skips)>1 else 'was'} skipped,"
+            f"{f' the last {at_end} in a row,'*(at_end>1)} and {now}: train on, and if it goes on, lower the learning "
+            "rate, or ask about one batch: learn.precision_checkup(batch).")
+    if cb is not None and not {'Machine','Precision'}&{*facts.failed}:
+        if text := emulation(fit_device(learn), cb.half_dtype): yield 'Emulated',text
+    if facts.failed:
+        which = f"line{'s'*(len(facts.failed)>1)} {', '.join(facts.failed)}"
+        yield 'Not asked',f"Not everything could be asked. To ask again, mend the cause: see {which}."
+    elif healthy and not any(map(is_precision, learn.cbs)):
+        dtypes = [o for o in (torch.bfloat16,torch.float16) if support(fit_device(learn), o)=='native']
+        if dtypes: yield 'Try half precision',(
+            f"This device computes in {_short(dtypes[0])} natively: {calls[dtypes[0]]} may save time and memory. "
             "python -m mp_callbacks compares them here.")
 
-_rules = {'Refused':_refused, 'Keep in float32':_keep, 'Not finite':_not_finite, 'Infinite losses':_infinite_losses,
-          'Skipped steps':_skipped_steps, 'Emulated':_emulated, 'Not asked':_not_asked, 'Try half precision':_try_half}
+def _steps(rows): return f"{len(rows)} step{'s'*(len(rows)>1)}"
 
 # %% ../nbs/12a_checkup.ipynb #c12a0020
 def main(

@@ -9,7 +9,7 @@ __all__ = ['native_with', 'layers', 'known_faults', 'inexact_kernels', 'slowest_
            'missing', 'inexact', 'device_name', 'emulation']
 
 # %% ../nbs/00a_devices.ipynb #d0a00004
-import re,time,torch
+import math,re,time,torch
 from contextlib import contextmanager,nullcontext
 from functools import lru_cache
 from torch import nn
@@ -215,6 +215,10 @@ def emulation(
     if support(device, dtype)!='emulated': return ''
     use = next((o for d,o in calls.items() if support(device, d)=='native'), 'to_fp32()')
     name,times = _machine.name(device),zip(('a matrix product','a convolution'), _slowdown(_machine, device, dtype))
-    slower = ' and '.join(f'{what} takes {n:.{int(n<10)}f} times' for what,n in times if n>1.05)
-    return (f"{name[0].upper()}{name[1:]} only emulates {_short(dtype)}: "
-            f"{f'{slower} as long as in float32' if slower else 'it is no faster than float32'}. Use {use}.")
+    slower = ' and '.join(f'{what} takes {_magnitude(n)} times' for what,n in times if n>1.05)
+    if slower: slower += " as long as in float32, a training step less"
+    return (f"{name[0].upper()}{name[1:]} only emulates {_short(dtype)}: {slower or 'it is no faster than float32'}. "
+            f"Use {use}.")
+
+def _magnitude(n): # as it varies from one measurement to the next
+    return f'about {10**round(math.log10(n))}' if n>10**.5 else 'up to 3'

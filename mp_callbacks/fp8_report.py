@@ -14,8 +14,8 @@ from dataclasses import replace
 from torch import nn
 
 from .half import half_precision
-from .nonfinite import describe_run,fewest,trace_batch
-from .report import clones,compare_gradients,error_in_words,relative
+from .nonfinite import fewest,keep_option,trace_batch
+from .half_report import clones,compare_gradients,error_in_words,relative
 from .fp8 import Fp8,Fp8Product,get_recipe
 
 # %% ../nbs/09a_fp8_report.ipynb #f8a00016
@@ -35,6 +35,7 @@ class Fp8Report:
         self.dims = dict(input=(1,0), weight=(1,0), gradient=(1,))
         if not self.recipe.weight_grad: self.dims.update(input=(1,), weight=(1,None))
         self.layers = {} # name -> column of the table -> number
+        self.kept = () # the option `keep` that the model computes with
         self.keep = {} # layers to take out of FP8, as `keep` takes it; None: this isn't enough
         self.error = self.digits_error = self.bfloat16_error = 0. # of all gradients, in the worst batch
 
@@ -60,7 +61,7 @@ class Fp8Report:
         if not self.keep: return f"{res}No layer has to be taken out of FP8."
         for name,factor,ratio in self.outliers()[:3]:
             res += f"In {name}, the largest number of the {factor} is {ratio:.0f} times the median. "
-        return f"{res}Take out of FP8, beside what is kept already: keep={self.keep!r}."
+        return f"{res}Take out of FP8: {keep_option(self.kept, self.keep)}."
 
     def plot(self,
         ax=None, # Matplotlib axes to draw on; None: new ones
@@ -92,7 +93,6 @@ def measure_fp8(
     model:nn.Module, # Model that `compute_loss` calls
     compute_loss, # Function without arguments that calls `model` on a batch and returns the loss, a float32 scalar
     half:half_precision, # How the model computes, with FP8
-    tell=None, # Called before each run of the batch, with what is tried
 ):
     """Add to `report` what FP8 does in one batch
 
@@ -100,9 +100,7 @@ def measure_fp8(
     return in memory. Parameters, buffers, gradients and random number generators are as before. Raises `ValueError` if
     the batch is not finite in float32, and for a model without FP8."""
     if half.fp8 is None: raise ValueError("The model isn't in FP8. Use half_precision(…, fp8=Fp8()).")
-    def _run(half):
-        if tell: tell(describe_run(half))
-        return trace_batch(model, compute_loss, half, clones)
+    def _run(half): return trace_batch(model, compute_loss, half, clones)
     full,seen = _run(None),_run(half)
     digits_only = replace(half.fp8, recipe=report.recipe._replace(digits_only=True))
     errors,error = compare_gradients(seen, full)
@@ -118,6 +116,7 @@ def measure_fp8(
             for t in ts: found.update(_describe(factor, t, report))
         row = report.layers.setdefault(call.name, dict.fromkeys(_columns, 0.))
         row.update({k:max(row[k], math.inf if v!=v else v) for k,v in found.items()})
+    report.kept = half.keep
     report.error,report.digits_error = max(report.error, error),max(report.digits_error, digits_error)
     report.bfloat16_error = max(report.bfloat16_error, bfloat16_error)
     if report.keep is None or not math.isfinite(bfloat16_error): return

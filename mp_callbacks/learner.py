@@ -21,9 +21,10 @@ from .fp8 import Fp8
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,options_of
 from .precision import PrecisionCallback,check_device,fit_device,is_precision,precision_callback
 from .precision import warn_of_emulation
+from .inside import open_batch,within_batch
 from .step import clear_state
 from .recorder import PrecisionRecorder
-from .doctor import find_nonfinite,precision_plan,precision_report
+from .looks import find_nonfinite,precision_plan,precision_report
 from .checkup import precision_checkup
 
 def _scale_options(callback):
@@ -109,11 +110,14 @@ Learner.to_native_fp32 = Learner.to_non_native_fp32 = Learner.to_fp32
 Learner.to_non_native_fp16 = Learner.to_fp16
 
 # %% ../nbs/13_learner.ipynb #4357455d
-def _remove_precision(learn):
-    old = [cb for cb in learn.cbs if is_precision(cb)]
-    if any(getattr(cb, 'in_batch', False) for cb in old):
+def _refuse_within_batch(learn):
+    if within_batch(learn):
         raise RuntimeError("The precision can't change in the middle of a batch. Call to_fp32() and the others between "
                            "batches, or from after_epoch.")
+
+def _remove_precision(learn):
+    old = [cb for cb in learn.cbs if is_precision(cb)]
+    if old: _refuse_within_batch(learn)
     for cb in old:
         if isinstance(cb, PrecisionCallback): cb.drop_overflow() # else the next precision would use these gradients
     learn.remove_cbs(old)
@@ -124,6 +128,7 @@ def _forget_scale(learn):
 
 def _set_precision(learn, new, model_to_half=None):
     "Let `learn` train with the `PrecisionCallback` `new`; `model_to_half` says how the model computes if `new` doesn't"
+    _refuse_within_batch(learn)
     half = (model_to_half or new).new_half(without_ddp(learn.model))
     device,old = fit_device(learn),precision_callback(learn)
     check_device(device, half)
@@ -156,7 +161,7 @@ def _in_batch(plain):
     def _one_batch(self, *args, **kwargs):
         cb = precision_callback(self)
         try:
-            with nullcontext() if cb is None else cb.batch(): return plain(self, *args, **kwargs)
+            with open_batch(self), nullcontext() if cb is None else cb.batch(): return plain(self, *args, **kwargs)
         except BaseException:
             reset_ddp(self.model) # in float32, too: a look at a batch would send its gradients
             raise
@@ -187,6 +192,16 @@ def _without_precision(plain):
         plain(self, to_fp32=to_fp32)
         return self.to_fp32() if to_fp32 else self
     return _to_contiguous
+
+@_replaces('__getattr__')
+def _with_a_hint(plain):
+    def _getattr(self, name):
+        try: return plain(self, name)
+        except AttributeError:
+            if name not in ('precision_recorder','mixed_precision'): raise
+            raise AttributeError(f"This learner trains in float32, and has no {name}. to_fp16(), to_bf16(), "
+                                 "to_native_fp16(), to_native_bf16() and to_fp8() add it.") from None
+    return _getattr
 
 # %% ../nbs/13_learner.ipynb #c9d2f4b8
 def _whole(plain):

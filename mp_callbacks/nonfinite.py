@@ -1,4 +1,4 @@
-"""Which module made the loss nan, is half precision the cause, and what cures it?
+"""What is bad in this batch: which module made the loss nan, is half precision the cause, and what cures it?
 
 Docs: https://example.github.io/mp_callbacks/nonfinite.html.md"""
 
@@ -6,17 +6,17 @@ Docs: https://example.github.io/mp_callbacks/nonfinite.html.md"""
 
 # %% auto #0
 __all__ = ['diverged', 'huge_weight', 'Finding', 'diagnose', 'Trace', 'Call', 'tensors', 'check_called', 'trace_batch', 'Numbers',
-           'count_nonfinite', 'shortest_keep', 'fewest', 'outermost', 'describe_run']
+           'count_nonfinite', 'shortest_keep', 'fewest', 'keep_option']
 
 # %% ../nbs/06_nonfinite.ipynb #6c83ed94
-import math,re,torch
+import math,torch
 from contextlib import ExitStack,nullcontext
 from functools import partial
 from textwrap import fill
 from typing import NamedTuple
 from torch import nn
 
-from .dtypes import cast_tree,half_dtypes,leaves,map_tensors
+from .dtypes import half_dtypes,leaves
 from .modules import StandIn,TorchDispatchMode,named_modules,unchanged
 from .half import half_precision
 
@@ -45,7 +45,6 @@ def diagnose(
     usual_loss:float=None, # Loss of other batches: if this one's is `diverged` times as large, training has diverged
     call:str='half_precision', # Name of the call with the option `keep`, for the text
     usual_weight:float=None, # Largest weight when training began; None: not known
-    tell=None, # Called before each run of the batch, with what is tried
 )->Finding: # Prints as a text
     """What was not finite first in a batch, whether precision is the cause, and what to do
 
@@ -55,13 +54,11 @@ def diagnose(
     if isinstance(vars(model).get('forward'), StandIn):
         raise RuntimeError("diagnose runs the batch in float32, too. Call it outside of `with half:`.")
     ends = torch.finfo(half.dtype).max if half else math.inf
-    def _run(half, scale=1., with_ops=False):
-        if tell: tell(describe_run(half))
-        return trace_batch(model, compute_loss, half, count_nonfinite, scale, with_ops=with_ops)
+    def _run(half, scale=1., **kwargs): return trace_batch(model, compute_loss, half, count_nonfinite, scale, **kwargs)
     def _look(half, scale=1.):
         "Look at single operations, which takes three times as long, only if the batch isn't finite"
-        first = _run(half, scale)
-        return first if _finite(first) or _finite(again := _run(half, scale, with_ops=True)) else again
+        seen = _run(half, scale)
+        return seen if _finite(seen) else _run(half, scale, with_masks=True)
     seen = _look(half, scale)
     given,wanted = count_nonfinite(inputs),count_nonfinite(targets)
     if _finite(seen):
@@ -79,8 +76,7 @@ def diagnose(
         values = f"The inputs have values up to {given.largest:g}"
         return Finding('inputs', f"{values}, {_end(half)}: normalize them.", '', True)
     if found := _find_large_loss(full, wanted, usual_loss): return found
-    if wanted.largest>ends and _stand_out(wanted, full, diverged):
-        return Finding('targets', _describe_targets(wanted, full))
+    if wanted.largest>ends and (found := _find_targets(wanted, full, diverged)): return found
     where,text,c = _place(seen, full.calls, ends)
     name = _name(c)
     if where=='backward' and scale!=1:
@@ -89,12 +85,14 @@ def diagnose(
             return Finding('scale', f"{text} The loss scale of {scale:.9g} is too large for this batch: with 1, all "
                                     "gradients are finite. A dynamic scale shrinks by itself.", name, True)
     def _works(longer): return _finite(_run(longer))
-    keep,why,other = shortest_keep(half, _works, name),_end(half),'float32'
-    if seen.overflowed is False: why = _rounding(half)
-    if half.dtype==torch.float16 and (seen.overflowed or _works_in_bfloat16(half, _works)):
-        other = 'bfloat16, which has the range of float32'
-    text = f"{text} Precision is the cause: {why}, and in float32 all is finite, with a loss of {full.loss:.3g}. "
-    return Finding(where, text+_cure(keep, half, call, other), name, True, tuple(keep or ()))
+    keep,in_bfloat16 = shortest_keep(half, _works, name),_works_in_bfloat16(half, _works)
+    text = (f"{text} Precision is the cause: {_limits(half, in_bfloat16)}, and in float32 all is finite, with a loss "
+            f"of {full.loss:.3g}. ")
+    other = 'bfloat16, which has the range of float32' if in_bfloat16 else 'float32'
+    if not keep: text += f"To keep single modules in float32 is not enough: train in {other}."
+    else: text += (f"Keep {'it' if len(keep)==1 else 'these'} in float32: {call}({keep_option(half.keep, keep)}), or "
+                   f"train in {other}.")
+    return Finding(where, text, name, True, tuple(keep or ()))
 
 # %% ../nbs/06_nonfinite.ipynb #ee138f33
 class Trace(NamedTuple):
@@ -103,7 +101,6 @@ class Trace(NamedTuple):
     calls:list # `Call`s in the order in which they ended
     grads:dict # `id` of a parameter -> result of `measure` for its gradient
     halved:list # Names of the modules that returned half precision
-    overflowed:bool|None # Has an operation given inf or nan, and not in the next wider format? None: not looked at
 
 class Call(NamedTuple):
     "What `trace_batch` has seen in a call of a module"
@@ -123,42 +120,16 @@ def tensors(
     found = [o for o in leaves(tree) if isinstance(o, torch.Tensor)]
     return [t.to_dense() for t in found if t.is_floating_point() and t.numel()]
 
-def _result(args, res):
-    "What an operation has computed: some only write to the first of their `args`, such as the cast of many tensors"
-    return args[0] if res is None and args else res
-
-class _Operations(TorchDispatchMode):
-    "Adds the last of `running` to `masked` when a softmax gets a row of -inf, and notes whether `dtype` overflows"
-    def __init__(self, dtype, running, masked):
+class _MaskedRows(TorchDispatchMode):
+    "Adds the last of `running` to `masked` when a softmax gets a row of -inf"
+    def __init__(self, running, masked):
         super().__init__()
-        self.dtype,self.running,self.masked,self.overflowed = dtype,running,masked,False
+        self.running,self.masked = running,masked
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func.overloadpacket in (torch.ops.aten._softmax,torch.ops.aten._log_softmax) and self.running:
-            if args[0].eq(-math.inf).all(args[1]).any(): self.masked.add(self.running[-1][0])
-        if self.overflowed: return func(*args, **kwargs)
-        # before the operation writes into them
-        given = map_tensors(torch.clone, (args,kwargs)) if func._schema.is_mutable else (args,kwargs)
-        res = func(*args, **kwargs)
-        self.overflowed = self._overflows(func, *given, _result(args, res))
-        return res
-
-    def _overflows(self, func, args, kwargs, res):
-        "Has `res` more inf and nan than what the operation gives in the next wider format?"
-        def _bad(tree): return sum((~t.isfinite()).sum().item() for t in tensors(tree) if t.itemsize>1) # not FP8
-        bad = _bad([t for t in tensors(res) if t.dtype==self.dtype])
-        if not bad or re.search('empty|resize', func.__name__): return False # memory that nothing was written to
-        wider = torch.float64 if self.dtype==torch.float32 else torch.float32
-        def _widen(o):
-            if isinstance(o, torch.dtype): return wider if o==self.dtype else o
-            return cast_tree(o, wider)
-        try:
-            if func.namespace=='aten': # another operator may do more than compute, such as wait for other processes
-                args_,kwargs_ = [*map(_widen, args)],{k:_widen(o) for k,o in kwargs.items()}
-                return bad>_bad(_result(args_, func(*args_, **kwargs_)))
-        except Exception: pass # such as a lack of memory
-        return bad>_bad((args,kwargs))
+        softmax = func.overloadpacket in (torch.ops.aten._softmax,torch.ops.aten._log_softmax)
+        if softmax and self.running and args[0].eq(-math.inf).all(args[1]).any(): self.masked.add(self.running[-1][0])
+        return func(*args, **(kwargs or {}))
 
 def check_called(
     model:nn.Module, # Model that half precision is on for
@@ -176,11 +147,10 @@ def trace_batch(
     measure, # Function of a structure of tensors
     scale:float=1., # Loss scale of the backward pass
     with_args:bool=True, # Measure the arguments of modules, too?
-    with_ops:bool=False, # Look at each operation, too: is a row masked, does a number overflow?
+    with_masks:bool=False, # Look at each operation, too: does a softmax get a masked row?
 )->Trace:
     "Run `compute_loss` and the backward pass, and `measure` what modules take and return, and all gradients"
     calls,running,halved,masked = [],[],[],set()
-    ops = _Operations(half.dtype if half else torch.float32, running, masked)
     def _watch(tree):
         seen = []
         for t in tensors(tree):
@@ -198,7 +168,7 @@ def trace_batch(
 
     # `unchanged` gives each run the same random numbers
     with unchanged(model), half or nullcontext(), torch.compiler.set_stance('force_eager'), ExitStack() as watches:
-        if with_ops: watches.enter_context(ops)
+        if with_masks: watches.enter_context(_MaskedRows(running, masked))
         with ExitStack() as hooks: # removed before checkpointing runs `forward` again
             for name,m in named_modules(model).items():
                 hooks.enter_context(m.register_forward_pre_hook(_before, with_kwargs=True))
@@ -207,7 +177,7 @@ def trace_batch(
         check_called(model, any(not o.name for o in calls)) # the model itself has no name
         if loss.isfinite(): (loss*scale).backward()
         grads = {id(p):measure(p.grad) for p in model.parameters() if p.grad is not None}
-    return Trace(loss.item(), calls, grads, halved, ops.overflowed if with_ops else None)
+    return Trace(loss.item(), calls, grads, halved)
 
 # %% ../nbs/06_nonfinite.ipynb #6d564544
 class Numbers(NamedTuple):
@@ -256,16 +226,12 @@ def shortest_keep(
     """Modules to keep in float32, besides those of `half`, so that it `works`. Each of them is needed.
 
     For one module among n, at most 2 log2(n) calls of `works` on each level of the model, and few if it is `guess`."""
-    names,known = named_modules(half.model),{}
-    def _works(keep, otherwise=True):
-        key = frozenset(keep)
-        if key not in known:
-            try: longer = half.keeping(keep)
-            except ValueError: known[key] = None # no module is left in half precision
-            else:
-                try: known[key] = works(longer)
-                except Exception: known[key] = False # the model's own code can't mix these dtypes
-        return otherwise if known[key] is None else known[key]
+    names = named_modules(half.model)
+    def _works(keep):
+        try: longer = half.keeping(keep)
+        except ValueError: return True # all is in float32
+        try: return works(longer)
+        except Exception: return False # the model's own code can't mix these dtypes
 
     def _children(name): return [n for n in names if n and n.rpartition('.')[0]==name]
 
@@ -279,10 +245,14 @@ def shortest_keep(
             if len(smaller)==1 or 2*len(smaller)<len(children): kept = rest+smaller
         return kept
 
-    keep = [guess] if guess and _works([guess], False) else _children('')
-    if not keep or not _works(keep): return None
+    keep = [guess]
+    if not guess or not _works(keep):
+        keep = _children('')
+        if not keep or not _works(keep): return None
     keep = _search(keep, [])
-    return keep if _works(keep, False) else None
+    try: half.keeping(keep)
+    except ValueError: return None # that would be float32
+    return keep
 
 def fewest(
     names, # Some things
@@ -300,34 +270,28 @@ def fewest(
         return needed+_find(kept+needed, bool(needed), last)
     return _find([], False, [*names])
 
-def outermost(
-    names, # Names of modules
-)->list: # In order
-    "`names` without those of modules inside others"
-    return [name for name in names if not any(name.startswith(f'{o}.') for o in names)]
-
-def describe_run(
-    half:half_precision, # How the model computes; None: in float32
-)->str:
-    "What a run of a batch tries, for a progress bar"
-    if half is None: return 'float32'
-    return f"{'FP8' if half.fp8 else str(half.dtype).removeprefix('torch.')}, keep={half.keep!r}"
+def keep_option(
+    keep, # The option `keep` as it is
+    names=(), # Names of more modules to keep in float32, or a dict of names and dtypes
+)->str: # Such as "keep=['0', '2']"
+    "The option `keep` as it is to be written, with `names` added"
+    def _flat(o): return [x for part in o for x in _flat(part)] if isinstance(o, (list,tuple,set)) else [o]
+    def _rules(o): return o if isinstance(o, dict) else dict.fromkeys(_flat(o), 'float32')
+    if isinstance(keep, dict) or isinstance(names, dict): return f'keep={ {**_rules(keep), **_rules(names)} }'
+    each = [getattr(o, '__name__', repr(o)) for o in [*_flat(keep),*names]]
+    if not each: return 'keep=()'
+    return f'keep={each[0]}' if len(each)==1 else f"keep=[{', '.join(each)}]"
 
 # %% ../nbs/06_nonfinite.ipynb #73a5635f
 def _name(c): return c.name if c else ''
 def _describe(c): return f"{c.name or 'the model'} ({type(c.module).__name__})" if c else 'the loss'
-
-def _between(calls, c, inner):
-    "Between which calls inside `c` its own code has spoilt the gradients of the results of `inner`"
-    later = next((o.name for o in _inside(calls, c) if o.started>inner.started), None)
-    return f", in its own forward, {f'between {inner.name} and {later}' if later else f'after {inner.name}'}"
 
 def _place(seen, normal, ends):
     "Where, text and call of what is not finite in `seen`; `normal` are the calls in float32, None if there are none"
     if math.isfinite(seen.loss):
         c,inner = _first_backward(seen)
         text = f"In the backward pass, {_describe(c)} was the first where gradients became inf or nan"
-        if isinstance(inner, Call): text += _between(seen.calls, c, inner)
+        if isinstance(inner, Call): text += f', in its own forward, after {inner.name}'
         return 'backward',f"{text}{f': inside, {_masked}' if c and c.masked else ''}.",c
     # with no finite run to compare with, any inf or nan is one too many
     if normal is None: normal = [c._replace(args=Numbers(), out=Numbers()) for c in seen.calls]
@@ -341,10 +305,7 @@ def _place(seen, normal, ends):
     held = sum([(b.isnan()|b.isposinf()).sum().item() for b in tensors(c.module._buffers)])
     if held: return 'weights',f"{first}: {held} numbers in its own buffers are inf or nan.",c
     why = f", from inputs up to {c.args.largest:.2g}" if c.args.largest else '' # 0 for integers
-    inside = _masked if c.masked else "a number is too large, or too small to divide by"
-    if seen.overflowed is False and not c.masked:
-        inside = "a number is too small to divide by, or to take the root or logarithm of"
-    why += f": inside, {inside}."
+    why += f": inside, {_masked if c.masked else 'a number is too large, or too small to divide by'}."
     # the last that is too large counts: large inputs explain a large output
     for what,n in (('its output would have',full.out), ('its weights have',own), ('its input has',c.args)):
         if n.largest>ends: why = f": {what} values up to {n.largest:.2g}."
@@ -352,60 +313,56 @@ def _place(seen, normal, ends):
 
 _masked = "a softmax gets -inf in all of a row"
 
+def _short(half): return str(half.dtype).removeprefix('torch.')
+
 def _end(half):
     "Where the format of `half` ends"
-    return f"{str(half.dtype).removeprefix('torch.')} ends at {torch.finfo(half.dtype).max:g}"
+    return f"{_short(half)} ends at {torch.finfo(half.dtype).max:g}"
 
-def _rounding(half):
-    "What the format of `half` rounds"
+def _limits(half, in_bfloat16):
+    "What the format of `half` can't hold. If all is finite `in_bfloat16`, with fewer digits, only the range counts."
     info = torch.finfo(half.dtype)
-    bits,one,zero = 1-round(math.log2(info.eps)),1-info.eps/8,info.smallest_normal*info.eps/4
-    text = f"{str(half.dtype).removeprefix('torch.')} rounds to {bits} bits ({one:.4g} to 1, {zero:.0g} to 0)"
-    return f"{text}, FP8 to fewer" if half.fp8 else text
+    limits = []
+    if half.dtype==torch.float16: limits += ['ends at 65504',f'has only 0 below {info.smallest_normal*info.eps/2:.0g}']
+    if not in_bfloat16: limits.append(f'rounds to {1-round(math.log2(info.eps))} bits ({1-info.eps/8:.4g} to 1)')
+    return f"{_short(half)} {' and '.join(limits)}{', FP8 to fewer' if half.fp8 else ''}"
 
 def _works_in_bfloat16(half, works):
-    try: return works(half.replace(dtype=torch.bfloat16))
+    "Is all well in bfloat16, which has a wider range than float16?"
+    try: return half.dtype==torch.float16 and works(half.replace(dtype=torch.bfloat16))
     except Exception: return False # a rule of `keep` may name float16
-
-def _cure(keep, half, call, other):
-    "What to do if precision is the cause: to keep modules in float32, or to train in `other`"
-    if not keep: return f"To keep single modules in float32 is not enough: train in {other}."
-    them,names = ('it',repr(keep[0])) if len(keep)==1 else ('these',repr(keep))
-    what = f"{names}, beside keep={half.keep!r}" if half.keep else f"{call}(keep={names})"
-    return f"Keep {them} in float32: {what}, or train in {other}."
 
 _unknown = "Whether precision is the cause can't be seen: computed in float32 for comparison,"
 _own_casts = ("Its own code may cast, by `.half()` or an autocast of its own: let it follow the dtype of its input, "
               "and ask again.")
 
-def _stand_out(wanted, full, times):
-    "Are the targets `wanted` more than `times` as large as the predictions in the trace `full`?"
-    return bool(full.calls) and wanted.largest>times*full.calls[-1].out.largest
-
-def _describe_targets(wanted, full):
-    return (f"The targets of this batch have values up to {wanted.largest:.2g}, and the predictions up to "
-            f"{full.calls[-1].out.largest:.2g}: look for a wrong label, or normalize the targets.")
+def _find_targets(wanted, trace, times):
+    "The `Finding` for targets `wanted` more than `times` as large as the predictions in `trace`; None if they aren't"
+    largest = trace.calls[-1].out.largest
+    if wanted.largest>times*largest: return Finding(
+        'targets', f"The targets of this batch have values up to {wanted.largest:.2g}, and the predictions up to "
+                   f"{largest:.2g}: look for a wrong label, or normalize the targets.")
 
 def _find_large_loss(trace, wanted, usual_loss):
     "The `Finding` for a finite `trace` with a loss far above `usual_loss`; None if it isn't"
     if usual_loss is None or not trace.loss>diverged*usual_loss>0: return
-    if _stand_out(wanted, trace, 1): return Finding('targets', _describe_targets(wanted, trace))
-    return Finding('training', f"Training has diverged: the loss of this batch is {trace.loss:.3g} without an "
-                               f"overflow, and it was {usual_loss:.3g} before. Lower the learning rate.")
+    return _find_targets(wanted, trace, 1) or Finding(
+        'training', f"Training has diverged: the loss of this batch is {trace.loss:.3g} without an overflow, and it "
+                    f"was {usual_loss:.3g} before. Lower the learning rate.")
 
 def _find_float32(model, full, wanted, half, usual_weight):
     "The `Finding` for a batch that isn't finite in float32"
     where,text,c = _place(full, None, math.inf)
-    name,masked = _name(c),c and c.masked and not full.overflowed
+    name,same = _name(c),"Precision is not the cause: in float32 it is the same."
     if half and full.halved:
         why = f"{full.halved[0] or 'the model'} still returns half precision"
         return Finding(where, f"{text} {_unknown} {why}. {_own_casts}", name)
-    largest = count_nonfinite([*model.parameters()]).largest
-    if where=='loss' and wanted.bad:
+    if where=='weights': same = "They were so before this batch: load a checkpoint from before."
+    elif where=='loss' and wanted.bad:
         where,text = 'targets',f"The targets of this batch have inf or nan, {wanted.bad} in all."
-    elif where=='loss' and _stand_out(wanted, full, diverged):
-        where,text = 'targets',_describe_targets(wanted, full)
-    elif where in ('forward','backward') and largest>huge_weight and not masked:
+    elif where=='loss' and (found := _find_targets(wanted, full, diverged)): where,text = found.where,found.text
+    largest = count_nonfinite([*model.parameters()]).largest
+    if where in ('forward','backward') and largest>huge_weight and not (c and c.masked):
         if usual_weight is None:
             text += (f" Weights have values up to {largest:.2g}: if these have grown, training has diverged, and a "
                      "lower learning rate helps.")
@@ -413,4 +370,4 @@ def _find_float32(model, full, wanted, half, usual_weight):
             where,name = 'training',''
             text = (f"Training has diverged: weights have values up to {largest:.2g}, and had up to {usual_weight:.2g} "
                     "when it began. Lower the learning rate.")
-    return Finding(where, f"{text} Precision is not the cause: in float32 it is the same.", name)
+    return Finding(where, f"{text} {same}", name)

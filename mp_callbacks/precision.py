@@ -26,10 +26,11 @@ from .loss_scale import DynamicLossScale,StaticLossScale
 from .grads import check_clip,finite_grads,mul_grads,prepare_grads,reached_leaves,remove_grads,unique
 from .modules import is_sharded,named_modules,of_first_rank,parameter_name,reset_ddp,reset_shards,reshard
 from .modules import several_ranks,training_group,without_ddp
-from .half import half_precision
+from .half import half_precision,note_backward
 from .fp8 import check_fp8
+from .nonfinite import keep_option
 from .inside import LeanCallback,cancels,is_fastai_precision,keep_average,reset_state
-from .explain import explain_step,find_cure,loss_modules
+from .skipped import explain_step,find_cure,loss_modules,weights_since
 from .step import GatheredStep,ScaleState,clear_state,read_state,write_state
 
 # %% ../nbs/10c_precision.ipynb #67641138
@@ -314,6 +315,9 @@ class PrecisionCallback(PrecisionPart):
             for name,o in dict(loss=loss, scaled=scaled).items(): o.register_hook(partial(_note, reached, name))
         half.install()
         try: yield
+        except Exception as e:
+            note_backward(half, e)
+            raise
         finally:
             half.remove()
             mul_grads(params, 1/scale)
@@ -417,8 +421,8 @@ class PrecisionCallback(PrecisionPart):
         if not self._tells(skips): return
         first,found = steps-skips,self._explain()
         story = (f"{skips} steps in a row were skipped, since step {first}, because gradients were not finite. "
-                 f"{found} The loss scale is {state.scaling.loss_scale:.9g}, and the weights have not changed since "
-                 f"step {first}.")
+                 f"{found} The loss scale is {state.scaling.loss_scale:.9g}, and "
+                 f"{weights_since(self.learn, first, self.order)}")
         if self._rescue(found, story): return
         if skips<self.max_skips: return warn(f"{story} After {self.max_skips} training will stop.")
         self._start_anew()
@@ -442,14 +446,15 @@ class PrecisionCallback(PrecisionPart):
         "Keep modules in float32 from now on if that is the cure of what was `found`, say so, and return whether it is"
         names = find_cure(self.learn.model, self.half, found) if self.rescue else []
         if not names: return False
+        own = self.new_half(self.learn.model).keep
         if several_ranks() and training_group(self.learn.model) is None:
             warn(f"rescue=True does not keep {names} in float32: other processes may train with this one, and without "
-                 f"DistributedDataParallel in the model it can't ask them. In all processes use keep={names}.")
+                 "DistributedDataParallel in the model it can't ask them. In all processes use "
+                 f"{keep_option(own, names)}.")
             return False
         steps = self.state.steps
         self._start_anew([(name,steps) for name in names])
-        keep,own = self._rescued_parts(),self.new_half(self.learn.model).keep
-        start = f"keep={keep}, beside keep={own!r}" if own else f"keep={keep}"
+        start = keep_option(own, self._rescued_parts())
         warn(f"{story} Kept in float32 from step {steps}: {names}. To do so from the start: {start}.")
         return True
 

@@ -22,7 +22,7 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(items):
     "The files that take the longest come first, so that at the end no process works alone"
-    longest = ('notebooks bench distributed_faults distributed site docs applications faults doctor examples '
+    longest = ('notebooks bench distributed_faults distributed site docs applications faults looks examples '
                'operations composition resume parity').split()
     items.sort(key=lambda o: o.path.stem.removeprefix('test_') not in longest)
 

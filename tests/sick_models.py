@@ -80,13 +80,6 @@ def set_to(value, i):
     def _change(xy): xy[i][20] = value
     return _change
 
-def vanishing():
-    "Each layer makes the gradient a hundred times as small"
-    model = net(*[linear]*4)
-    with torch.no_grad():
-        for p in model[1:5].parameters(): p.mul_(.03)
-    return learner(model)
-
 sgd = partial(OptimWrapper, opt=torch.optim.SGD)
 sick = dict(
     attention     = Sick(lambda: learner(net(Attention)),                                  'forward', '1', True),

@@ -46,7 +46,7 @@ def test_script(script, metrics, tmp_path):
     assert script=='distributed' or list(tmp_path.glob('*.png'))
 
 @pytest.mark.slow
-def test_report():
+def test_half_report():
     cmd = [sys.executable, '-W', 'ignore', str(bench/'report.py'), '--tiny', '--turns', '1']
     res = subprocess.run(cmd, capture_output=True, text=True)
     assert res.returncode==0, res.stderr[-2000:]

@@ -1,5 +1,5 @@
 "What each device computes in half precision, emulates, and can't do: on machines that aren't here, and on this one"
-import re
+import math,re
 from pathlib import Path
 
 import pytest,torch
@@ -83,8 +83,10 @@ def test_emulation(name, dtype, use):
     "What it is, how much slower, and what to call instead, which is never as slow"
     with pretend(machine(name)) as m:
         text = emulation(device_of(name), dtype)
-        assert text.endswith(f' in float32. Use {use}.') and m.called[1:] in text
-        assert [float(o) for o in re.findall(r'takes (\S+) times', text)]==[m.times[dtype],2*m.times[dtype]]
+        assert text.endswith(f' in float32, a training step less. Use {use}.') and m.called[1:] in text
+        for times,said in zip((m.times[dtype],2*m.times[dtype]), re.findall(r'takes (.+?) times', text), strict=True):
+            size = 10**round(math.log10(times)) # an order of magnitude, as measurements differ
+            assert said==(f'about {size}' if size>1 else 'up to 3')
         assert f'only emulates {str(dtype)[6:]}:' in text and text[0].isupper()
 
 def test_no_faster():

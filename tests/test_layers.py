@@ -185,8 +185,8 @@ def test_classes_have_little_state(name):
 # --- Changes to fastai
 
 methods = ('to_fp16 to_bf16 to_fp8 to_native_fp16 to_native_bf16 to_fp32 to_native_fp32 to_non_native_fp16 '
-           'to_non_native_fp32 one_batch _with_events create_opt save export to_contiguous find_nonfinite '
-           'precision_plan precision_report precision_checkup').split()
+           'to_non_native_fp32 one_batch _with_events create_opt save export to_contiguous __getattr__ '
+           'find_nonfinite precision_plan precision_report precision_checkup').split()
 
 changes = '''if True:
     import json,sys

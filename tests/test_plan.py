@@ -1,6 +1,5 @@
-"The planned memory of a step is what training takes, and planning changes nothing"
+"`plan`: the planned memory of a step is what training takes, and which batch size fits"
 import gc,sys
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -75,15 +74,6 @@ def test_activations():
     # the first layer's weight isn't needed for a gradient
     assert _activations('copies')==[2*16, 4*(8+1+1+1)+2*(8+16)]
 
-def test_existing_state():
-    "An optimizer that has made steps already has the same bytes"
-    model = mlp()
-    opt = torch.optim.Adam(model.parameters())
-    before = sizes(plan_mse(model, opt))
-    F.mse_loss(model(xb), yb).backward()
-    opt.step()
-    assert sizes(plan_mse(model, opt))==before
-
 def test_frozen():
     "Frozen parameters have neither gradients nor state, and need no activations"
     model,whole = mlp(),mlp()
@@ -91,13 +81,6 @@ def test_frozen():
     plan = plan_mse(model)
     assert sizes(plan)==[sum(p.nbytes for p in whole.parameters()), 4*17, 2*4*17+2*4]
     assert plan.table.activations.float32<plan_mse(whole).table.activations.float32
-
-def test_tied():
-    "A shared weight counts once"
-    model = nn.Sequential(nn.Linear(8,8), nn.Tanh(), nn.Linear(8,8), nn.Linear(8,1))
-    model[2].weight = model[0].weight
-    n = 4*(64+8+8+9)
-    assert sizes(plan_mse(model))==[n,n,2*n+4*5]
 
 @pytest.mark.parametrize('use_reentrant', [False,True])
 def test_checkpoint(use_reentrant):
@@ -130,31 +113,6 @@ def test_any_batch_size(n):
         _loss(n).backward()
     assert max(live.log)==planned(plan, n)
 
-def test_small():
-    "One parameter and one number"
-    plan = plan_mse(nn.Linear(1,1,bias=False), batch=(torch.ones(1,1),torch.ones(1,1)))
-    assert sizes(plan)==[4,4,2*4+4] and 20<planned(plan, 1)<100
-
-def test_other_operations():
-    "If four items take more operations than two, the peaks of the forward pass and of the rest are compared"
-    model = nn.Sequential(nn.Linear(64,64), nn.ReLU(), nn.Linear(64,64))
-    def _plan(views):
-        def _loss(n):
-            x = torch.randn(n,64)
-            for _ in range(views*n): x = x.view_as(x)
-            return model(x).square().mean()
-        return plan_memory(model, _loss, sgd(model), 4)
-    more,same = _plan(1),_plan(0)
-    assert more.steps['float32'][-1].shape[1]<same.steps['float32'][-1].shape[1]
-    for n in (4,100,1000): assert abs(planned(more, n)/planned(same, n)-1)<.1
-
-def test_keep():
-    "Kept modules save float32 activations"
-    model = mlp()
-    halves = [half_precision(model, torch.bfloat16, o) for o in (nn.GELU,())]
-    kept,plan = (plan_mse(model, half=o)._replace(items=1000).table.activations for o in halves)
-    assert kept.copies>plan.copies and kept.float32==plan.float32
-
 # --- What it says
 
 def test_batch_size():
@@ -165,50 +123,7 @@ def test_batch_size():
             assert planned(plan, n, name)<=gb*2**30<planned(plan, n+1, name)
     assert (plan.batch_size(1e-6)==0).all()
 
-def test_prints():
-    plan = plan_mse(mlp())._replace(items=100)
-    assert repr(plan).startswith('MB with batch size 100:\n') and 'autocast' in repr(plan)
-    assert '<table' in plan._repr_html_() and 'activations' in plan._repr_html_()
-
-def test_bad_batch_size():
+def test_bad_numbers():
     with pytest.raises(ValueError, match='batch_size=0 must be positive'): plan_memory(mlp(), None, None, 0)
-
-@pytest.mark.parametrize('gb', [0,-1,float('nan')])
-def test_bad_gb(gb):
-    with pytest.raises(ValueError, match='must be positive'): plan_mse(mlp()).batch_size(gb)
-
-def test_half_model():
-    with pytest.raises(ValueError, match='no float32 parameters'): plan_mse(mlp().half())
-
-# --- What it leaves alone
-
-def state_of(model, opt):
-    numbers = [o.clone() for o in (*model.parameters(),*model.buffers())]
-    flags,grads = [m.training for m in model.modules()],[p.grad for p in model.parameters()]
-    return numbers,torch.get_rng_state(),flags,deepcopy(opt.state_dict()),grads
-
-@pytest.mark.parametrize('opt_func', opts.values(), ids=opts)
-@pytest.mark.parametrize('fails', [False,True])
-def test_changes_nothing(opt_func, fails):
-    "Weights, statistics, gradients, random numbers, flags, optimizer; also after an error in the loss"
-    model = nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.Dropout(.5), nn.Linear(16,1))
-    model[2].eval()
-    opt = opt_func([*model.parameters()], lr=.1)
-    F.mse_loss(model(xb), yb).backward()
-    opt.step()
-    calls = []
-    def _loss(n):
-        calls.append(n)
-        if fails and len(calls)==5: raise ZeroDivisionError
-        x,y = some((xb,yb), n)
-        return F.mse_loss(model(x), y)
-    before = state_of(model, opt)
-    gradients = [g.clone() for g in before[-1]]
-    try: plan_memory(model, _loss, opt, 4)
-    except ZeroDivisionError: assert fails
-    after = state_of(model, opt)
-    for a,b in zip(before[0],after[0]): assert a.equal(b)
-    assert before[1].equal(after[1]) and before[2]==after[2] and str(before[3])==str(after[3])
-    for a,b,g in zip(before[4],after[4],gradients): assert a is b and a.equal(g)
-    assert not model._forward_hooks and 'forward' not in vars(model)
-    assert calls==[2, 2,2, 2,4, 2,4, 2,4][:5 if fails else 9]
+    for gb in (0,math.nan):
+        with pytest.raises(ValueError, match='must be positive'): plan_mse(mlp()).batch_size(gb)

@@ -25,7 +25,7 @@ def test_trains_on(name, to):
     full.fit(20, lr=1e-3) # eight epochs of four steps were skipped
     assert abs(learn.validate()[0]/full.validate()[0]-1)<.02
     assert '32 steps in a row were skipped' in told and 'Precision is the cause' in told
-    assert "Kept in float32 from step 32: ['1']. To do so from the start: keep=['1']." in told
+    assert "Kept in float32 from step 32: ['1']. To do so from the start: keep='1'." in told
     assert learn.mixed_precision.state.rescued==(('1',32),)
     assert '1 is kept in float32 since step 32.' in learn.precision_recorder.summary()
     table = learn.mixed_precision.policy().set_index('module')
@@ -109,7 +109,7 @@ def test_exported(tmp_path):
 def test_own_keep():
     "The text says what is kept already, too"
     told, = fit(sick['softmax'].make().to_fp16(keep='2', rescue=True), 9)
-    assert "keep=['1'], beside keep='2'." in told
+    assert "To do so from the start: keep=['2', '1']." in told
 
 # --- Another model, names like patterns
 

@@ -49,9 +49,3 @@ def forked():
     from interpreters import forking
     fastai = 'fastai.tabular.all,fastai.text.all,fastai.vision.all'
     with forking(f'{fastai},mp_callbacks.all,torch._dynamo') as run: yield run
-
-@pytest.fixture(scope='module')
-def forked_plain():
-    "As `forked`, without fastai"
-    from interpreters import forking
-    with forking('matplotlib.pyplot,pandas,torch._dynamo') as run: yield run

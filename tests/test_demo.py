@@ -3,7 +3,7 @@
 The file takes long because it trains the models of the demo."""
 import re,signal,subprocess,sys
 
-import matplotlib.image,matplotlib.pyplot as plt,pandas as pd,pytest,torch
+import matplotlib.image,pandas as pd,pytest,torch
 
 from mp_callbacks import demo
 from mp_callbacks.demo import main
@@ -21,21 +21,15 @@ def test_run(tmp_path):
     res = subprocess.run([*cmd, *args], capture_output=True, text=True)
     assert res.returncode==0, res.stderr
     assert 'Traceback' not in res.stderr
-    emulated = support('cpu', 'f16')=='emulated'
-    assert res.stderr.count('only emulates float16')==emulated # once, though there are two float16 runs
     assert all(o.startswith(('Note: ',*demo.precisions)) for o in res.stderr.splitlines())
     lines = [o.split() for o in res.stdout.splitlines()]
     header = next(o for o in lines if o[:1]==['precision'])
     rows = {o[0]:o for o in lines if o and o[0] in demo.precisions}
     assert list(rows)==list(demo.precisions) and all(len(o)==len(header) for o in rows.values())
     assert rows['fp32'][header.index('speedup')]=='1.00x' and rows['fp32'][-2:]==['-','-']
-    if emulated:
-        shown = [o[header.index('support')] for o in rows.values()]
-        assert shown==[support('cpu', o) for o in demo.precisions.values()]
     assert [rows[o][-1]=='-' for o in rows]==[True,True,False,True,False] # only float16 has a loss scale
-    assert lines[2][0]=='torch' and re.fullmatch(r'.*: about \d+ seconds', res.stdout.splitlines()[3+emulated])
     said = [o[0] for o in lines if o]
-    assert said.index('precision')<next(said.index(o) for o in ('Use','Stay','No') if o in said)<said.index('Table:')
+    assert said.index('torch')<said.index('precision')<said.index('Table:')
     csv,png = tmp_path/'new/out/precisions.csv',tmp_path/'new/out/precisions.png'
     assert res.stdout.splitlines()[-2:]==[f'Table: {csv}',f'Plot: {png}']
     df = pd.read_csv(csv, index_col='precision')
@@ -73,7 +67,7 @@ def fake_run(monkeypatch, noise=1., **ms):
 # --- Errors
 
 @pytest.mark.parametrize('args,says', [
-    (['--epochs', '-2'],                  "argument --epochs: '-2' must be a whole number above 0"),
+    (['--epochs', '0'],                   "argument --epochs: '0' must be a whole number above 0"),
     (['--size', '0'],                     "argument --size: '0' must be a number above 0 and not above 16"),
     (['--size', 'nan'],                   "argument --size: 'nan' must be a number"),
     (['--size', 'big'],                   "argument --size: 'big' must be a number"),
@@ -163,24 +157,6 @@ def test_ties(noise, use, capsys, tmp_path, monkeypatch):
     _,out,_ = run(capsys, tmp_path, '--precision', 'native_bf16', 'bf16')
     assert 'in each of fp32, bf16, native_bf16: about' in out # and float32, in the order of preference
     assert f'Use learn.to_{use}() here' in out and ('within the noise: native_bf16' in out)==(use=='bf16')
-
-@pytest.mark.parametrize('counted,scaled', [(False,False),(True,True)])
-def test_plot(counted, scaled):
-    "Peak memory and loss scale have panels only if they were measured; each line is the difference to float32"
-    runs = [demo.Run('fp32', [2.,1.], .9, .3, (2.,3.,5.)), demo.Run('bf16', [2.,1.5], .9, .3, (1.,2.,3.))]
-    if counted: runs = [o._replace(peak_mib=2.) for o in runs]
-    if scaled:  runs.append(demo.Run('fp16', [2.,1.5], .9, .3, (1.,2.,3.), 1., 2., [8.,4.], [True,False]))
-    axs = demo.plot_runs(runs, 'a title')
-    try:
-        assert axs.keys()=={'time','loss',*['memory']*counted,*['scale']*scaled}
-        assert [o.get_width() for o in axs['time'].patches[:2]]==[3,2]
-        assert [o.get_ydata().tolist() for o in axs['loss'].lines[:2]]==[[0,0],[0,.5]]
-        assert axs['time'].figure.get_suptitle()=='a title'
-    finally: plt.close('all')
-
-def test_help(capsys):
-    assert main(['--help'])==0
-    assert '--precision' in capsys.readouterr().out
 
 @pytest.mark.parametrize('name', crossed(demo.recipes, fast=lambda o: o=='mlp'))
 def test_models_learn(name):

@@ -152,10 +152,9 @@ def test_rank_ends(fault, precision, tmp_path, whole):
     check(tmp_path, whole, fault[0], precision, fault[1])
 
 @pytest.mark.slow
-@pytest.mark.parametrize('rank', [0,1])
-def test_rank_hangs(rank, tmp_path, whole):
+def test_rank_hangs(tmp_path, whole):
     "The other rank notices after the time-out of the process group, but not which rank is late"
-    check(tmp_path, whole, 'hangs_in_data', rank=rank, says='Timed out waiting|Application timeout')
+    check(tmp_path, whole, 'hangs_in_data', says='Timed out waiting|Application timeout')
 
 @pytest.mark.parametrize('name,rank', crossed(['hangs_in_data','killed'], [1,0], fast=lambda *o: o==('killed',1)))
 def test_late_rank_is_named(name, rank, tmp_path):
@@ -175,17 +174,14 @@ def test_plain_save_is_cut_off(tmp_path):
 # --- The programs that start several processes
 
 accelerate = '-m accelerate.commands.launch --multi_gpu --num_processes 2'.split()
-launchers = [pytest.param([], 1, id='alone'), pytest.param(accelerate, 2, id='accelerate')]
 
 @pytest.mark.slow
-@pytest.mark.parametrize('launcher,world', launchers)
-def test_example(launcher, world, tmp_path):
+def test_example(tmp_path):
     "Trains, one process prints, and one process can load what was saved; the page on several GPUs runs it by torchrun"
-    res = launch([*launcher, str(script), '--precision', 'fp16', '--send', 'bf16', '--epochs', '2'], tmp_path)
+    res = launch([*accelerate, str(script), '--precision', 'fp16', '--send', 'bf16', '--epochs', '2'], tmp_path)
     assert res.returncode==0, res.stdout
     found = re.findall(r'^accuracy ([.\d]+)$', res.stdout, re.M)
-    assert len(found)==1 and float(found[0])>.85, res.stdout
-    assert f'\n{92//world} steps, none skipped' in res.stdout, res.stdout
+    assert len(found)==1 and float(found[0])>.85 and '\n46 steps, none skipped' in res.stdout, res.stdout
     example = load_example()
     learn = Learner(example.get_dls(64), example.get_model(), CrossEntropyLossFlat(), metrics=accuracy, path=tmp_path)
     learn.to_fp16().load('digits_1')

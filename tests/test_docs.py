@@ -2,7 +2,7 @@
 
 README itself is compared by `make check`, which `make test` begins with. Cells are run by `nbdev-test` and
 `test_notebooks.py`; here, that no name in them comes from a hidden cell."""
-import ast,builtins,importlib.util,inspect,os,re,subprocess,sys
+import ast,builtins,inspect,os,re,subprocess,sys
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -16,13 +16,9 @@ from test_notebooks import yours
 pytest.importorskip('latex2mathml', reason='needs the docs extra')
 root = Path(__file__).resolve().parent.parent
 
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    mod = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mod)
-    return mod
+sys.path.insert(0, str(root/'docs'))
+import pages
 
-pages = load(root/'docs/pages.py')
 github,site,deep = pages.GitHub(),pages.Site(Path('index.md')),pages.Site(Path('tutorials/first.md'))
 
 # --- The builder
@@ -48,15 +44,13 @@ diff = '```diff\n-a = 1\n+a = 2\n\n for b in c:\n+    b\n```'
 def test_text(dialect, text, want): assert pages.to_dialect(text, dialect)==want
 
 def test_code_of_the_site():
-    "What is folded, and what a diff leads to, to copy; formulas"
+    "What is folded, and what a diff leads to, to copy; formulas; what is printed"
     assert site.code('x = 1', 'Data')=='??? example "Data"\n\n    ```python\n    x = 1\n    ```'
     new = pages.to_dialect(diff, site).partition('??? example')[2]
     assert new.splitlines()[2:]==['    ```python','    a = 2','','    for b in c:','        b','    ```']
     math = pages.to_dialect('$x^2$ costs $5 or $6', site)
     assert math.startswith('<math') and math.endswith('</math> costs $5 or $6')
-
-def test_prose_and_columns():
-    "Sentences wrap on a narrow screen, columns don't, also if they are printed together"
+    # sentences wrap on a narrow screen, columns don't, also if they are printed together
     both = site.text('Two rows:\n\na    b\n1    2\n\nSo it is.\n\nReally.')
     assert ['.prose' in o for o in re.findall('^``` {.*', both, re.M)]==[True,False,True] and 'is.\n\nReally' in both
 
@@ -66,30 +60,30 @@ class Pair(NamedTuple):
     b: str='x'  # The second
 
 def both(x:'int|str', # What | which
-         *, keep=load, # Another `Pair`
+         *, keep=len, # Another `Pair`
         )->int: # Their number
     "Count"
 
 def test_symbols():
     assert pages.signature(Pair, 'Pair')=="class Pair(a:int, b:str='x')"
-    assert pages.signature(both, 'both')=='both(x:int|str, *, keep=load) -> int'
+    assert pages.signature(both, 'both')=='both(x:int|str, *, keep=len) -> int'
     assert pages.signature(lambda f, /, *args, **kwargs: 0, 'f')=='f(f, /, *args, **kwargs)'
     def rows(o): return pages.param_table(o, github).splitlines()[2:]
     assert rows(Pair)==['| `a` | `int` |  | The first |', "| `b` | `str` | `'x'` | The second |"]
     assert rows(both)==[r'| `x` | <code>int&#124;str</code> |  | What \| which |',
-        '| `keep` |  | `load` | Another `Pair` |', '| *returns* | `int` |  | Their number |']
+        '| `keep` |  | `len` | Another `Pair` |', '| *returns* | `int` |  | Their number |']
 
-def test_outputs():
-    def save(data): return f'{len(data)} bytes'
-    class Out(dict):
-        def __getattr__(self, k): return self[k]
-    table = ('<style>p{}</style><div>\n  <table border="1" class="dataframe">'
-             '<tr style="text-align: right;"><td>1</td></tr></table></div>')
-    def displayed(data, dialect): return pages.output(Out(output_type='display_data', data=data), dialect, save)
-    assert displayed({'text/html': table}, github)=='<div><table><tr><td>1</td></tr></table></div>'
-    assert displayed({'image/png': 'AAAA', 'text/plain': 'Figure'}, site)=='3 bytes'
-    def printed(name): return pages.output(Out(output_type='stream', name=name, text='hi\n'), github, save)
-    assert printed('stdout')=='```text\nhi\n```' and printed('stderr') is None
+class Output(dict):
+    def __getattr__(self, k): return self[k]
+
+@pytest.mark.parametrize('out,want', [
+    (dict(data={'text/html':'<style>p{}</style><table border="1" class="dataframe">\n  <td>1</td></table>'}),
+     '<table><td>1</td></table>'),
+    (dict(data={'image/png':'AAAA', 'text/plain':'Figure'}), '3 bytes'),
+    (dict(output_type='stream', name='stdout', text='hi\n'), '```text\nhi\n```'),
+    (dict(output_type='stream', name='stderr', text='hi\n'), None)])
+def test_outputs(out, want):
+    assert pages.output(Output(dict(output_type='display_data')|out), github, lambda o: f'{len(o)} bytes')==want
 
 def test_sidebar():
     "Each page has its place in it; a beginner's parts have at most seven"
@@ -115,22 +109,15 @@ def test_root_files(tmp_path):
 class Talk:
     "A callback"
     _methods = ['before_fit']
-    def __repr__(self): return ''
     def before_fit(self): "An event"
     def say(self, word, times=2): "Say `word`"
     def quiet(self): pass
     @property
-    def log(self):
-        """All that
-
-        was said"""
-    @classmethod
-    def loud(cls): "A loud | one"
+    def log(self): "All | that\n\nwas said"
 
 def test_members():
     table = pages.member_table(Talk, 'Talk', {'Talk.log'}, github).splitlines()
-    assert table[2:]==['| `say(word, times)` | Say `word` |', '| [`log`](#talk.log) | All that |',
-                       r'| `loud()` | A loud \| one |']
+    assert table[2:]==['| `say(word, times)` | Say `word` |', r'| [`log`](#talk.log) | All \| that |']
     assert pages.member_table(Pair, 'Pair', set(), github)==''
 
 # --- What the notebooks need

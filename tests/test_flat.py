@@ -136,15 +136,6 @@ def test_anything(name, seed):
 
 # --- What can't be flat
 
-@pytest.mark.parametrize('where', [(0,0),(0,1)])
-def test_listed_twice(where):
-    "In one group or in two: fastai steps on it twice"
-    twins = Twins(optimizers['momentum'], [[nn.Parameter(torch.randn(n)) for n in (3,4)] for _ in range(2)])
-    twins.each(lambda o: o.param_lists[where[1]].append(o.param_lists[where[0]][1]))
-    for i in range(3):
-        twins.each(new_grads)
-        twins.step(f'step {i}')
-
 def test_unusual_gradients():
     "Parameters with sparse, complex, or other gradients are stepped on as they are"
     dtypes = [torch.float32]*3+[torch.complex64]

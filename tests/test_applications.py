@@ -181,8 +181,7 @@ def transformers_bert():
                           attention_probs_dropout_prob=0., **sizes)
     return Learner(dls, t.BertForSequenceClassification(config), loss_func=of_logits)
 
-in_short = dict(tabular_classes='fp16', tabular_regression='native_fp16',
-                collab_net='native_bf16', transformers_bert='native_bf16')
+in_short = dict(tabular_classes='fp16', tabular_regression='native_fp16', transformers_bert='native_bf16')
 # Those with four precisions in two of them, with copies in one dtype, and native in the other
 cases = [slow_unless(in_short.get(k)==mode, k, mode) for i,(k,o) in enumerate(apps.items())
          for j,mode in enumerate(o[1]) if len(o[1])<4 or in_short.get(k)==mode or (i+j+j//2)%2==0]

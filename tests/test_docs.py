@@ -39,7 +39,6 @@ diff = '```diff\n-a = 1\n+a = 2\n\n for b in c:\n+    b\n```'
     (site,   'a `Learner`',                  'a [`Learner`](https://docs.fast.ai/learner.html#learner)'),
     (site,   'its `module` and `_norms`',    'its `module` and `_norms`'),
     (site,   code,                           code),
-    (github, '$x^2$ costs $5 or $6',         '$x^2$ costs $5 or $6'),
     (github, diff,                           diff)])
 def test_text(dialect, text, want): assert pages.to_dialect(text, dialect)==want
 

@@ -10,7 +10,7 @@ import pytest,torch
 from torch import nn
 import torch.nn.functional as F
 
-from mp_callbacks import emily,functional,jmp,mpx
+from mp_callbacks import emily,jmp,mpx
 from mp_callbacks.functional import (all_finite,grad,leaves,optimizer_update,scale_tree,train_step,tree_map,
                                      unscale_tree,value_and_grad)
 from mp_callbacks.grads import prepare_grads

@@ -1,7 +1,11 @@
 """Turn the notebooks in nbs/ into Markdown: `pages` for the site, `readme` for README.md
 
-Nothing is run: the outputs are those saved in the notebooks, and what is documented is looked up in the imported package."""
-import argparse,ast,base64,inspect,json,os,re,shutil,sys
+Nothing is run: the outputs are those saved in the notebooks, and what is documented is looked up in the package. Three
+dialects of Markdown are written: GitHub's, plain Markdown, which docstrings link to, and the site's. Zensical does the
+rest: the sidebar and the look are in mkdocs.yml, and it checks the links between pages. nbdev finds notebooks, removes
+hidden cells, and knows where names are documented; its own pages need Quarto, and its tables of parameters have no
+links."""
+import argparse,ast,base64,inspect,json,os,re,shutil,sys,yaml
 from functools import lru_cache
 from html import escape
 from importlib import import_module
@@ -17,27 +21,16 @@ from nbdev.config import get_config,nbpath2html
 from nbdev.doclinks import NbdevLookup,nbglob
 from nbdev.processors import FilterDefaults,add_links,exec_show_docs
 
-cfg  = get_config(Path(__file__).resolve().parent)
+here = Path(__file__).resolve().parent
+cfg  = get_config(here)
 base = cfg.doc_url.rstrip('/')+'/'
-vocabularies = {'jmp','mpx','emily','fastai16'} # other libraries' names, many of them ours or plain words: they don't become links
 blob = f'{cfg.git_url}/blob/{cfg.branch}/' # the repository's files
-# The cell that makes a notebook work in Colab, under `#| hide` and `#| eval: false`. A page links to Colab if its notebook has it.
+vocabularies = {'jmp','mpx','emily','fastai16'} # their names, often ours or plain words, don't become links
+# The cell that makes a notebook work in Colab. A page links to Colab if its notebook has it.
 install = f'! [ -e /content ] && pip install -Uqq git+{cfg.git_url}'
-# The sidebar: notebooks in nbs/, and files of the repository's root. What a beginner reads comes first, formulas and internals last.
-sidebar = {
-    'Home': 'index',
-    'First steps': 'tutorials/get_started howto/which_precision howto/migrate howto/applications tutorials/measure',
-    'How-to': 'howto/examples howto/troubleshooting howto/recorder_and_report howto/checkpoints howto/accumulation_and_clipping '
-              'howto/less_memory howto/keep',
-    'Advanced': 'tutorials/your_own_loop howto/other_trainers howto/from_other_libraries howto/several_gpus howto/callbacks howto/fp8',
-    'Concepts': 'explanations/training_step tutorials/underflow howto/results explanations/quality explanations/tested_models explanations/guarantees '
-                'explanations/comparison explanations/presets explanations/scale',
-    'Reference': '13_learner 12_looks 12a_checkup 11_recorder 10d_callback 03_half 02c_ways 04_functional 01_loss_scale 02_grads 06_nonfinite '
-                 '07_half_report 08_plan 09_fp8 09a_fp8_report 00_dtypes 00a_devices 05_flat names.md',
-    "Other libraries' names": '20_jmp 21_mpx 22_emily 23_fastai16',
-    'Contributing': 'CONTRIBUTING.md explanations/architecture 10_inside 10a_skipped 10b_step 10c_precision 02a_modules 02b_cast 30_demo CHANGELOG.md'}
-generated = ['names.md'] # by this script
-root_files = [o for part in sidebar.values() for o in part.split() if o.endswith('.md') and o not in generated]
+sidebar = {k: v if isinstance(v, list) else [v] for part in yaml.safe_load((here/'mkdocs.yml').read_text())['nav']
+           for k,v in part.items()}
+generated,root_files = 'names.md',['CONTRIBUTING.md','CHANGELOG.md'] # pages that come from no notebook
 
 # --- What the pages are made of, in three dialects of Markdown
 
@@ -49,7 +42,6 @@ class GitHub:
         p,sep,frag = url.partition('#')
         if not p.endswith('.ipynb') or '://' in p: return url
         return base+os.path.normpath(self.page.parent/nbpath2html(p)).replace(os.sep, '/')+sep+frag
-    def callout(self, kind, body): return '\n'.join(f'> {o}'.rstrip() for o in [f'[!{kind.upper()}]', *body.splitlines()])
     def symbol(self, name, anchors, source): return f'### {name}' + (f' ([source]({source}))' if source else '')
     def code(self, s, summary=None): return f'```python\n{s}\n```'
     def text(self, s): return f'```text\n{s.rstrip()}\n```'
@@ -72,10 +64,10 @@ class Site(GitHub):
         if not p.startswith(base): return p+sep+frag
         page = Path(p.removeprefix(base) or 'index.html').with_suffix('.md')
         return os.path.relpath(page, self.page.parent).replace(os.sep, '/')+sep+frag
-    def callout(self, kind, body): return f'!!! {kind}\n\n'+indent(body, '    ')
     def symbol(self, name, anchors, source):
         ids = ''.join(f'<a id="{o}"></a>' for o in anchors[1:])
-        return '\n\n'.join(o for o in (ids, f'### {name} {{ #{anchors[0]} }}', f'[source]({source}){{ .source }}' if source else '') if o)
+        link = f'[source]({source}){{ .source }}' if source else ''
+        return '\n\n'.join(o for o in (ids, f'### {name} {{ #{anchors[0]} }}', link) if o)
     def code(self, s, summary=None):
         "With a `summary`, the code shows after a click on it"
         res = super().code(s)
@@ -92,30 +84,29 @@ class Site(GitHub):
     def math(self, s): return mathml(s)
     def image(self, path, alt): return f'<figure markdown="span">\n![{alt}]({path})\n</figure>'
 
-_callout = re.compile(r'^::: *\{\.callout-(\w+)\} *\n(.*?)^::: *$', re.M|re.S)
-_alert   = re.compile(r'^> \[!(\w+)\] *\n((?:^>.*\n?)+)', re.M)
-_diff    = re.compile(r'^```diff\n(.*?)^```', re.M|re.S)
-_link    = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|\]\((?P<url>[^)\s]+)', re.M|re.S)
-_math    = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|(?<![\\\w$])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?!\d)', re.M|re.S)
+_diff = re.compile(r'^```diff\n(.*?)^```', re.M|re.S)
+_link = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|\]\((?P<url>[^)\s]+)', re.M|re.S)
+_math = re.compile(r'(?P<code>^```.*?^```|`[^`\n]+`)|(?<![\\\w$])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?!\d)',
+                   re.M|re.S)
 
 @lru_cache
 def documented():
-    "Where the names are documented that become links: ours, except private ones and the vocabularies'; fastai's and fastcore's, except plain words"
+    "Where names are documented that become links: ours; fastai's and fastcore's, except plain words"
     res = {k: v for k,v in NbdevLookup().syms.items() if not re.fullmatch('[a-z]+', k) or str(v[0]).startswith(base)}
     for mod,syms in import_module(f'{cfg.lib_path.name}._modidx').d['syms'].items():
         for k,(page,file) in syms.items():
             name,old = k.removeprefix(f'{mod}.'),res.get(k.removeprefix(f'{mod}.'))
             if mod.split('.')[-1] not in vocabularies: res[name] = f'{base}{page}',file,old[2].replace(old[1], file)
-    def wanted(k, v): return not re.search(r'(^|\.)_', k) and (not isinstance(v, tuple) or Path(v[1]).stem not in vocabularies)
+    def wanted(k, v):
+        return not re.search(r'(^|\.)_', k) and (not isinstance(v, tuple) or Path(v[1]).stem not in vocabularies)
     return {k: v for k,v in res.items() if wanted(k, v)}
 
 def to_dialect(s, d, names=()):
-    "Markdown `s` in dialect `d`: callouts, formulas, links; and a link where back-ticks have a documented name that is not in `names`"
+    "Markdown `s` in dialect `d`: links, formulas, diffs; documented names in back-ticks become links, but for `names`"
     lookup = NbdevLookup()
     lookup.syms = {k: v for k,v in documented().items() if k not in names}
-    s = re.sub(r'\[([^][]*)\[(`[^`]*`)\]\([^)]*\)([^][]*)\]\(', r'[\1\2\3](', lookup.linkify(s) or '') # no link in a link
-    s = _callout.sub(lambda m: d.callout(m[1], m[2].strip()), s)
-    s = _alert.sub(lambda m: d.callout(m[1].lower(), re.sub('(?m)^> ?', '', m[2]).strip())+'\n', s)
+    s = lookup.linkify(s) or ''
+    s = re.sub(r'\[([^][]*)\[(`[^`]*`)\]\([^)]*\)([^][]*)\]\(', r'[\1\2\3](', s) # no link in a link
     s = _link.sub(lambda m: m[0] if m['code'] else f']({d.link(m["url"])}', s)
     s = _math.sub(lambda m: m[0] if m['code'] else d.math(m['inline']), s)
     return _diff.sub(lambda m: d.diff(m[1]), s)
@@ -128,7 +119,7 @@ def internal(name, ns):
     return attr.startswith('_') or bool(cls) and attr in getattr(eval(cls, ns), '_methods', ())
 
 def namespace(mod):
-    "What a notebook that exports to `mod` can document: the names in `mod`, or in every module if it exports nothing"
+    "What a notebook can document: the names in `mod`, to which it exports, or in every module"
     mods = [mod] if mod else sorted(o.stem for o in cfg.lib_path.glob('[!_]*.py'))
     return {k: v for o in mods for k,v in vars(import_module(f'{cfg.lib_path.name}.{o}')).items()}
 
@@ -140,8 +131,9 @@ def default_name(o):
 def returns(func): return '' if inspect.isclass(func) else type_name(inspect.signature(func).return_annotation)
 
 def parameters(func):
-    "What `func` is called with; for a fastai callback without the events, each of which could be passed as a function"
-    return [o for o in inspect.signature(func).parameters.values() if o.name not in ('self', *getattr(func, '_methods', ()))]
+    "What `func` is called with; for a fastai callback without the events, which could be passed, too"
+    without = 'self',*getattr(func, '_methods', ())
+    return [o for o in inspect.signature(func).parameters.values() if o.name not in without]
 def comments(func):
     "What the source says about each parameter of `func`, and as `return` about its result"
     if not hasattr(func, '_fields'): return docments(func, returns=not inspect.isclass(func))
@@ -156,16 +148,19 @@ def signature(func, name):
     for p,after in zip(ps, [*ps[1:], None]):
         if p.kind is p.KEYWORD_ONLY and not any(o.startswith('*') for o in args): args.append('*')
         anno,default = type_name(p.annotation),default_name(p.default)
-        args.append({p.VAR_POSITIONAL: '*', p.VAR_KEYWORD: '**'}.get(p.kind, '') + p.name + (anno and f':{anno}') + (default and f'={default}'))
+        stars = {p.VAR_POSITIONAL: '*', p.VAR_KEYWORD: '**'}.get(p.kind, '')
+        args.append(stars + p.name + (anno and f':{anno}') + (default and f'={default}'))
         if p.kind is p.POSITIONAL_ONLY and not (after and after.kind is p.kind): args.append('/')
-    head,tail,line = ('class ' if inspect.isclass(func) else '')+name,f' -> {o}' if (o := returns(func)) else '',', '.join(args)
+    head,line = ('class ' if inspect.isclass(func) else '')+name,', '.join(args)
+    tail = f' -> {o}' if (o := returns(func)) else ''
     if len(head+line+tail)>90: line = '\n    '+',\n    '.join(args)+'\n'
     return f'{head}({line}){tail}'
 
 def param_table(func, d):
     "A row for each parameter of `func`, and one for its result, that has a comment"
     def code(s):
-        if '|' in s: return f'<code>{escape(s).replace("|", "&#124;")}</code>' # in back-ticks, not every dialect reads \|
+        # in back-ticks, not every dialect reads \|
+        if '|' in s: return f'<code>{escape(s).replace("|", "&#124;")}</code>'
         return s and f'`{s}`'
     ps,texts = parameters(func),comments(func)
     names = [o.name for o in ps]
@@ -177,11 +172,12 @@ def param_table(func, d):
     return '\n'.join([lines[0], '|---'*len(cols)+'|', *lines[1:]]) if rows else ''
 
 def member_table(cls, name, shown, d):
-    "A row for each public method and property that the class `cls` itself defines, without events; those in `shown` with a link"
+    "A row for each public method and property of the class `cls` itself, without events; those in `shown` with a link"
     rows = []
     for k,v in vars(cls).items():
         func,doc = getattr(cls, k),inspect.getdoc(getattr(cls, k))
-        if internal(f'C.{k}', dict(C=cls)) or not doc or not (isinstance(v, property) or inspect.isroutine(func)): continue
+        if internal(f'C.{k}', dict(C=cls)) or not doc: continue
+        if not (isinstance(v, property) or inspect.isroutine(func)): continue
         args = [] if isinstance(v, property) else [o.name for o in parameters(func)]
         head = f'`{k}`' if isinstance(v, property) else f'`{k}({", ".join(args)})`'
         if f'{name}.{k}' in shown: head = f'[{head}](#{name.lower()}.{k.lower()})'
@@ -196,15 +192,17 @@ def subject(name, ns):
     return func,inspect.getsourcelines(func)[1]
 
 def symbol_md(name, ns, shown, d):
-    "For the symbol `name`: heading, link to the source, signature, docstring, table of parameters, and of members of a class"
+    "For the symbol `name`: heading, link to the source, signature, docstring, tables of parameters and of members"
     (func,line),lookup = subject(name, ns),NbdevLookup()
     # Links to methods without a heading lead to their class
     anchors = [name, *(o for o in lookup.syms if o.startswith(f'{name}.') and '._' not in o and o not in shown)]
-    file = f'{cfg.lib_path.name}/{Path(inspect.getsourcefile(func)).name}' # not the lookup's, where two modules may have the name
+    # not the lookup's, where two modules may have the name
+    file = f'{cfg.lib_path.name}/{Path(inspect.getsourcefile(func)).name}'
     source = f'{cfg.git_url}/blob/{cfg.branch}/{file}#L{line}' if isinstance(lookup[name], tuple) else None
     res = [d.symbol(name, [o.lower() for o in anchors], source)]
     if not callable(func): return '\n\n'.join([*res, to_dialect(docstring(func), d)])
-    res += [f'```python\n{signature(func, name)}\n```', to_dialect(docstring(func), d, [o.name for o in parameters(func)]), param_table(func, d)]
+    text = to_dialect(docstring(func), d, [o.name for o in parameters(func)])
+    res += [f'```python\n{signature(func, name)}\n```', text, param_table(func, d)]
     if inspect.isclass(func): res.append(member_table(func, name, shown, d))
     return '\n\n'.join(filter(None, res))
 
@@ -245,7 +243,8 @@ def convert(fn, d, files):
     nb.cells = [o for o in nb.cells if o.id not in left_out]
     shown = {v for k,v in symbols.items() if k not in left_out}
     res,cells = [],[]
-    for is_symbol,run in groupby(nb.cells, key=lambda c: c.id in symbols): # nbdev documents what a cell defines from the last to the first
+    # nbdev documents what a cell defines from the last to the first
+    for is_symbol,run in groupby(nb.cells, key=lambda c: c.id in symbols):
         cells += sorted(run, key=lambda c: subject(symbols[c.id], ns)[1]) if is_symbol else run
     for c in cells:
         opts,src = options(c)
@@ -263,19 +262,19 @@ def convert(fn, d, files):
     return about.get('title', fn.stem),about.get('description', ''),'\n\n'.join(o for o in res if o)+'\n'
 
 def convert_file(fn, d):
-    "Title, description and Markdown of the Markdown file `fn` of the root; its links lead to pages of the site, others to the repository"
+    "Title, description and Markdown of the file `fn` of the root; links lead to the site, or else to the repository"
     title,desc,md = re.match(r'# ([^\n]*)\n+(?:> ([^\n]*)\n)?(.*)', fn.read_text(encoding='utf-8'), re.S).groups()
     def link(m):
         if m['code'] or re.match('https?:|#', m['url']): return m[0]
         return ']('+(m['url'].removeprefix('nbs/') if '.ipynb' in m['url'] else blob+m['url'])
     return title,desc or '',to_dialect(_link.sub(link, md), d)
 
-def first_sentence(doc): return re.split(r'(?<=[.?!])\s|\n\n', ' '.join(doc.split(' ')), maxsplit=1)[0].replace('\n', ' ')
+def first_sentence(doc): return re.split(r'(?<=[.?!])\s|\n\n', doc, maxsplit=1)[0].replace('\n', ' ')
 
 def name_index(d):
-    "Title, description and Markdown of the page with all public names, module by module: those of users first, then internals"
+    "Title, description and Markdown of the page with all public names by module: those of users first, then internals"
     modidx = import_module(f'{cfg.lib_path.name}._modidx').d['syms']
-    internals = {re.sub(r'^\d+[a-z]?_', '', o) for o in sidebar['Contributing'].split()}
+    internals = {Path(o).stem for o in sidebar['Contributing']}
     names = [o.split('.')[-1] for o in modidx]
     res = ['The names that a user needs. Those at the end hold the package together, and may change in any version.']
     for name in sorted({*names}-vocabularies, key=lambda o: (o in internals, names.index(o))):
@@ -286,20 +285,17 @@ def name_index(d):
                 if getattr(v, '__module__', None)==mod and inspect.getdoc(v)}
         rows = [f'| `{k}` | {v} |' for k,v in docs.items()]
         head = f'## {name}'+' (internal)'*(name in internals)
-        if rows: res.append('\n'.join([head, '', '| name | what it is |', '|---|---|', *(to_dialect(o, d) for o in rows)]))
+        table = ['| name | what it is |', '|---|---|', *(to_dialect(o, d) for o in rows)]
+        if rows: res.append('\n'.join([head, '', *table]))
     return 'All names','What the package defines, module by module','\n\n'.join(res)+'\n'
 
 # --- The two commands
 
-def page_path(name): return Path(name) if name.endswith('.md') else nbpath2html(Path(name+'.ipynb')).with_suffix('.md')
-
-def navigation(found):
-    "The sidebar, in which each page of `found` has its place"
-    listed = [o for part in sidebar.values() for o in part.split()]
-    if lost := sorted({*found}-{*listed}): sys.exit(f'{", ".join(lost)}: not in the sidebar. Add it to one of the parts of `sidebar` in docs/pages.py.')
-    if gone := [o for o in listed if o not in found]: sys.exit(f'{", ".join(gone)}: in `sidebar` of docs/pages.py, but there is no such file.')
-    parts = {k: [page_path(o).as_posix() for o in v.split()] for k,v in sidebar.items()}
-    return [{k: v if len(v)>1 else v[0]} for k,v in parts.items()]
+def check_sidebar(found):
+    "Zensical doesn't see whether each page of `found` is in the sidebar, nor whether each there exists"
+    listed,where = {o for part in sidebar.values() for o in part},'`nav` of docs/mkdocs.yml'
+    if lost := sorted({*found}-listed): sys.exit(f'{", ".join(lost)}: not in the sidebar. Add it to {where}.')
+    if gone := sorted(listed-{*found}): sys.exit(f'{", ".join(gone)}: in {where}, but there is no such page.')
 
 def notebook_links(fn):
     "Links to the notebook `fn` on GitHub and, if it installs this package there, in Colab"
@@ -313,8 +309,8 @@ def site_page(title, desc, md, links=''):
     meta = dict(description=re.sub(r'[`*[]|\]\([^)]*\)', '', desc or f'{title} of {cfg.title}'))
     if title==cfg.title: meta['title'] = cfg.description # else the browser shows the site's name twice
     meta = ''.join(f'{k}: {json.dumps(v)}\n' for k,v in meta.items())
-    parts = f'---\n{meta}---',f'# {title}',links and f'{links}\n{{ .links data-search-exclude=1 }}',desc and f'{desc}\n{{ .lead }}',md
-    return '\n\n'.join(o for o in parts if o)
+    links,desc = links and f'{links}\n{{ .links data-search-exclude=1 }}',desc and f'{desc}\n{{ .lead }}'
+    return '\n\n'.join(o for o in (f'---\n{meta}---', f'# {title}', links, desc, md) if o)
 
 def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -322,29 +318,30 @@ def write(path, text):
 
 def pages(dest):
     "Write to the folder `dest` a page for each notebook, each page as plain Markdown, and mkdocs.yml"
-    root,here = cfg.path('nbs_path'),Path(__file__).resolve().parent
-    nbs = {o.relative_to(root).with_suffix('').as_posix(): o for o in sorted(nbglob(root, as_path=True))}
-    nav = navigation([*nbs, *generated, *(o for o in root_files if (cfg.config_path/o).exists())])
+    root = cfg.path('nbs_path')
+    nbs = {nbpath2html(o.relative_to(root)).with_suffix('.md'): o for o in sorted(nbglob(root, as_path=True))}
+    check_sidebar([*(o.as_posix() for o in nbs), generated, *root_files])
     shutil.rmtree(dest, ignore_errors=True)
-    for name,fn in nbs.items():
-        page = page_path(name)
+    for page,fn in nbs.items():
         html,plain = dest/'pages'/page,(dest/'md'/page).with_suffix('.html.md')
         write(html, site_page(*convert(fn, Site(page), html.with_suffix('')), notebook_links(fn)))
         title,desc,md = convert(fn, Plain(page), plain.with_name(page.stem))
         write(plain, f'# {title}\n\n> {desc}\n\n{md}')
-    for name in root_files: write(dest/'pages'/name, site_page(*convert_file(cfg.config_path/name, Site(Path(name)))))
-    write(dest/'pages/names.md', site_page(*name_index(Site(Path('names.md')))))
+    for name in root_files:
+        write(dest/'pages'/name, site_page(*convert_file(cfg.config_path/name, Site(Path(name)))))
+    write(dest/'pages'/generated, site_page(*name_index(Site(Path(generated)))))
     shutil.copytree(here/'assets', dest/'pages', dirs_exist_ok=True)
-    site = dict(INHERIT=os.path.relpath(here/'mkdocs.yml', dest), site_name=cfg.title, site_description=cfg.description, site_url=base,
-                repo_url=cfg.git_url, repo_name=f'GitHub, version {cfg.version}', docs_dir='pages', site_dir='site', nav=nav,
-                theme=dict(custom_dir=os.path.relpath(here/'theme', dest)))
+    site = dict(INHERIT=os.path.relpath(here/'mkdocs.yml', dest), site_name=cfg.title, site_url=base,
+                site_description=cfg.description, repo_url=cfg.git_url, repo_name=f'GitHub, version {cfg.version}',
+                docs_dir='pages', site_dir='site', theme=dict(custom_dir=os.path.relpath(here/'theme', dest)))
     write(dest/'mkdocs.yml', json.dumps(site, indent=1))
 
 def readme(folder):
     "README.md as the index notebook has it; its pictures go to README_files in `folder`"
     nb = cfg.path('nbs_path')/cfg.readme_nb
     title,desc,md = convert(nb, GitHub(), folder/'README_files')
-    note = f'<!-- Made from {nb.relative_to(cfg.config_path).as_posix()} by docs/pages.py: edit the notebook, then make check -->'
+    made_from = nb.relative_to(cfg.config_path).as_posix()
+    note = f'<!-- Made from {made_from} by docs/pages.py: edit the notebook, then make check -->'
     return f'# {title}\n\n{note}\n\n> {desc}\n\n{md}'
 
 def main():

@@ -52,7 +52,7 @@ class Fault(Callback):
 
 class LateFault(Fault): order = 20 # after the check of the gradients
 
-class FaultyData(Fault):
+class DataFault(Fault):
     "Call `f` on `rank` while it reads the fourth batch of the second epoch"
     def before_fit(self):
         dl,create_item = self.dls.train,self.dls.train.create_item
@@ -61,8 +61,8 @@ class FaultyData(Fault):
 faults = dict( # name -> what to call and where, and what the rank that does it has in its log
     raises_in_batch    = (Fault,      fail,         'after_pred',   'ValueError.*as asked'),
     raises_before_step = (LateFault,  fail,         'before_step',  'ValueError.*as asked'),
-    raises_in_data     = (FaultyData, fail,         'after_item',   'ValueError.*as asked'),
-    hangs_in_data      = (FaultyData, hang,         'after_item',   ''),
+    raises_in_data     = (DataFault, fail,         'after_item',   'ValueError.*as asked'),
+    hangs_in_data      = (DataFault, hang,         'after_item',   ''),
     interrupted        = (Fault,      interrupt,    'after_loss',   'KeyboardInterrupt'),
     killed             = (Fault,      kill,         'before_batch', ''),
     killed_in_save     = (Fault,      die_in_write, 'after_batch',  ''),
@@ -71,8 +71,7 @@ faults = dict( # name -> what to call and where, and what the rank that does it 
 class Spoil(Callback):
     "The second batch of rank 1 overflows, and both skip it: the checkpoint has a scale that has moved"
     def before_batch(self):
-        if not self.training or rank_distrib()==0 or (self.epoch,self.iter)!=(0,1): return
-        self.learn.xb = (self.xb[0]*torch.inf,)
+        if self.training and rank_distrib()==1 and (self.epoch,self.iter)==(0,1): self.learn.xb = (self.x*torch.inf,)
 
 # --- Processes
 
@@ -94,7 +93,7 @@ def work(rank, path, seconds, *args):
     dist.destroy_process_group()
 
 def run(path, precision, resume=False, fault=None, *args):
-    "Exit codes and logs of both ranks. If the one with the fault hangs, it is killed after the other has ended."
+    "Exit codes and logs of both ranks. One that hangs is killed after the other has ended."
     (path/'init').unlink(missing_ok=True)
     hangs = fault and fault.f is hang
     seconds = patience if hangs else timeout
@@ -142,23 +141,20 @@ def check(path, whole, name, precision='fp16', rank=1, says=gone):
     assert same(load(path/last), load(whole/last)) # weights, buffers, optimizer with the loss scale
     for o in ('0.pt','1.pt'): assert same(load(path/o), load(whole/'0.pt')), o
 
-ends = [(o, 0 if 'save' in o or 'disk' in o else 1) for o in faults if o!='hangs_in_data'] # rank 0 saves
+only_first = 'killed_in_save','full_disk' # rank 0 saves
+ends = [(o,rank) for o in faults if o!='hangs_in_data' for rank in (0,1) if rank==0 or o not in only_first]
 precisions = 'fp16 bf16 native_fp16 native_bf16 fp32'.split()
 def is_quick(fault, precision): return precision=='fp16' and fault[0]=='killed_in_save'
 
-@pytest.mark.parametrize('fault,precision', crossed(ends, precisions, fast=is_quick, thin=3), ids=str)
+@pytest.mark.parametrize('fault,precision', crossed(ends, precisions, fast=is_quick, thin=4), ids=str)
 def test_rank_ends(fault, precision, tmp_path, whole):
     "The other rank notices at once: its connection is closed"
     check(tmp_path, whole, fault[0], precision, fault[1])
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', [n for n,rank in ends if rank==1])
-def test_first_rank_ends(name, tmp_path, whole): check(tmp_path, whole, name, rank=0)
-
-@pytest.mark.parametrize('rank', crossed([1,0], fast=lambda o: o==1))
-def test_rank_hangs(rank, tmp_path, whole):
+def test_rank_hangs(tmp_path, whole):
     "The other rank notices after the time-out of the process group, but not which rank is late"
-    check(tmp_path, whole, 'hangs_in_data', rank=rank, says='Timed out waiting|Application timeout')
+    check(tmp_path, whole, 'hangs_in_data', says='Timed out waiting|Application timeout')
 
 @pytest.mark.parametrize('name,rank', crossed(['hangs_in_data','killed'], [1,0], fast=lambda *o: o==('killed',1)))
 def test_late_rank_is_named(name, rank, tmp_path):
@@ -178,17 +174,14 @@ def test_plain_save_is_cut_off(tmp_path):
 # --- The programs that start several processes
 
 accelerate = '-m accelerate.commands.launch --multi_gpu --num_processes 2'.split()
-launchers = [pytest.param([], 1, id='alone'), pytest.param(accelerate, 2, id='accelerate')]
 
 @pytest.mark.slow
-@pytest.mark.parametrize('launcher,world', launchers)
-def test_example(launcher, world, tmp_path):
+def test_example(tmp_path):
     "Trains, one process prints, and one process can load what was saved; the page on several GPUs runs it by torchrun"
-    res = launch([*launcher, str(script), '--precision', 'fp16', '--send', 'bf16', '--epochs', '2'], tmp_path)
+    res = launch([*accelerate, str(script), '--precision', 'fp16', '--send', 'bf16', '--epochs', '2'], tmp_path)
     assert res.returncode==0, res.stdout
     found = re.findall(r'^accuracy ([.\d]+)$', res.stdout, re.M)
-    assert len(found)==1 and float(found[0])>.85, res.stdout
-    assert f'\n{92//world} steps, none skipped' in res.stdout, res.stdout
+    assert len(found)==1 and float(found[0])>.85 and '\n46 steps, none skipped' in res.stdout, res.stdout
     example = load_example()
     learn = Learner(example.get_dls(64), example.get_model(), CrossEntropyLossFlat(), metrics=accuracy, path=tmp_path)
     learn.to_fp16().load('digits_1')

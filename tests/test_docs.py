@@ -1,94 +1,57 @@
-"""The builder of site and README: what it makes of Markdown and of symbols, and that everything public is documented
+"""README and site: what their builder makes of notebooks, that all that is public is documented, that blocks run
 
-It takes long because pages are pasted and run."""
-import ast,builtins,importlib.util,inspect,os,re,subprocess,sys
+README itself is compared by `make check`, which `make test` begins with. Cells are run by `nbdev-test` and
+`test_notebooks.py`; here, that no name in them comes from a hidden cell."""
+import ast,builtins,inspect,os,re,subprocess,sys
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest,torch
-from fastai.learner import Learner
+import pytest
 from fastcore.nbio import read_nb
 import mp_callbacks.learner # adds the calls
 from interpreters import paste
 from test_notebooks import yours
-from mp_callbacks.devices import support
 
 pytest.importorskip('latex2mathml', reason='needs the docs extra')
 root = Path(__file__).resolve().parent.parent
 
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    mod = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mod)
-    return mod
+sys.path.insert(0, str(root/'docs'))
+import pages
 
-pages = load(root/'docs/pages.py')
 github,site,deep = pages.GitHub(),pages.Site(Path('index.md')),pages.Site(Path('tutorials/first.md'))
 
-def test_readme_in_sync(tmp_path):
-    assert (root/'README.md').read_text(encoding='utf-8')==pages.readme(tmp_path)
-    def pictures(o): return {p.name: p.read_bytes() for p in o.glob('README_files/*')}
-    assert pictures(root)==pictures(tmp_path)
+# --- The builder
 
-def test_links():
-    "A link to a notebook leads to its page: on the site by a relative path, from GitHub to the site"
-    assert github.link('tutorials/first.ipynb')==pages.base+'tutorials/first.html'
-    assert site.link('00_dtypes.ipynb#policy')=='dtypes.md#policy'
-    assert deep.link('../00_dtypes.ipynb#policy')=='../dtypes.md#policy'
-    assert deep.link('second.ipynb')=='second.md'
-    assert deep.link(pages.base+'dtypes.html#policy')=='../dtypes.md#policy'
-    assert deep.link(pages.base)=='../index.md'
-    for d in (github, site, deep):
-        for o in ('https://example.com/a.ipynb', 'https://example.com/a#b', '#here'): assert d.link(o)==o
+code = '```python\nx[0](a.ipynb); y = "$a$ and $b$"\n```\n\n`[a](b.ipynb)` and `$c$`'
+diff = '```diff\n-a = 1\n+a = 2\n\n for b in c:\n+    b\n```'
 
-def test_names_become_links():
-    assert pages.to_dialect('`cast_tree` casts', deep)=='[`cast_tree`](../dtypes.md#cast_tree) casts'
-    assert pages.to_dialect('a `Learner`', site)=='a [`Learner`](https://docs.fast.ai/learner.html#learner)'
-    assert pages.to_dialect('`cast_tree` here', site, names=['cast_tree'])=='`cast_tree` here'
-    assert pages.to_dialect('its `module`', site)=='its `module`' # a plain word, and one of fastai's functions
-    assert pages.to_dialect('`_norms`', site)=='`_norms`' # private
+@pytest.mark.parametrize('dialect,text,want', [
+    # a link to a notebook leads to its page: on the site by a relative path, from GitHub to the site
+    (github, '[a](tutorials/b.ipynb)',       f'[a]({pages.base}tutorials/b.html)'),
+    (site,   '[a](00_dtypes.ipynb#policy)',  '[a](dtypes.md#policy)'),
+    (deep,   '[a](../00_dtypes.ipynb#b)',    '[a](../dtypes.md#b)'),
+    (deep,   f'[a]({pages.base}dtypes.html#b) [c]({pages.base})', '[a](../dtypes.md#b) [c](../index.md)'),
+    (deep,   f'[a]({pages.blob}CONTRIBUTING.md#b)',  '[a](../CONTRIBUTING.md#b)'),
+    (deep,   '[a](https://x.org/a.ipynb) [b](#b)',   '[a](https://x.org/a.ipynb) [b](#b)'),
+    # a name in back-ticks becomes a link, if it isn't private or a plain word, which are fastai's functions, too
+    (deep,   '`cast_tree` casts',            '[`cast_tree`](../dtypes.md#cast_tree) casts'),
+    (site,   'a `Learner`',                  'a [`Learner`](https://docs.fast.ai/learner.html#learner)'),
+    (site,   'its `module` and `_norms`',    'its `module` and `_norms`'),
+    (site,   code,                           code),
+    (github, diff,                           diff)])
+def test_text(dialect, text, want): assert pages.to_dialect(text, dialect)==want
 
-def test_callouts():
-    quarto = '::: {.callout-warning}\nBecause.\n\n    x = 1\n:::\n'
-    alert  = '> [!WARNING]\n> Because.\n>\n> Really.\n'
-    assert pages.to_dialect(quarto, site).strip()=='!!! warning\n\n    Because.\n\n        x = 1'
-    assert pages.to_dialect(quarto, github).strip()=='> [!WARNING]\n> Because.\n>\n>     x = 1'
-    assert pages.to_dialect(alert, site).strip()=='!!! warning\n\n    Because.\n\n    Really.'
-    assert pages.to_dialect(alert, github).strip()==alert.strip()
-
-def test_code_is_left_alone():
-    code = '```python\nx[0](a.ipynb); y = "$a$ and $b$"\n```\n\n`[a](b.ipynb)` and `$c$`'
-    assert pages.to_dialect(code, site)==code
-
-def test_folded_code():
+def test_code_of_the_site():
+    "What is folded, and what a diff leads to, to copy; formulas; what is printed"
     assert site.code('x = 1', 'Data')=='??? example "Data"\n\n    ```python\n    x = 1\n    ```'
-    assert site.code('x = 1')==github.code('x = 1', 'Data')=='```python\nx = 1\n```'
-
-def test_diffs():
-    "The site has what a diff leads to, without signs"
-    diff = '```diff\n-a = 1\n+a = 2\n\n for b in c:\n+    b\n```'
-    assert pages.to_dialect(diff, github)==diff
     new = pages.to_dialect(diff, site).partition('??? example')[2]
     assert new.splitlines()[2:]==['    ```python','    a = 2','','    for b in c:','        b','    ```']
-
-def test_names_of_users_come_first():
-    heads = re.findall('^## (.*)', pages.name_index(site)[2], re.M)
-    assert {'half','callback'}<={*heads} and {'inside (internal)','explain (internal)'}<={*heads}
-    assert [o.endswith(' (internal)') for o in heads]==sorted(o.endswith(' (internal)') for o in heads)
-
-def test_prose_and_columns():
-    "Sentences wrap on a narrow screen, columns don't, also if they are printed together"
+    math = pages.to_dialect('$x^2$ costs $5 or $6', site)
+    assert math.startswith('<math') and math.endswith('</math> costs $5 or $6')
+    # sentences wrap on a narrow screen, columns don't, also if they are printed together
     both = site.text('Two rows:\n\na    b\n1    2\n\nSo it is.\n\nReally.')
     assert ['.prose' in o for o in re.findall('^``` {.*', both, re.M)]==[True,False,True] and 'is.\n\nReally' in both
-    assert '.prose' in site.text('No step was skipped. The loss\nscale was 1.')
-    assert '.prose' not in site.text('a    b\n1    2')
-    assert '.prose' not in github.text('A sentence.')
-
-def test_formulas():
-    assert pages.to_dialect('$x^2$ costs $5 or $6', github)=='$x^2$ costs $5 or $6'
-    res = pages.to_dialect('$x^2$ costs $5 or $6', site)
-    assert res.count('<math')==1 and res.startswith('<math') and 'costs $5 or $6' in res
 
 class Pair(NamedTuple):
     "Two"
@@ -96,73 +59,64 @@ class Pair(NamedTuple):
     b: str='x'  # The second
 
 def both(x:'int|str', # What | which
-         *, keep=load, # Another `Pair`
+         *, keep=len, # Another `Pair`
         )->int: # Their number
     "Count"
 
 def test_symbols():
     assert pages.signature(Pair, 'Pair')=="class Pair(a:int, b:str='x')"
-    assert pages.signature(both, 'both')=='both(x:int|str, *, keep=load) -> int'
+    assert pages.signature(both, 'both')=='both(x:int|str, *, keep=len) -> int'
     assert pages.signature(lambda f, /, *args, **kwargs: 0, 'f')=='f(f, /, *args, **kwargs)'
     def rows(o): return pages.param_table(o, github).splitlines()[2:]
     assert rows(Pair)==['| `a` | `int` |  | The first |', "| `b` | `str` | `'x'` | The second |"]
     assert rows(both)==[r'| `x` | <code>int&#124;str</code> |  | What \| which |',
-        '| `keep` |  | `load` | Another `Pair` |', '| *returns* | `int` |  | Their number |']
+        '| `keep` |  | `len` | Another `Pair` |', '| *returns* | `int` |  | Their number |']
 
-def test_outputs():
-    def save(data): return f'{len(data)} bytes'
-    class Out(dict):
-        def __getattr__(self, k): return self[k]
-    table = ('<style>p{}</style><div>\n  <table border="1" class="dataframe">'
-             '<tr style="text-align: right;"><td>1</td></tr></table></div>')
-    def displayed(data, dialect): return pages.output(Out(output_type='display_data', data=data), dialect, save)
-    assert displayed({'text/html': table}, github)=='<div><table><tr><td>1</td></tr></table></div>'
-    assert displayed({'image/png': 'AAAA', 'text/plain': 'Figure'}, site)=='3 bytes'
-    def printed(name): return pages.output(Out(output_type='stream', name=name, text='hi\n'), github, save)
-    assert printed('stdout')=='```text\nhi\n```' and printed('stderr') is None
+class Output(dict):
+    def __getattr__(self, k): return self[k]
 
-def test_navigation():
-    found = [o for part in pages.sidebar.values() for o in part.split()]
-    nav = pages.navigation(sorted(found))
-    parts = {k:v for part in nav for k,v in part.items()}
-    assert parts['Home']=='index.md' and max(len(parts[o]) for o in ('First steps','How-to','Advanced'))<=7
-    assert parts['Concepts'][0]=='explanations/training_step.md' and parts['Reference'][0]=='learner.md'
-    assert {'inside.md','explain.md','modules.md'}<={*parts['Contributing']}
-    for names,match in (([*found, 'somewhere/x'], 'somewhere/x: not in the sidebar. Add it'),
-                        ([o for o in found if o!='03_half'], '03_half: in `sidebar`.* no such file')):
-        with pytest.raises(SystemExit, match=match): pages.navigation(names)
+@pytest.mark.parametrize('out,want', [
+    (dict(data={'text/html':'<style>p{}</style><table border="1" class="dataframe">\n  <td>1</td></table>'}),
+     '<table><td>1</td></table>'),
+    (dict(data={'image/png':'AAAA', 'text/plain':'Figure'}), '3 bytes'),
+    (dict(output_type='stream', name='stdout', text='hi\n'), '```text\nhi\n```'),
+    (dict(output_type='stream', name='stderr', text='hi\n'), None)])
+def test_outputs(out, want):
+    assert pages.output(Output(dict(output_type='display_data')|out), github, lambda o: f'{len(o)} bytes')==want
+
+def test_sidebar():
+    "Each page has its place in it; a beginner's parts have at most seven"
+    found = [o for part in pages.sidebar.values() for o in part]
+    pages.check_sidebar(found)
+    assert max(len(pages.sidebar[o]) for o in ('First steps','How-to','Advanced'))<=7
+    for names,match in (([*found, 'x.md'], 'x.md: not in the sidebar. Add it'),
+                        ([o for o in found if o!='half.md'], 'half.md: in `nav`.* no such page')):
+        with pytest.raises(SystemExit, match=match): pages.check_sidebar(names)
+    heads = re.findall('^## (.*)', pages.name_index(site)[2], re.M) # on the page of all names internals are the last
+    assert {'half','inside (internal)'}<={*heads}
+    assert [o.endswith(' (internal)') for o in heads]==sorted(o.endswith(' (internal)') for o in heads)
 
 def test_root_files(tmp_path):
-    """Links of a file in the repository's root lead to pages of the site, or else to the repository; so do links to
-    such a file"""
+    "Links of a file in the repository's root lead to pages of the site, or else to the repository"
     (tmp_path/'X.md').write_text('# Title\n\n> About\n\n[a](nbs/00_dtypes.ipynb#policy) [b](CHANGELOG.md) '
                                  '[c](tests/conftest.py) [d](https://x.org) `[e](f)`\n')
     title,desc,md = pages.convert_file(tmp_path/'X.md', site)
     assert (title,desc)==('Title', 'About')
     assert md.strip()==('[a](dtypes.md#policy) [b](CHANGELOG.md) '
                         f'[c]({pages.blob}tests/conftest.py) [d](https://x.org) `[e](f)`')
-    assert deep.link(pages.blob+'CONTRIBUTING.md#layers')=='../CONTRIBUTING.md#layers'
-    assert github.link(pages.blob+'CONTRIBUTING.md')==pages.blob+'CONTRIBUTING.md'
 
 class Talk:
     "A callback"
     _methods = ['before_fit']
-    def __repr__(self): return ''
     def before_fit(self): "An event"
     def say(self, word, times=2): "Say `word`"
     def quiet(self): pass
     @property
-    def log(self):
-        """All that
-
-        was said"""
-    @classmethod
-    def loud(cls): "A loud | one"
+    def log(self): "All | that\n\nwas said"
 
 def test_members():
     table = pages.member_table(Talk, 'Talk', {'Talk.log'}, github).splitlines()
-    assert table[2:]==['| `say(word, times)` | Say `word` |', '| [`log`](#talk.log) | All that |',
-                       r'| `loud()` | A loud \| one |']
+    assert table[2:]==['| `say(word, times)` | Say `word` |', r'| [`log`](#talk.log) | All \| that |']
     assert pages.member_table(Pair, 'Pair', set(), github)==''
 
 # --- What the notebooks need
@@ -268,22 +222,12 @@ def test_documented(mod, name):
     named = [p.name for p in pages.parameters(func) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     assert [o for o in named if not texts.get(o) and f'`{o}`' not in doc]==[]
 
-def test_table_of_options():
-    "The saved table of Learner calls has the options of their signatures, with defaults and meaning"
-    saved = ''.join(next(o for c in read_nb(nbs['13_learner']).cells for o in c.get('outputs', [])
-                         if '| option |' in str(o))['data']['text/markdown'])
-    calls = [getattr(Learner, o) for o in 'to_bf16 to_fp16 to_native_bf16 to_native_fp16 to_fp8'.split()]
-    found = {name:(p.default,pages.comments(f)[name]) for f in reversed(calls)
-             for name,p in inspect.signature(f).parameters.items() if name!='self'}
-    rows = [re.match(r'\| `(.*?)` \| .*? \| `(.*?)` \| (.*?) \|$', o).groups() for o in saved.splitlines()[2:]]
-    assert sorted(rows)==sorted((name,repr(default),text) for name,(default,text) in found.items())
-
 # --- What a page shows can be pasted
 
-def shown(name, without=()):
-    "The code of the page `name` that readers see, in order; cells with a directive in `without` are left out"
+def shown(name):
+    "The code of the page `name` that readers see, in order"
     opts = [pages.options(o) for o in read_nb(nbs[name]).cells if o.cell_type=='code']
-    left_out = {'hide','export','exporti','exports','default_exp',*without}
+    left_out = {'hide','export','exporti','exports','default_exp'}
     return '\n'.join(code for o,code in opts if not left_out & {*o} and o.get('echo')!='false')
 
 def defined(tree):
@@ -308,19 +252,6 @@ def test_names_are_shown(name):
     tree = ast.parse('\n'.join(o for o in shown(name).splitlines() if not re.match(r'\s*[!%]', o)))
     used = {o.id for o in ast.walk(tree) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Load)}
     assert sorted(used-defined(tree))==yours.get(name, [])
-
-@pytest.mark.slow
-@pytest.mark.skipif(support('cpu', torch.bfloat16)=='emulated',
-                    reason='half precision is emulated: numbered notebooks run once, in nbdev-test')
-@pytest.mark.parametrize('name', [o for o in nbs if shown(o) and '/' not in o])
-def test_pasted(name, tmp_path, request):
-    """An interpreter runs what readers see of a page, without the hidden cells
-
-    Slow cells run in `nbdev-test` only. test_notebooks runs tutorials, how-tos and concepts, whose visible cells get no
-    name from hidden ones."""
-    code = '\n'.join(o for o in shown(name, ['slow']).splitlines() if not re.match(r'\s*[!%]', o))
-    run = request.getfixturevalue('forked' if 'fastai' in code else 'forked_plain')
-    run(code, tmp_path)
 
 @pytest.mark.slow
 def test_lightning(tmp_path):

@@ -1,5 +1,6 @@
-"""The sentences below have the figures of the csv files in bench/results, no other has milliseconds, and what cells
-show of files is saved so"""
+"""Pages say what bench/results and the package say: the figures in sentences, and the tables that cells show
+
+No other sentence has milliseconds."""
 import re,sys
 from pathlib import Path
 
@@ -98,7 +99,9 @@ def test_no_other_times(page):
     for _,pattern,_ in [o for o in claims if o[0]==page]: s = re.sub(pattern, '', s)
     assert ms_in_text.findall(s)==[]
 
-made = { # page -> cells that show a file of the repository, after those that read it
+made = { # page -> cells that show a file of the repository or options of the package, after those that they need
+    '13_learner':      (['8a555b94'], ['36453d22']),
+    'presets':         (['21fed665'], ['042170ef']),
     'results':         (['results03','results18'], ['results08']),
     'quality':         (['qual0003'], ['qual0005','qual0011','qual0014']),
     'which_precision': (['1d86b290'], ['82b356e1','82b356e2']),
@@ -110,7 +113,7 @@ made = { # page -> cells that show a file of the repository, after those that re
 
 @pytest.mark.parametrize('page', made)
 def test_tables(page, monkeypatch):
-    "The outputs that are saved in the page are of these files as they are"
+    "The outputs that are saved in the page are of these files, and of the package, as they are"
     monkeypatch.chdir(pages[page].parent)
     monkeypatch.setattr(sys, 'path', [*sys.path]) # cells add folders
     cells,(before,shown),ns = {o.id:o for o in read_nb(pages[page]).cells},made[page],{}

@@ -1,5 +1,5 @@
 "Both sides of each diff of howto/from_other_libraries train the same model to the same loss"
-import json,re,subprocess,sys
+import json,re
 from pathlib import Path
 
 import pytest,torch,torch.nn.functional as F
@@ -59,30 +59,3 @@ def test_both_sides(title, monkeypatch, tmp_path):
 def test_all_libraries():
     assert [*diffs()]==['PyTorch, float16: keep the loop', 'PyTorch, bfloat16: keep the loop',
                         'PyTorch: move to a Learner', 'Lightning', 'Accelerate']
-
-two_processes = """
-import gc,sys
-sys.path.insert(0, {tests!r})
-from test_from_other_libraries import *
-code = side(diffs()['Accelerate'], '+').replace("mixed_precision='no'", "mixed_precision='no', cpu=True")
-model = get_model()
-ns = dict(torch=torch, nn=nn, F=F, epochs=2, model=model, train_dl=loader(train),
-          opt=torch.optim.AdamW(model.parameters(), lr=1e-3), __name__='script')
-exec(code, ns)
-total = sum(p.double().sum().item() for p in model.parameters())
-Path(f"{{ns['accelerator'].process_index}}.txt").write_text(str(total))
-assert type(ns['model']).__name__=='DistributedDataParallel'
-# `end_training` destroys the group, but its threads end only when nothing holds it any more. As the interpreter exits,
-# a thread of gloo that still holds a tensor aborts the process (https://github.com/pytorch/pytorch/pull/179291).
-del model
-ns.clear()
-gc.collect()
-"""
-
-@pytest.mark.slow
-def test_accelerate_on_two_processes(tmp_path):
-    (tmp_path/'script.py').write_text(two_processes.format(tests=str(root/'tests')))
-    cmd = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', tmp_path/'script.py']
-    res = subprocess.run(cmd, cwd=tmp_path, text=True, capture_output=True, timeout=300)
-    assert res.returncode==0, res.stderr
-    assert (tmp_path/'0.txt').read_text()==(tmp_path/'1.txt').read_text()

@@ -1,9 +1,10 @@
-"""The layout is the architecture
+"""The layout is the architecture, and what an import does
 
-Numbers of notebooks are layers, imports point to lower ones, only one module changes fastai, and a class is one piece.
-Lines are short, in the tests, too, and no helper of theirs stands twice."""
+Numbers of notebooks are layers, imports point to lower ones, only one module changes fastai, a class is one piece, no
+module uses a private name of another, and none unpickles. Lines are short, in the tests, too, and no helper of theirs
+stands twice. What a module imports, anywhere in it, is found by grimp, the library below import-linter; its contracts
+would repeat the order that the numbers have."""
 import ast,functools,json,re,subprocess,sys
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -13,82 +14,40 @@ root = Path(__file__).resolve().parent.parent
 pkg,nbs = root/'mp_callbacks',root/'nbs'
 by_hand = {'__init__','__main__','_modidx','all'} # modules that come from no notebook
 
-def numbered(): return {o:m for o in sorted(nbs.glob('*.ipynb')) if (m := re.fullmatch(r'(\d\d[a-z]?)_(\w+)', o.stem))}
+numbered = [m for o in sorted(nbs.glob('*.ipynb')) if (m := re.fullmatch(r'(\d\d[a-z]?)_(\w+)', o.stem))]
+layers = {m[2]:m[1] for m in numbered} # such as '03', and '02a' between '02' and '03'
+in_order = sorted(layers, key=layers.get)
+vocabularies = 'jmp','mpx','emily' # other libraries' names, which know nothing of fastai either
+foundation = [o for o in in_order if layers[o]<'10' or o in vocabularies]
+each_module = pytest.mark.parametrize('name', in_order)
 
-layers = {m[2]:m[1] for m in numbered().values()} # such as '03', and '02a' between '02' and '03'
-each_module = pytest.mark.parametrize('name', sorted(layers, key=layers.get))
+def source(name): return (pkg/f'{name}.py').read_text(encoding='utf-8')
 
-def called(o):
-    "Name of the function that the call or decorator `o` calls"
-    f = getattr(o, 'func', o)
-    return getattr(f, 'id', getattr(f, 'attr', ''))
-
-@cache
-def imports(name):
-    "Everything that module `name` imports, anywhere in it: dotted names, ours without the package's"
-    res = set()
-    for o in ast.walk(ast.parse((pkg/f'{name}.py').read_text(encoding='utf-8'))):
-        if isinstance(o, ast.Import): res |= {a.name for a in o.names}
-        elif isinstance(o, ast.ImportFrom):
-            assert o.level<2, f'{name} imports from outside the package'
-            base = '.'.join(filter(None, ['mp_callbacks' if o.level else '', o.module]))
-            res |= {f'{base}.{a.name}' for a in o.names} if base=='mp_callbacks' else {base}
-        elif isinstance(o, ast.Call) and called(o) in ('import_module', '__import__'):
-            assert isinstance(o.args[0], ast.Constant), f'{name} imports what only running it would tell'
-            res.add(re.sub(r'^\.', 'mp_callbacks.', o.args[0].value))
-    return {o.removeprefix('mp_callbacks.') if o.startswith('mp_callbacks') else f'::{o}' for o in res}
-
-def ours(name): return {o.partition('.')[0] for o in imports(name) if o[:2]!='::'}
-def needs(name): return ours(name).union(*(needs(o) for o in ours(name)&layers.keys()))
-
-# --- Notebooks and modules
-
-def test_one_number_each():
-    nums = [m[1] for m in numbered().values()]
-    assert len(set(nums))==len(nums)>=9
-    assert len(set(layers))==len(nums)
-
-def test_notebook_for_each_module():
-    "Each numbered notebook exports the module that it is named after, and nothing else exports one"
-    for path,m in numbered().items():
-        cells = json.loads(path.read_text(encoding='utf-8'))['cells']
-        src = [''.join(c['source']) for c in cells if c['cell_type']=='code']
-        assert re.findall(r'^#\s*\|\s*default_exp\s+(\S+)', '\n'.join(src), re.M)==[m[2]], path.name
-        assert f'../nbs/{path.name}' in (pkg/f'{m[2]}.py').read_text(encoding='utf-8')
+def test_a_notebook_for_each_module():
+    "With a number of its own, and named after the module that it exports"
+    assert len({m[1] for m in numbered})==len(layers)==len(numbered)
     assert {o.stem for o in pkg.glob('*.py')}==layers.keys()|by_hand
 
 # --- Imports
 
-@each_module
-def test_imports_lower_only(name):
-    assert {o for o in ours(name) if layers.get(o, '99')>=layers[name]}==set()
+@pytest.fixture(scope='module')
+def imports():
+    "Module -> what it imports, ours without the package's name"
+    grimp = pytest.importorskip('grimp', reason='needs the dev extra')
+    graph = grimp.build_graph(pkg.name, include_external_packages=True, cache_dir=None)
+    found = {o:graph.find_modules_directly_imported_by(f'{pkg.name}.{o}') for o in layers}
+    return {k:{o.removeprefix(f'{pkg.name}.') for o in v} for k,v in found.items()}
 
 @each_module
-def test_foundation_is_plain_pytorch(name):
-    "Below 10: only PyTorch, fastcore, tables, plots and the standard library. fastai begins at 10."
-    theirs = {o[2:].partition('.')[0] for o in imports(name) if o[:2]=='::'}
+def test_imports_lower_only(name, imports):
+    assert {o for o in imports[name]&(layers.keys()|by_hand) if layers.get(o, '99')>=layers[name]}==set()
+
+@each_module
+def test_plain_pytorch(name, imports):
+    "The foundation: PyTorch, fastcore, tables, plots and the standard library. fastai begins at 10."
     plain = {'torch','fastcore','matplotlib','numpy','pandas',*sys.stdlib_module_names}
-    assert theirs<=(plain if layers[name]<'10' else plain|{'fastai','sklearn','fastprogress'})
-
-def test_imports_are_seen(tmp_path, monkeypatch):
-    "The tests above find an import in every way that there is to write one"
-    src = '''
-        from .a import x
-        from . import b
-        import mp_callbacks.c as c
-        from mp_callbacks.d import y
-        from mp_callbacks import e
-        import fastai.learner, torch
-        def f():
-            from fastai.callback.core import Callback
-            importlib.import_module('mp_callbacks.g')
-            importlib.import_module('.h', __package__)
-        if False: __import__('fastai')'''
-    (tmp_path/'probe.py').write_text('if True:'+src)
-    monkeypatch.setattr(sys.modules[__name__], 'pkg', tmp_path)
-    assert ours('probe')==set('abcdegh')
-    theirs = {o for o in imports('probe') if o[:2]=='::'}
-    assert theirs=={'::fastai.learner','::torch','::fastai.callback.core','::fastai'}
+    if name not in foundation: plain |= {'fastai','sklearn','fastprogress'}
+    assert imports[name]-layers.keys()<=plain
 
 def run(code, *args):
     "What `code` prints as JSON in a process of its own"
@@ -97,7 +56,7 @@ def run(code, *args):
     return json.loads(res.stdout.splitlines()[-1])
 
 def test_foundation_runs_without_fastai():
-    "Also what they import in turn: after all modules below 10, one after the other, fastai isn't there"
+    "Also what they import in turn: after all of them, one after the other, fastai isn't there"
     code = '''if True:
         import json,sys
         from importlib import import_module
@@ -106,12 +65,14 @@ def test_foundation_runs_without_fastai():
             import_module(f'mp_callbacks.{o}')
             seen[o] = any(m.partition('.')[0]=='fastai' for m in sys.modules)
         print(json.dumps(seen))'''
-    names = [o for o in sorted(layers, key=layers.get) if layers[o]<'10']
-    assert run(code, *names)==dict.fromkeys(names, False)
+    assert run(code, *foundation)==dict.fromkeys(foundation, False)
 
 # --- Lines and names
 
-def source(name): return (pkg/f'{name}.py').read_text(encoding='utf-8')
+def called(o):
+    "Name of the function that the call or decorator `o` calls"
+    f = getattr(o, 'func', o)
+    return getattr(f, 'id', getattr(f, 'attr', ''))
 
 @each_module
 def test_lines_are_short(name): assert [o for o in source(name).splitlines() if len(o)>120 and '__all__' not in o]==[]
@@ -155,32 +116,23 @@ def test_no_private_name_of_another(name):
     "What two modules need has a public name in the lower one"
     assert theirs_used(name)==set()
 
-def test_private_names_are_seen(monkeypatch, tmp_path):
-    sources = dict(low='def _f(): pass\nclass A:\n    _state = 0', fine='from .low import A\n_own = A()._own',
-                   high='from .low import _f\nx = A()._state\ny = getattr(x, "_state", 1)')
-    for n,src in sources.items():
-        (tmp_path/f'{n}.py').write_text(src)
-    monkeypatch.setattr(sys.modules[__name__], 'pkg', tmp_path)
-    monkeypatch.setattr(sys.modules[__name__], 'layers', dict(low='00', high='01', fine='02'))
-    assert theirs_used('high')=={'_f', '_state'} and theirs_used('fine')==theirs_used('low')==set()
+unpicklers = {'pickle','_pickle','cloudpickle','dill','joblib','marshal','shelve','load_pickle','load_learner',
+              'torch.load','torch.serialization.load','weights_only','eval','exec'}
 
-def states(name):
-    "Class -> names of the attributes that its methods, but for `__init__`, set on `self`"
-    res,tree = {},ast.parse((pkg/f'{name}.py').read_text(encoding='utf-8'))
-    classes = [c for c in ast.walk(tree) if isinstance(c, ast.ClassDef)]
-    methods = [(c.name,f) for c in classes for f in c.body if isinstance(f, ast.FunctionDef)]
-    for c,f in methods:
-        own = f.args.args[0].arg if f.args.args else None
-        if f.name=='__init__': continue
-        for o in ast.walk(f):
-            is_set = isinstance(o, ast.Attribute) and isinstance(o.ctx, ast.Store)
-            if is_set and getattr(o.value, 'id', None)==own: res.setdefault(c, set()).add(o.attr)
-    return res
+def names(code):
+    "What `code` imports, calls by name or passes by name, with the parts of dotted imports"
+    for o in ast.walk(ast.parse(code)):
+        if isinstance(o, (ast.Import, ast.ImportFrom)):
+            mod = getattr(o, 'module', None) or ''
+            for a in o.names: yield from (*mod.split('.'), *a.name.split('.'), f'{mod}.{a.name}')
+        elif isinstance(o, ast.Name): yield o.id
+        elif isinstance(o, ast.Attribute): yield ast.unparse(o)
+        elif isinstance(o, ast.keyword): yield o.arg
 
-@each_module
-def test_classes_have_little_state(name):
-    "What a class remembers between two calls is at most ten attributes"
-    assert {k:v for k,v in states(name).items() if len(v)>10}=={}
+@pytest.mark.parametrize('name', [*in_order,*by_hand])
+def test_nothing_of_ours_unpickles(name):
+    "Checkpoints are data, as Guarantees promises; nor is anything imported by name, which grimp wouldn't see"
+    assert not {*unpicklers,'import_module','__import__'} & {*names(source(name))}
 
 # --- Changes to fastai
 
@@ -221,31 +173,18 @@ def replaced(changed):
     "Names of the methods of `Learner` among `changed`. fastcore's `patch` keeps what it replaces under another name."
     return {o.removeprefix('fastai.learner.Learner.') for o in changed if '._orig_to_' not in o}
 
-def test_only_learner_changes_fastai():
+def test_only_learner_changes_fastai(imports):
     "No other module changes an attribute of fastai's modules and classes, or of PyTorch's; `learner` only `Learner`"
-    patching = [o for o in layers if o=='learner' or 'learner' in needs(o)]
-    names = sorted(set(layers)-set(patching), key=layers.get)
-    seen = run(changes, '--all', *names, 'learner', *(o for o in patching if o!='learner'))
+    after = ['learner',*(o for o in layers if 'learner' in imports[o])]
+    seen = run(changes, '--all', *(o for o in in_order if o not in after), *after)
     changed = seen.pop('learner')
     assert seen==dict.fromkeys(seen, [])
     assert replaced(changed)=={*methods}
 
 @pytest.mark.slow
 def test_import_changes_no_default():
-    "After `fastai.learner` alone, `mp_callbacks.all` adds no default callback, as importing all of fastai would"
+    "After `fastai.learner` alone, `mp_callbacks.all` adds no default callback, such as fastai's progress bar"
     assert replaced(run(changes, 'all')['all'])=={*methods}
-
-@pytest.mark.slow
-def test_import_adds_no_progress_bar():
-    "fastai's progress bar adds itself to every learner when it is imported: by the user, and not by us"
-    code = """if 1:
-        from fastai.learner import defaults
-        before = [*defaults.callbacks]
-        import mp_callbacks.all
-        assert [*defaults.callbacks]==before
-        from fastai.callback.progress import ProgressCallback
-        assert [*defaults.callbacks]==[*before, ProgressCallback]"""
-    subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True)
 
 # --- What `all` exports
 

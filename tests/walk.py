@@ -10,18 +10,10 @@ import random,tempfile,warnings
 from contextlib import nullcontext
 from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from fastcore.script import call_parse
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from fastai.distributed import DistributedDL
-from learners import *
 from mp_callbacks.precision import precision_callback
-from states import *
-from test_distributed import Softmax,adamw,as_dls,fastai_ctx,numbers,params,rows,torchrun
+from processes import *
 
 calls = dict( # scales that move within a life
     fp16        = lambda learn, rescue: learn.to_fp16(max_loss_scale=2.**12, scale_wait=2, rescue=rescue),
@@ -37,20 +29,6 @@ models = dict(
     sick   = lambda: nn.Sequential(nn.Linear(8,8), Softmax(), nn.Linear(8,1)))
 opts = dict(sgd=partial(SGD, mom=0.), adam=Adam, adamw=adamw)
 stops = 'after_pred after_loss before_backward after_backward before_step after_step after_batch'.split()
-
-class Overflow(Callback):
-    "Infinite inputs in training batch `at` of `rank`"
-    def __init__(self, rank, at): self.mine,self.at = rank==dist.get_rank(),at
-    def before_batch(self):
-        if self.training and self.mine and self.train_iter==self.at: self.learn.xb = (self.x*torch.inf,)
-
-class Stop(Callback):
-    "Raise `e` in training batch 1, in all processes"
-    def __init__(self, event, e, order):
-        self.e,self.order = e,order
-        setattr(self, event, self.now)
-    def now(self):
-        if self.training and self.train_iter==1: raise self.e
 
 class Life:
     "A learner of this process, and what happens to it; `rng` is the same in both processes"
@@ -81,9 +59,9 @@ class Life:
         self.note(kind, event if kind in ('error','interrupt','cancel') else (rank,at))
         # in float32 all weights would be nan
         if kind=='none' or kind=='overflow' and precision_callback(self.learn) is None: return []
-        if kind=='overflow': return [Overflow(rank, at)]
+        if kind=='overflow': return [Spoil(rank, at)]
         e = dict(error=RuntimeError('as asked'), interrupt=KeyboardInterrupt(), cancel=CancelFitException())[kind]
-        return [Stop(event, e, order)]
+        return [Now(event, raises(e), order)]
 
     def fit(self, ctx, cbs, **kwargs):
         try:

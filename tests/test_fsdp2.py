@@ -1,0 +1,202 @@
+"""FSDP2 (`fully_shard`) in every precision: shards are skipped, clipped, saved and loaded as the whole model is
+
+Also what is refused, and what an exception in the middle of a batch leaves. The page about several GPUs promises it.
+Taken over from the tests of PyTorch, `test/distributed/_composable/fsdp`: `test_gradient_scaler` of
+`test_fully_shard_grad_scaler.py`, `test_clip_grad_norm_1d` of `test_fully_shard_clip_grad_norm_.py`."""
+import json,re
+
+from mp_callbacks.grads import prepare_grads
+from processes import *
+from test_distributed import case,checkpointing,modes,precisions,told,whole_batch
+
+pytestmark = pytest.mark.skipif(not fsdp2_runs, reason=no_fsdp2)
+
+def new_learner(rank, mode, model=None, **kwargs):
+    model = shard(layer_normed()) if model is None else model
+    return modes[mode](get_learner(model, as_dls(*rows(rank)), **{'opt_func':adamw, **kwargs}))
+
+# --- Training
+
+def trained(rank, mode, net={}, opt_func=adamw, policy=False, accumulate=None, **kwargs):
+    "A batch that overflows on one rank is skipped by all; the state of the optimizer stays in parts"
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    own = MixedPrecisionPolicy(torch.float16 if 'fp16' in mode else torch.bfloat16, torch.float32)
+    model,cbs = shard(Net(**net), **(dict(mp_policy=own) if policy else {})),[Spoil()]
+    if accumulate: cbs.append(GradientAccumulation(accumulate))
+    learn = get_learner(model, as_dls(*rows(rank)), cbs=cbs, opt_func=opt_func)
+    modes[mode](learn, **kwargs).fit(2)
+    log,first = learn.precision_recorder.log,learn.opt.param_lists[0][0]
+    state = (learn.opt.opt if opt_func is adamw else learn.opt).state[first]
+    sizes = {o.to_local().numel() for o in state.values() if hasattr(o, 'to_local')}
+    assert sizes=={first.numel()//dist.get_world_size()}
+    assert all(p.dtype==torch.float32 for p in whole(learn))
+    assert [*log.finite]==[True,True,False,True]+[True]*4 if not accumulate else log.skipped.any()
+    agree(whole(learn), [*log.norm[log.finite]])
+
+def validated_first(rank, mode):
+    "A forward pass without a backward pass leaves gathered parameters behind: an optimizer made then wouldn't train"
+    learn = new_learner(rank, mode, shard(Net()))
+    before = [p.full_tensor() for p in learn.model.parameters()]
+    learn.validate()
+    learn.fit(1)
+    after = [p.full_tensor() for p in learn.model.parameters()]
+    assert not any(map(same, before, after))
+    agree(after)
+
+# --- The gradients of all shards
+
+def grad_scaler(rank, has_inf):
+    "After an inf in one shard no state changes, and the scale shrinks"
+    learn = get_learner(shard(layer_normed()), as_dls(*rows(rank)), opt_func=adamw).to_native_fp16(init_scale=2.)
+    learn.fit(0) # makes the optimizer
+    ps = learn.opt.param_lists[0]
+    before = [p.to_local().clone() for p in ps]
+    def _spoil(cb):
+        if has_inf and rank==1: ps[0].grad.to_local()[0,0] = torch.inf
+    spoil = Callback(before_step=_spoil, after_batch=raises(CancelFitException()))
+    spoil.order = 9 # before the check
+    learn.fit(1, cbs=spoil)
+    assert same(before, [p.to_local() for p in ps])==has_inf and (len(learn.opt.opt.state)==0)==has_inf
+    assert learn.mixed_precision.loss_scale==(1 if has_inf else 2)
+
+def clipped(rank, clip=.01):
+    "Norm, largest and clipped gradients are those of the whole model"
+    x,y = rows(rank, 16)
+    one,parts = DistributedDataParallel(layer_normed()),shard(layer_normed())
+    for o in (one,parts): F.mse_loss(o(x), y).backward()
+    amax = max([p.grad.abs().max().item() for p in one.parameters()])
+    norm = nn.utils.clip_grad_norm_(one.parameters(), clip)
+    stats = prepare_grads(parts.parameters(), clip=clip, amax=True)
+    got,want = flat([p.grad.full_tensor() for p in parts.parameters()]),flat([p.grad for p in one.parameters()])
+    assert norm>clip and abs(stats.norm-norm.item())<1e-5*stats.norm and abs(stats.amax-amax)<1e-5*amax
+    assert (got-want).norm()<1e-5*want.norm()
+    agree(stats.norm, stats.amax)
+
+def empty_shard(rank):
+    "A bias of one number is whole on rank 0 and empty elsewhere"
+    from torch.distributed.fsdp import fully_shard
+    model = fully_shard(nn.Linear(3, 1), mesh=mesh())
+    model(torch.ones(2, 3)*5).sum().backward()
+    stats = prepare_grads(model.parameters(), amax=True)
+    assert stats.amax==10
+    agree(stats.norm)
+
+# --- Files and refusals
+
+page = Path(__file__).resolve().parent.parent/'nbs/howto/several_gpus.ipynb'
+
+def of_page(name):
+    "The code on the page about several GPUs that has `name` in it"
+    cells = json.loads(page.read_text(encoding='utf-8'))['cells']
+    text = '\n'.join(''.join(o['source']) for o in cells if o['cell_type']=='markdown')
+    res, = [o for o in re.findall(r'^```python\n(.*?)^```', text, re.S|re.M) if name in o]
+    return res
+
+def checkpointed(rank, mode, before=False):
+    """The code of the page: a new learner goes on bit for bit, with the scale and the counters of the file
+
+    The optimizer was made `before` the precision was chosen, or after. An ordinary model can have the weights."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions,get_model_state_dict
+    def _new():
+        learn = get_learner(shard(layer_normed()), as_dls(*rows(rank)), opt_func=adamw, cbs=Spoil(at=1))
+        if before: learn.create_opt()
+        return modes[mode](learn)
+    save,load = of_page('dcp.save').split('# in a new run\n')
+    if before: load = load.replace('learn.create_opt()\n', '')
+    learn,other = _new(),_new()
+    learn.fit(2)
+    names = dict(learn=learn)
+    exec(save, names)
+    learn.fit(1)
+    exec(load, dict(names, learn=other))
+    assert precision_state(other)['steps']==8
+    other.fit(1)
+    assert same(whole(other), whole(learn)) and precision_state(other)==precision_state(learn)
+    agree(whole(other), precision_state(other))
+    state = get_model_state_dict(learn.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank==0: layer_normed().load_state_dict(state)
+
+def refused(rank, mode):
+    "A look at a batch would wait for processes that don't look, and a file would have one part; FSDP1"
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    learn = new_learner(rank, mode, shard(Net()))
+    for f in (learn.find_nonfinite,learn.precision_report):
+        with pytest.raises(RuntimeError, match='waits for all processes'): f()
+    for f in (learn.save,learn.export):
+        with pytest.raises(ValueError, match=f'learn.{f.__name__} would write one part'): f('part')
+    learn.fit(1)
+    agree(whole(learn))
+    fsdp1 = FullyShardedDataParallel(Net(), device_id=torch.device('cpu'))
+    with pytest.raises(ValueError, match='flat shards'): half_precision(fsdp1, torch.bfloat16)
+
+class Unsent(Callback):
+    "Send the gradients of every second batch only"
+    order = 5
+    def before_batch(self):
+        if self.training: self.model.set_requires_gradient_sync(self.iter%2==1)
+
+def unsent(rank, mode):
+    "Gradients that aren't sent are kept back; with a loss scale that is an error, and the next fit trains"
+    learn,other = [new_learner(rank, mode, cbs=[*cbs,GradientAccumulation(32)]) for cbs in ([Unsent()],[])]
+    if 'fp16' in mode:
+        with pytest.raises(RuntimeError, match=r'gradient_sync\(False\) keeps the gradients back'): learn.fit(1)
+        learn.remove_cb(Unsent)
+        learn.model.set_requires_gradient_sync(True)
+    for o in (learn,other): o.fit(1)
+    assert all(torch.allclose(a, b, atol=1e-6) for a,b in zip(whole(learn), whole(other)))
+    agree(whole(learn))
+
+# --- An exception in the middle of a batch
+
+def interrupted(rank, mode, where, backward=True):
+    "The next fit trains all parameters"
+    learn,hooks,fails = new_learner(rank, mode),[],raises(RuntimeError('as asked'))
+    def _spoil(learn):
+        inside = learn.model.get_submodule(where)
+        hooks.append((inside.register_full_backward_pre_hook if backward else inside.register_forward_pre_hook)(fails))
+    for cb in (Callback(before_batch=fails), Now('before_batch', _spoil)): # before its first batch, in its second
+        with learn.no_bar(), pytest.raises(RuntimeError, match='as asked'): learn.fit(1, cbs=cb)
+    hooks[0].remove()
+    before = whole(learn)
+    learn.fit(1)
+    assert not any(map(same, before, whole(learn)))
+    agree(whole(learn))
+
+def interrupted_before(rank):
+    "A PyTorch that can't mend that: a warning"
+    from torch.distributed.fsdp import FSDPModule
+    learn,reset = new_learner(rank, 'bf16'),FSDPModule.reset_iter_state
+    del FSDPModule.reset_iter_state
+    stop = Now('after_loss', raises(RuntimeError('as asked')))
+    try:
+        with pytest.warns(UserWarning, match="doesn't recover"), pytest.raises(RuntimeError, match='as asked'):
+            learn.fit(1, cbs=stop)
+    finally: FSDPModule.reset_iter_state = reset
+
+# --- Which cases run
+
+told = case(told, wrap=shard, others='waits for all processes')
+quick = [case(trained, mode='fp16'), case(empty_shard), case(clipped), case(refused, mode='bf16'),
+         case(grad_scaler, has_inf=True)]
+slow = [
+    *[case(whole_batch, mode=m, engine='fsdp2') for m in ('float32',*precisions)],
+    *[case(trained, mode=m, **o) for m in precisions for o in ({}, dict(clip=.1), dict(accumulate=32))],
+    *[case(trained, mode=m, net=dict(reentrant=o)) for m in (*precisions,'fp8') for o in checkpointing.values()],
+    *[case(trained, mode=m, opt_func=Adam) for m in ('fp16','native_bf16')],
+    *[case(trained, mode=m, opt_func=Adam, flat_master=True) for m in ('fp16','bf16')],
+    *[case(trained, mode=m, policy=True, net=dict(norm=nn.LayerNorm)) for m in ('native_fp16','native_bf16')],
+    case(trained, mode='fp16', max_loss_scale=2.**24), # which measures the headroom
+    *[case(told, mode=m) for m in precisions], case(grad_scaler, has_inf=False),
+    *[case(checkpointed, mode=m) for m in (*precisions,'fp8')], case(checkpointed, mode='fp16', before=True),
+    case(validated_first, mode='fp16'), *[case(unsent, mode=m) for m in ('fp16','bf16')],
+    *[case(interrupted, mode=m, where=o) for m,o in
+      [('fp16','blocks.0'), ('native_bf16','head'), ('bf16','blocks.1.a')]],
+    case(interrupted, mode='fp16', where='blocks.1', backward=False), case(interrupted_before)]
+four = [*[case(trained, mode=m) for m in precisions], case(clipped), case(empty_shard),
+        *[case(whole_batch, mode=m, engine='fsdp2') for m in ('fp16','native_bf16')]]
+
+groups = [pytest.param(quick, 2, id='quick'), pytest.param(slow, 2, id='slow', marks=pytest.mark.slow),
+          pytest.param(four, 4, id='four', marks=pytest.mark.slow)]
+
+@pytest.mark.parametrize('cases,world', groups)
+def test_shards(tmp_path, cases, world): run_cases(tmp_path, cases, world)

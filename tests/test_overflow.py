@@ -95,9 +95,8 @@ each_cause = pytest.mark.parametrize('mode,cause', [slow_unless(m==turns[c], m, 
 @each_cause
 def test_for_ever(mode, cause):
     "A warning, an error, and no number in model or optimizer has changed; the learner goes on when the cause is gone"
-    learn = make(mode, 60, loud() if cause=='forward' else None, max_skips=40)
+    learn = make(mode, 5, loud() if cause=='forward' else None, max_skips=40)
     if cause=='forward': learn.model[2].on = False
-    learn.dls = DataLoaders([batch]*5, [batch])
     learn.fit(1)
     steps = len(learn.precision_recorder.log)
     before = model_and_opt(learn)
@@ -142,17 +141,6 @@ def test_a_start_from_2_to_24(mode):
     assert learn.mixed_precision.loss_scale==1
 
 @each_mode
-def test_the_culprit(mode):
-    "The story names the parameter where the overflow began on the way back: those before it in the model are infected"
-    learn = make(mode, 40, max_skips=33)
-    names = [n for n,_ in learn.model.named_parameters()]
-    def infect(learn):
-        for n,p in learn.model.named_parameters():
-            if names.index(n)<=names.index('3.weight'): p.grad.fill_(nan)
-    told,e = heard(learn.fit, 1, cbs=InSteps(infect))
-    for story in (told[0], str(e)): assert 'The gradient of 3.weight was the first that was not finite.' in story
-
-@each_mode
 def test_over_many_fits(mode):
     "Steps are counted over fits, validation and predictions: many short fits that never step don't pass unheard"
     learn,cb = make(mode, 1, max_skips=34),InSteps(fill(inf))
@@ -173,14 +161,6 @@ def test_a_good_step_between(mode):
     learn = make(mode, 90, max_skips=30)
     assert heard(learn.fit, 1, cbs=InSteps(fill(inf), {i for i in range(90) if i%30!=29}))==([],None)
     assert learn.mixed_precision.state.skips==0
-
-@pytest.mark.parametrize('n', [1, 32, 33])
-@pytest.mark.parametrize('mode', ['fp16','native_bf16'])
-def test_max_skips(mode, n):
-    "The error comes with step number `max_skips`, and the warning at 32 if there are as many"
-    learn = make(mode, 40, max_skips=n)
-    told,e = heard(learn.fit, 1, cbs=InSteps(fill(inf)))
-    assert len(told)==(n>32) and f'{n} steps in a row' in str(e) and learn.step_stats.step==n-1
 
 @pytest.mark.parametrize('call', calls)
 def test_max_skips_below_what_was_skipped(call, tmp_path):
@@ -232,8 +212,7 @@ def test_one_step(mode, cause):
         if mode not in dynamic or cause in ('inf_grad','big_norm') or i<4: assert same(got[i], want[j]), (i,j)
     assert all(map(math.isfinite, learn.recorder.losses))
 
-settings = [dict(), dict(factor=1.5, backoff=.9), dict(init=2.**6, lo=2.**5, hi=2.**7),
-            dict(init=2.**-120, lo=2.**-126, hi=2.**127), dict(init=2.**120, lo=2.**-126, hi=2.**127, period=1),
+settings = [dict(), dict(init=2.**6, lo=2.**5, hi=2.**7), dict(init=2.**120, lo=2.**-126, hi=2.**127, period=1),
             dict(init=3., lo=.7, hi=5., factor=10., backoff=.1)]
 
 def reference(finite, init, lo, hi, factor, backoff, period):
@@ -246,7 +225,7 @@ def reference(finite, init, lo, hi, factor, backoff, period):
         res.append(scale)
     return res
 
-@pytest.mark.parametrize('mode,i', [slow_unless(i==2 or m=='native_fp16', m, i)
+@pytest.mark.parametrize('mode,i', [slow_unless(i==1 or m=='native_fp16', m, i)
     for m in precisions for i in range(len(settings)) if m in dynamic or i==0])
 def test_random_sequences(mode, i):
     "At each step the scale is what it should be: within floor and cap, grown only on successes in a row, a divisor"

@@ -200,8 +200,12 @@ def quick_flat(opt, mode): return (opt,mode) in (('adam','fp16'),('ranger','bf16
 
 @pytest.mark.parametrize('opt,mode', crossed(elementwise, flat_modes, fast=quick_flat))
 def test_flat_master(opt, mode, tmp_path):
-    "Bit for bit: discriminative rates, decay exclusions, frozen groups, an unused layer, fit after fit, save and load"
-    in_both(twins(opt, mode, tmp_path),
+    """Bit for bit: discriminative rates, decay exclusions, frozen groups, an unused layer, fit after fit, save and load,
+    a skipped step, an interrupt, accumulation and clipping"""
+    def interrupted(learn):
+        with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=Now('after_backward', raises(KeyboardInterrupt)))
+    both = twins(opt, mode, tmp_path)
+    in_both(both,
             lambda o: o.create_opt(),
             lambda o: o.freeze(),
             lambda o: o.fit(1, slice(1e-3, 1e-2)),
@@ -211,17 +215,10 @@ def test_flat_master(opt, mode, tmp_path):
             lambda o: o.fit(1),
             lambda o: o.load('here'),
             lambda o: o.freeze_to(1),
-            lambda o: o.fit(1),
+            lambda o: o.fit(1, cbs=InfiniteAt(2)),
+            interrupted,
+            lambda o: o.fit(1, cbs=[GradientAccumulation(32), GradientClip(.1)]),
             lambda o: o.fit(1, reset_opt=True))
-
-def test_flat_master_with(tmp_path):
-    "Bit for bit as well with accumulation and clipping, with a step that is skipped, and after an interrupt"
-    def stopped(learn):
-        with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=Now('after_backward', raises(KeyboardInterrupt)))
-    both = twins('adam', 'fp16', tmp_path, clip=.5)
-    in_both(both, lambda o: o.fit(2, cbs=InfiniteAt(2)), stopped,
-            lambda o: o.fit(1, cbs=[GradientAccumulation(32), GradientClip(.1)]))
-    assert all(o.mixed_precision.loss_scale==2**9 for o in both)
     each,few = map(tensors_in_a_step, both)
     assert few<each # it did step flat
 
@@ -242,31 +239,3 @@ def test_flat_master_refused(opt, match, tmp_path):
     assert identical(learn.model.parameters(), objects) and identical(opt_params(learn), objects)
     learn.to_bf16().fit(1) # not flat: all is well
     assert not same(model_and_opt(learn), before)
-
-# --- The optimizer's memory
-
-def memory(learn):
-    "Steps that the optimizer counts for each parameter, and its averages of gradients, all in one"
-    states = [(p,getattr(learn.opt, 'opt', learn.opt).state[p]) for p in opt_params(learn)]
-    averages = [t for p,s in states for _,t in sorted(s.items()) if getattr(t, 'shape', None)==p.shape]
-    return [int(s['step']) for _,s in states if 'step' in s],flat(averages) if averages else torch.ones(1)
-
-@pytest.mark.parametrize('opt', crossed(optimizers, fast=lambda o: o in ('adam','fused')))
-def test_optimizer_state(opt, tmp_path):
-    "Is kept over fits, checkpoints and changes of precision, as it is in float32"
-    def life(*steps):
-        learn = make(opt, path=tmp_path)
-        for mode in steps:
-            learn.to_fp32()
-            if mode in modes: modes[mode](learn)
-            learn.fit(1)
-            learn.save('here')
-            learn.fit(1)
-            learn.load('here')
-        return learn
-    plain,mixed = life(*[None]*6),life('bf16', 'fp16', None, 'native_bf16', 'fp16_static', 'native_fp16')
-    (steps,averages),(steps32,averages32) = memory(mixed),memory(plain)
-    assert steps==steps32 and {*steps}<={6*4}
-    assert (averages-averages32).norm()<.05*averages32.norm()
-    # none left over for parameters that are no more
-    assert len(getattr(mixed.opt, 'opt', mixed.opt).state)==len(list(mixed.model.parameters()))

@@ -243,14 +243,15 @@ def ema(make):
 def schedules(make):
     "And a part of an epoch, fastai's way to try things"
     schedule = ParamScheduler(dict(lr=SchedLin(.01, .05), mom=SchedCos(.9, .5), wd=SchedNo(.1, .1)))
-    same,near = [],[]
-    for f in (lambda o: o.fit_one_cycle(2, .05), lambda o: o.fit_flat_cos(2, .05), lambda o: o.fit_sgdr(2, 1, .05),
-              lambda o: o.fit(2, cbs=schedule), lambda o: o.fit(2, cbs=ShortEpochCallback(.5))):
+    rates,near = [],[]
+    see = When('before_batch', lambda o: rates.append((o.opt.hypers[-1]['lr'],o.opt.hypers[-1]['mom'])), order=70)
+    for f in (lambda o: o.fit_one_cycle(2, .05, cbs=see), lambda o: o.fit_flat_cos(2, .05, cbs=see),
+              lambda o: o.fit_sgdr(2, 1, .05, cbs=see), lambda o: o.fit(2, cbs=[see,schedule]),
+              lambda o: o.fit(2, cbs=[see,ShortEpochCallback(.5)])):
         learn = make(opt_func=partial(SGD, mom=.9))
         f(learn)
-        same += [learn.recorder.hps,len(learn.recorder.losses)]
         near += [went(learn),logged(learn)]
-    return same,near
+    return rates,near
 
 @row
 def fine_tune(make):
@@ -293,7 +294,8 @@ def freeze_in_a_batch(make):
 def predict_in_a_fit(make):
     "After each epoch, by the learner's own method and by what a callback collects while validating"
     learn,preds,fetch = make(norm=True),[],FetchPredsCallback()
-    learn.fit(2, cbs=[fetch,When('after_train', lambda o: preds.append(o.get_preds(inner=True)[0]))])
+    learn.fit(2, cbs=When('after_train', lambda o: preds.append(o.get_preds(inner=True)[0])))
+    learn.fit(1, cbs=fetch)
     return None,[went(learn),*preds,fetch.preds[0]]
 
 @row

@@ -12,10 +12,10 @@ from fastai.torch_core import TensorImage
 from torch.utils.checkpoint import CheckpointError,checkpoint
 from mp_callbacks.flat import flat_step
 from mp_callbacks.grads import prepare_grads
-from interpreters import paste
 from learners import *
 from machines import Fake
 from mp_callbacks.devices import pretend
+from states import assert_plain
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:load_learner')
 
@@ -430,7 +430,7 @@ from fastai.callback.all import *
 print(json.dumps([*res, see()]), 'mp_callbacks.learner' in sys.modules)
 """
 
-def test_unpatched_process(tmp_path):
+def test_unpatched_process(forked_plain, tmp_path):
     "load_learner needs nothing but that mp_callbacks is installed, and predicts in float32"
     learn = modes['fp16'](get_learner(norm=True, path=tmp_path))
     learn.fit(1)
@@ -438,7 +438,7 @@ def test_unpatched_process(tmp_path):
     try: learn.export()
     finally: cloudpickle.unregister_pickle_by_value(learners)
     want = [[learn.to_fp32().predict(i)[2].tolist() for i in (3,4)],['torch.float32']]
-    assert paste(load_code, tmp_path).splitlines()[-1]==f'{json.dumps([want]*2)} False'
+    assert forked_plain(load_code, tmp_path).splitlines()[-1]==f'{json.dumps([want]*2)} False'
 
 # --- Callbacks added by hand
 

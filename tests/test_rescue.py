@@ -2,6 +2,8 @@
 
 And to look for the cause changes nothing, and finds it in each batch of a step."""
 
+from weakref import ref
+
 import pytest
 from fastai.callback.training import GradientAccumulation
 from sick_models import *
@@ -208,3 +210,13 @@ def test_all_batches_finite():
     with pytest.raises(FloatingPointError, match='Computed again, the 2 batches of this step are finite') as e:
         learn.fit(3, cbs=Spoil())
     assert 'The gradient of 0.bias was the first' in str(e.value)
+
+def test_batches_are_not_held():
+    "but in the steps that may be explained"
+    seen,alive = [],[]
+    def _look(cb):
+        alive.append(any(o() is not None for o in seen))
+        seen.append(ref(cb.xb[0]))
+    learn = accumulated(lambda: net(Softmax), 'to_bf16', max_skips=3)
+    learn.fit(2, cbs=Callback(before_batch=_look))
+    assert len(alive)==16 and not any(alive)

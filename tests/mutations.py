@@ -42,7 +42,7 @@ promises = {
               'return cast_tree(res, torch.float32, half_dtypes)\n\n    def _resume', 'return res\n\n    def _resume',
               'test_inputs.py::test_loss_in_float32'),
         Break('predictions in dataclasses do', 'dtypes.py', "if hasattr(tree, '__dataclass_fields__')", 'if False',
-              'test_inputs.py::test_predictions')],
+              'test_inputs.py::test_structures')],
     'the scale: floor, growth, resume': [
         Break('it falls below its floor', 'loss_scale.py', 'if s>=low: return s', 'return s',
               'test_overflow.py::test_random_sequences'),

@@ -245,12 +245,12 @@ def schedules(make):
     schedule = ParamScheduler(dict(lr=SchedLin(.01, .05), mom=SchedCos(.9, .5), wd=SchedNo(.1, .1)))
     rates,near = [],[]
     see = When('before_batch', lambda o: rates.append((o.opt.hypers[-1]['lr'],o.opt.hypers[-1]['mom'])), order=70)
-    for f in (lambda o: o.fit_one_cycle(2, .05, cbs=see), lambda o: o.fit_flat_cos(2, .05, cbs=see),
-              lambda o: o.fit_sgdr(2, 1, .05, cbs=see), lambda o: o.fit(2, cbs=[see,schedule]),
-              lambda o: o.fit(2, cbs=[see,ShortEpochCallback(.5)])):
-        learn = make(opt_func=partial(SGD, mom=.9))
+    for mom,f in ((.9, lambda o: o.fit_one_cycle(3, .05, cbs=see)), (0., lambda o: o.fit_flat_cos(3, .05, cbs=see)),
+                  (0., lambda o: o.fit_sgdr(2, 1, .05, cbs=see)), (.9, lambda o: o.fit(3, cbs=[see,schedule])),
+                  (0., lambda o: o.fit(2, cbs=[see,ShortEpochCallback(.5)]))):
+        learn = make(opt_func=partial(SGD, mom=mom))
         f(learn)
-        near += [went(learn),logged(learn)]
+        near += [went(learn),learn.recorder.losses]
     return rates,near
 
 @row

@@ -200,8 +200,8 @@ def quick_flat(opt, mode): return (opt,mode) in (('adam','fp16'),('ranger','bf16
 
 @pytest.mark.parametrize('opt,mode', crossed(elementwise, flat_modes, fast=quick_flat))
 def test_flat_master(opt, mode, tmp_path):
-    """Bit for bit: discriminative rates, decay exclusions, frozen groups, an unused layer, fit after fit, save and load,
-    a skipped step, an interrupt, accumulation and clipping"""
+    """Bit for bit: discriminative rates, decay exclusions, frozen groups, an unused layer, fit after fit, save and
+    load, a skipped step, an interrupt, accumulation and clipping"""
     def interrupted(learn):
         with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=Now('after_backward', raises(KeyboardInterrupt)))
     both = twins(opt, mode, tmp_path)

@@ -1,8 +1,6 @@
-"""Gradients that are not finite: never a step, never silence, and never a scale that can't be divided by
+"""Gradients that are not finite: never a step, never silence, and never a scale out of its bounds
 
-Overflow for ever, and overflow now and then; in each precision.
-
-The file takes long because its runs have hundreds of steps."""
+Overflow for ever, and overflow now and then; in each precision."""
 import math,random,warnings
 
 import pytest
@@ -14,21 +12,27 @@ pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 inf,nan = float('inf'),float('nan')
 def fp16_flat(learn, **kwargs): return modes['fp16'](learn, flat_master=True, clip=1., **kwargs)
 precisions = dict(modes, fp16_flat=fp16_flat)
-each_mode = pytest.mark.parametrize('mode', crossed(precisions, fast=lambda o: o in ('fp16_flat','bf16','native_fp16')))
+each_mode = pytest.mark.parametrize('mode', crossed(precisions, fast=lambda o: o in ('fp16_flat','native_bf16')))
 dynamic = 'fp16','fp16_flat','native_fp16'
-each_dynamic = pytest.mark.parametrize('mode', crossed(dynamic, fast=lambda o: o!='fp16'))
 no_measure = {o: dict(headroom=None) for o in ('fp16','fp16_flat')} # a start that measures no gradients
 
 batch = [o[:8] for o in numbers()]
 
-def make(mode, n=1, model=None, **kwargs):
-    "A learner whose epoch is `n` batches, all the same"
-    learn = get_learner(model, norm=True, dls=DataLoaders([batch]*n, [batch]))
+class Loud(nn.Module):
+    "Too large for any dtype, while it is `on`"
+    on = False
+    def forward(self, x): return x*1e30*1e30 if self.on else x
+
+def make(mode, n=1, **kwargs):
+    "A learner whose epoch is `n` batches, all the same, and whose module 2 may be `Loud`"
+    model = mlp(True)
+    model.insert(2, Loud())
+    def _quiet(cb): model[2].on = False
+    learn = get_learner(model, dls=DataLoaders([batch]*n, [batch]), cbs=Callback(before_batch=_quiet))
     return precisions[mode](learn, **kwargs)
 
 class InSteps(Callback):
     "Call `f` with the learner in `event` of the training steps `where`, counted over all fits"
-    order = 5 # before the check
     def __init__(self, f, where=range(10**9), event='before_step', order=5):
         self.f,self.where,self.n,self.order = f,where,0,order
         setattr(self, event, self._at)
@@ -59,23 +63,11 @@ def healthy(learn):
 
 # --- Overflow for ever
 
-class Loud(nn.Module):
-    "Too large for any dtype, while it is `on`"
-    on = True
-    def forward(self, x): return x*1e30*1e30 if self.on else x
-
-def loud():
-    model = mlp(True)
-    model.insert(2, Loud())
-    return model
-
 def poison(x):
     def _poison(learn): learn.xb = (learn.xb[0].clone().index_fill_(0, torch.tensor([0]), x),)
     return InSteps(_poison, event='before_batch', order=-20)
 
-def wrong_grads(x):
-    def _wrong(learn): learn.loss_grad = learn.loss_grad*x
-    return InSteps(_wrong, event='after_loss', order=-20)
+def loud(): return InSteps(lambda learn: setattr(learn.model[2], 'on', True), event='before_batch', order=1)
 
 def wrong_loss(x):
     def _wrong(learn): learn.loss,learn.loss_grad = learn.loss*x,learn.loss_grad*x
@@ -86,15 +78,13 @@ no_inputs = 'The inputs of this batch have inf or nan, 8 in all.'
 large     = 'The inputs have values up to 1e+38, float16 ends at 65504: normalize them.'
 no_preds  = '2 (Loud) was the first module that returned inf or nan, from inputs up to '
 no_loss   = f"The model's predictions are finite, but the loss is not. {not_ours}"
-no_grads  = 'The gradient of 5.bias was the first that was not finite. Computed again, this batch is finite. '
+no_grads  = 'The gradient of 6.bias was the first that was not finite. Computed again, this batch is finite. '
 causes = dict( # and what is said of them
-    forward  = (lambda: InSteps(lambda learn: None), no_preds),
+    forward  = (loud, no_preds),
     nan_data = (lambda: poison(nan), no_inputs),
     inf_data = (lambda: poison(inf), no_inputs),
     big_data = (lambda: poison(1e38), large),
     inf_loss = (lambda: wrong_loss(inf), no_loss),
-    nan_loss = (lambda: wrong_loss(nan), no_loss),
-    backward = (lambda: wrong_grads(inf), no_loss),
     inf_grad = (lambda: InSteps(fill(inf)), no_grads),
     big_norm = (lambda: InSteps(fill(1e25)), no_grads)) # finite, but its squares are not
 turns = in_turns(causes, precisions)
@@ -105,13 +95,10 @@ each_cause = pytest.mark.parametrize('mode,cause', [slow_unless(m==turns[c], m, 
 @each_cause
 def test_for_ever(mode, cause):
     "A warning, an error, and no number in model or optimizer has changed; the learner goes on when the cause is gone"
-    learn = make(mode, 60, loud() if cause=='forward' else None, max_skips=40)
-    if cause=='forward': learn.model[2].on = False
-    learn.dls = DataLoaders([batch]*5, [batch])
+    learn = make(mode, 5, max_skips=40)
     learn.fit(1)
     steps = len(learn.precision_recorder.log)
     before = model_and_opt(learn)
-    if cause=='forward': learn.model[2].on = True
     learn.dls = DataLoaders([batch]*60, [batch])
     told,e = heard(learn.fit, 1, cbs=causes[cause][0]())
     says = f'since step {steps}, because gradients were not finite. {causes[cause][1]}'
@@ -119,12 +106,11 @@ def test_for_ever(mode, cause):
     assert told[0].startswith(f'32 steps in a row were skipped, {says}')
     assert f'\t40 steps in a row were skipped, {says}' in str(e)
     assert f' The loss scale is {512 if mode=="fp16_static" else 1}, and the weights have not changed' in str(e)
-    assert (not_ours in str(e))==(cause in ('forward','inf_loss','nan_loss','backward'))
+    assert (not_ours in str(e))==(cause in ('forward','inf_loss'))
     assert not learn.step_stats.finite and not math.isfinite(learn.step_stats.norm)
     assert same(model_and_opt(learn), before)
     healthy(learn)
     assert learn.mixed_precision.scaling==learn.mixed_precision.initial # it starts anew
-    if cause=='forward': learn.model[2].on = False
     learn.dls = DataLoaders([batch]*3, [batch])
     assert heard(learn.fit, 1)==([],None)
     assert not same(model_and_opt(learn), before)
@@ -143,29 +129,13 @@ def test_by_default(mode):
     assert 25<len(seen)+1<=500 and f'{len(seen)+1} steps in a row were skipped, since step 0, ' in str(e.value)
     for o in ('data','learning rate'): assert o in str(e.value) # what one can do there
 
-@each_mode
+@pytest.mark.parametrize('mode', crossed(dynamic, fast=lambda o: o=='native_fp16'))
 def test_a_start_from_2_to_24(mode):
-    "To come down from the highest scale to where nothing overflows is no reason to worry, even all the way to 1"
-    high = dict(max_loss_scale=2.**24, headroom=None)
-    high = dict(fp16=high, fp16_flat=high, native_fp16=dict(init_scale=2.**24)).get(mode, {})
-    learn = make(mode, 40, **high)
-    before = weights(learn)
-    assert heard(learn.fit, 1)==([],None)
-    assert not same(weights(learn), before) and learn.mixed_precision.state.skips==0
+    "To come down from the highest scale to 1 is no reason to worry"
+    high = dict(init_scale=2.**24) if mode=='native_fp16' else dict(max_loss_scale=2.**24, headroom=None)
     learn = make(mode, 40, **high)
     assert heard(learn.fit, 1, cbs=InSteps(fill(inf), range(24)))==([],None)
-    if mode in dynamic: assert learn.mixed_precision.loss_scale==1
-
-@each_mode
-def test_the_culprit(mode):
-    "The story names the parameter where the overflow began on the way back: those before it in the model are infected"
-    learn = make(mode, 40, max_skips=33)
-    names = [n for n,_ in learn.model.named_parameters()]
-    def infect(learn):
-        for n,p in learn.model.named_parameters():
-            if names.index(n)<=names.index('3.weight'): p.grad.fill_(nan)
-    told,e = heard(learn.fit, 1, cbs=InSteps(infect))
-    for story in (told[0], str(e)): assert 'The gradient of 3.weight was the first that was not finite.' in story
+    assert learn.mixed_precision.loss_scale==1
 
 @each_mode
 def test_over_many_fits(mode):
@@ -188,21 +158,6 @@ def test_a_good_step_between(mode):
     learn = make(mode, 90, max_skips=30)
     assert heard(learn.fit, 1, cbs=InSteps(fill(inf), {i for i in range(90) if i%30!=29}))==([],None)
     assert learn.mixed_precision.state.skips==0
-
-@pytest.mark.parametrize('n', [1, 32, 33])
-@each_mode
-def test_max_skips(mode, n):
-    "The error comes with step number `max_skips`, and the warning at 32 if there are as many"
-    learn = make(mode, 40, max_skips=n)
-    told,e = heard(learn.fit, 1, cbs=InSteps(fill(inf)))
-    assert len(told)==(n>32) and f'{n} steps in a row' in str(e) and learn.step_stats.step==n-1
-
-@pytest.mark.parametrize('bad', [0, -1, 1.5, 250., nan, inf, '3', None, True])
-@pytest.mark.parametrize('call', calls)
-def test_bad_max_skips(call, bad):
-    learn = get_learner()
-    with pytest.raises(ValueError, match='max_skips=.* must be'): getattr(learn, call)(max_skips=bad)
-    assert not [o for o in learn.cbs if isinstance(o, PrecisionCallback)]
 
 @pytest.mark.parametrize('call', calls)
 def test_max_skips_below_what_was_skipped(call, tmp_path):
@@ -237,16 +192,11 @@ def test_warnings_as_errors(mode):
 def test_one_step(mode, cause):
     "A step that overflows, between others, is as if it had not been"
     def run(where):
-        learn,states = make(mode, 6, loud() if cause=='forward' else None, **no_measure.get(mode, {})),[]
-        class States(Callback):
-            order = 90
-            def before_batch(self):
-                if cause=='forward': learn.model[2].on = self.training and self.iter in where
-            def after_batch(self):
-                if self.training: states.append(model_and_opt(learn))
+        learn,states = make(mode, 6, **no_measure.get(mode, {})),[]
         cb = causes[cause][0]()
         cb.where = where
-        learn.fit(1, cbs=[cb, States()])
+        look = InSteps(lambda learn: states.append(model_and_opt(learn)), event='after_batch', order=90)
+        learn.fit(1, cbs=[cb, look])
         return states,learn
     want,_ = run(())
     got,learn = run((2,3))
@@ -254,21 +204,8 @@ def test_one_step(mode, cause):
         if mode not in dynamic or cause in ('inf_grad','big_norm') or i<4: assert same(got[i], want[j]), (i,j)
     assert all(map(math.isfinite, learn.recorder.losses))
 
-@each_mode
-def test_infinite_loss_finite_gradients(mode):
-    "An infinite loss with finite gradients is a step like any other"
-    def run(x):
-        learn = make(mode, 6)
-        def add(learn): learn.loss,learn.loss_grad = learn.loss+x,learn.loss_grad+x
-        learn.fit(1, cbs=InSteps(add, (0,3), 'after_loss', -20))
-        return learn
-    a,b = run(0.),run(inf)
-    assert same(model_and_opt(a), model_and_opt(b)) and b.mixed_precision.state.skips==0
-
-settings = [dict(), dict(factor=4., backoff=.5), dict(factor=1.5, backoff=.9), dict(init=2.**6, lo=2.**5, hi=2.**7),
-            dict(lo=2.**10, hi=2.**10), dict(init=2.**-120, lo=2.**-126, hi=2.**127),
-            dict(init=2.**120, lo=2.**-126, hi=2.**127, period=1), dict(init=3., lo=.7, hi=5., factor=10., backoff=.1),
-            dict(init=2.**-126, lo=2.**-126, hi=2.**-126)]
+settings = [dict(), dict(init=2.**6, lo=2.**5, hi=2.**7), dict(init=2.**120, lo=2.**-126, hi=2.**127, period=1),
+            dict(init=3., lo=.7, hi=5., factor=10., backoff=.1)]
 
 def reference(finite, init, lo, hi, factor, backoff, period):
     "Scales before each step, and after the last: what is expected of a scale, in five lines"
@@ -280,8 +217,8 @@ def reference(finite, init, lo, hi, factor, backoff, period):
         res.append(scale)
     return res
 
-@pytest.mark.parametrize('mode,i', [slow_unless(i<3 or m=='native_fp16', m, i)
-    for m in precisions for i in range(len(settings)) if m in dynamic or i==0])
+@pytest.mark.parametrize('i', range(len(settings)))
+@pytest.mark.parametrize('mode', crossed(dynamic, fast=lambda o: o!='fp16'))
 def test_random_sequences(mode, i):
     "At each step the scale is what it should be: within floor and cap, grown only on successes in a row, a divisor"
     o = {**dict(init=2.**10, lo=1., hi=2.**24, factor=2., period=3), **settings[i]}
@@ -291,33 +228,16 @@ def test_random_sequences(mode, i):
     o.setdefault('backoff', .5)
     p = (.1,.4,.7)[i%3]
     finite = [rng.random()>p for _ in range(40)]
-    kwargs = dict(min_loss_scale=o['lo'], max_loss_scale=o['hi'])
-    if native: kwargs.update(init_scale=o['init'], growth_factor=o['factor'], backoff_factor=o['backoff'],
+    if native: kwargs = dict(init_scale=o['init'], growth_factor=o['factor'], backoff_factor=o['backoff'],
                              growth_interval=o['period'])
-    else: kwargs.update(div_factor=o['factor'], scale_wait=o['period'], headroom=None)
-    learn,seen = make(mode, 40, **(kwargs if mode in dynamic else {})),[]
-    static = 512. if mode=='fp16_static' else 1.
+    else: kwargs = dict(div_factor=o['factor'], scale_wait=o['period'], headroom=None)
+    learn,seen = make(mode, 40, min_loss_scale=o['lo'], max_loss_scale=o['hi'], **kwargs),[]
     look = InSteps(lambda learn: seen.append(learn.mixed_precision.loss_scale), event='before_batch')
     fills = [InSteps(fill(x), {i for i,ok in enumerate(finite) if ok==o}) for x,o in ((0.,True), (inf,False))]
     learn.fit(1, cbs=[*fills, look])
     seen.append(learn.mixed_precision.loss_scale)
-    want = reference(finite, **o) if mode in dynamic else [static]*41
-    assert seen==pytest.approx(want, rel=1e-9)
-    assert all(math.isfinite(1/x) and (1/torch.tensor(x)).isfinite() and x>0 for x in seen)
-    if mode in dynamic: assert all(o['lo']<=x<=o['hi'] for x in seen)
+    assert seen==pytest.approx(reference(finite, **o), rel=1e-9)
+    assert all((1/torch.tensor(x)).isfinite() and o['lo']<=x<=o['hi'] for x in seen)
     assert all(p.isfinite().all() for p in learn.model.parameters())
     # the scale of a step is the one that its own gradients carried
     assert list(learn.precision_recorder.log.scale)==seen[:-1] and list(learn.precision_recorder.log.finite)==finite
-
-@each_dynamic
-def test_real_gradients_at_the_bounds(mode):
-    "A scale that may go anywhere goes where the gradients need it, from either end"
-    bounds = dict(min_loss_scale=2.**-126, max_loss_scale=2.**127)
-    begin = 'init_scale' if mode=='native_fp16' else 'max_loss_scale'
-    learn = make(mode, 160, **{**bounds, begin:2.**127})
-    told,e = heard(learn.fit, 1)
-    log = learn.mixed_precision
-    assert e is None and math.isfinite(1/log.loss_scale) and log.state.skips==0 and log.loss_scale<2**24
-    low = make(mode, 20, **{**bounds, begin:2.**-126})
-    assert heard(low.fit, 1)==([],None)
-    healthy(low)

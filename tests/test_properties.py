@@ -1,8 +1,7 @@
-"""What holds for any tree, scale, gradient and model: hypothesis looks for one that it doesn't hold for
+"""What holds for any tree, loss scale and gradients: hypothesis looks for some that it doesn't hold for
 
 The same examples each time. What is expected is computed another way: in float64, or by walking both structures."""
 from collections import OrderedDict
-from copy import deepcopy
 from dataclasses import asdict,fields,is_dataclass
 
 import pytest,torch
@@ -11,11 +10,9 @@ from fastai.torch_core import TensorBase
 from fastcore.foundation import L
 from hypothesis import HealthCheck,assume,given,settings,strategies as st
 from learners import Data,Frozen,Named
-from mp_callbacks.dtypes import Policy,cast_tree,get_policy,half_dtypes,map_tensors
+from mp_callbacks.dtypes import cast_tree,map_tensors
 from mp_callbacks.grads import prepare_grads
-from mp_callbacks.loss_scale import DynamicLossScale,StaticLossScale
-from mp_callbacks.half import half_precision
-from mp_callbacks.ways import is_norm
+from mp_callbacks.loss_scale import DynamicLossScale
 from torch import nn
 
 def examples(n):
@@ -58,20 +55,17 @@ def walk(tree, path=()):
 def is_tensor(o): return isinstance(o, torch.Tensor)
 
 @given(trees)
-@examples(100)
+@examples(60)
 def test_map_tensors(tree):
     "Each tensor is replaced where it is; all else is the same object; the tree that was given stays as it was"
     before,seen = list(walk(tree)),[]
+    assert map_tensors(lambda t: t, tree) is tree
     def double(t): seen.append(t); return t.new_zeros(2)
     res = map_tensors(double, tree)
     assert all(p==q and a is b for (p,a),(q,b) in zip(walk(tree), before, strict=True))
     assert all(a is b for a,b in zip(seen, [o for _,o in before if is_tensor(o)], strict=True))
     for (p,a),(q,b) in zip(walk(res), before, strict=True):
         assert p==q and (a.shape==(2,) and type(a) is type(b) if is_tensor(b) else a is b)
-
-@given(trees)
-@examples(50)
-def test_map_tensors_that_changes_nothing(tree): assert map_tensors(lambda t: t, tree) is tree
 
 @given(trees, st.sampled_from(floating),
        st.none() | st.sampled_from(floating) | st.lists(st.sampled_from(floating+other), max_size=3))
@@ -91,18 +85,11 @@ def test_cast_tree(tree, dtype, source):
     assert (res is tree) is not changed
     assert cast_tree(res, dtype, source) is res
 
-@given(st.builds(Policy, *[st.sampled_from(floating)]*3))
-@examples(20)
-def test_policy_as_text(policy):
-    assert get_policy(str(policy))==policy and hash(get_policy(str(policy)))==hash(policy)
-
 # --- Scales
-
-powers = st.integers(-20,30).map(lambda k: 2.**k)
 
 @st.composite
 def scales(draw, **kwargs):
-    lo,s,hi = sorted(draw(st.lists(powers | st.floats(2**-20, 2**30), min_size=3, max_size=3)))
+    lo,s,hi = sorted(draw(st.lists(st.floats(2**-20, 2**30), min_size=3, max_size=3)))
     options = dict(period=st.integers(1,5), factor=st.floats(1.01, 16), backoff=st.none() | st.floats(.01, .99),
                    consecutive=st.booleans(), growth_delay=st.integers(0,2), hysteresis=st.integers(1,3),
                    refill=st.sampled_from(['growth','finite','backoff','finite+backoff']),
@@ -121,28 +108,18 @@ many = st.lists(st.sampled_from([True,True,True,False]), max_size=40)
 
 @given(scales(), many)
 @examples(100)
-def test_scale_is_a_value(s, flags):
-    "Within its bounds; `adjust` changes nothing and returns the same again; its fields are all that it is"
+def test_scale(s, flags):
+    """Within its bounds; up only on a finite step, by `factor` or to the maximum, down only on an overflow
+
+    `adjust` changes nothing and returns the same again, and what it changes is in `state_dict`."""
     for _,s,ok,new in steps(s, flags):
-        before = asdict(s)
+        before,a,b = asdict(s),s.loss_scale,new.loss_scale
         assert s.adjust(ok)==new and asdict(s)==before
-        assert new.min_loss_scale<=new.loss_scale<=new.max_loss_scale and type(new.loss_scale) is float
-        assert type(new)(**asdict(new))==new
-        assert {k for k,v in asdict(new).items() if v!=before[k]}<=set(new.state_fields)
-        assert replace_state(s, new.state_dict())==new
-
-def replace_state(s, state):
-    return DynamicLossScale(**{**asdict(s), **dict(counter=0, forgiven=0)}).load_state_dict(state)
-
-@given(scales(), many)
-@examples(100)
-def test_scale_moves(s, flags):
-    "Up only on a finite step, by `factor` or to the maximum; down only on an overflow; and `unscale` undoes `scale`"
-    for _,s,ok,new in steps(s, flags):
-        a,b = s.loss_scale,new.loss_scale
+        assert new.min_loss_scale<=b<=new.max_loss_scale and type(b) is float
         if b>a: assert ok and b in (a*s.factor, s.max_loss_scale)
         if b<a: assert not ok and b in (a/s.factor if s.backoff is None else a*s.backoff, s.min_loss_scale)
-        if a==2**int(torch.tensor(a).log2()): assert s.unscale(s.scale(torch.tensor(3.)))==3
+        assert type(new)(**asdict(new))==new and s.load_state_dict(new.state_dict())==new
+        assert all(type(o) in (int,float,bool) for o in new.state_dict().values())
 
 @given(scales(consecutive=st.just(True), growth_delay=st.just(0)), many)
 @examples(100)
@@ -155,12 +132,6 @@ def test_scale_grows_after_successes_in_a_row(s, flags):
         if run==s.period:
             assert new.loss_scale>s.loss_scale or s.loss_scale*s.factor>s.max_loss_scale
             run = 0
-
-@given(st.floats(2**-20, 2**30), many)
-@examples(20)
-def test_static_scale(x, flags):
-    s = StaticLossScale(x)
-    assert all(s.adjust(o) is s for o in flags) and StaticLossScale(**asdict(s))==s
 
 # --- Gradients
 
@@ -201,7 +172,7 @@ any_scale = st.integers(0,16).map(lambda k: 2.**k) | st.floats(1., 2.**16)
 any_clip  = st.none() | st.floats(2**-8, 2**8)
 
 @given(with_grads(), any_scale, any_clip, st.booleans())
-@examples(150)
+@examples(100)
 def test_prepare_grads(made, scale, clip, twice):
     "Norms as in float64; gradients unscaled and clipped in their own dtype and place, each once"
     ps,want = made
@@ -222,141 +193,20 @@ def test_prepare_grads(made, scale, clip, twice):
         assert torch.stack([*norms,torch.zeros(())]).norm()<=clip*1.01+1e-3
 
 @given(with_grads(), any_scale, any_clip, st.sampled_from([float('inf'),-float('inf'),float('nan')]),
-       st.integers(0,10**6))
-@examples(150)
+       st.lists(st.integers(0,10**6), min_size=1, max_size=3))
+@examples(100)
 def test_prepare_grads_not_finite(made, scale, clip, bad, where):
-    "One number anywhere is enough; its parameter is to blame, and no gradient is changed"
+    "One number anywhere is enough; no gradient is changed, and of several parameters the last is to blame"
     ps,_ = made
     values = [(p,p.grad._values() if p.grad.is_sparse else p.grad) for p in ps if p.grad is not None]
     values = [(p,v,i) for p,v in values for i in range(v.numel())]
     assume(values)
-    culprit,v,i = values[where%len(values)]
-    v[tuple(torch.unravel_index(torch.tensor(i), v.shape))] = bad
+    chosen = {o%len(values) for o in where}
+    for _,v,i in [values[o] for o in chosen]: v[tuple(torch.unravel_index(torch.tensor(i), v.shape))] = bad
     before = [None if p.grad is None else dense(p.grad.coalesce() if p.grad.is_sparse else p.grad).clone() for p in ps]
     stats = prepare_grads(ps, scale, clip)
     assert not stats.finite and stats.norm!=1/stats.norm
-    assert stats.culprit is culprit
+    assert stats.culprit is values[max(chosen)][0]
     def numbers(t): return t.nan_to_num(7., 8., 9.) # nan is not equal to itself
     for p,o in zip(ps, before):
         assert p.grad is None if o is None else torch.equal(numbers(dense(p.grad)), numbers(o))
-
-@given(with_grads(), st.lists(st.integers(0,4), min_size=1, max_size=5))
-@examples(50)
-def test_prepare_grads_culprit(made, at):
-    "Of several, the last in order: the nearest to the loss"
-    ps,_ = made
-    ps = [p for p in ps if p.grad is not None and p.grad.numel()]
-    assume(ps)
-    bad = {i%len(ps) for i in at}
-    for i in bad: (ps[i].grad._values() if ps[i].grad.is_sparse else ps[i].grad).fill_(float('nan'))
-    assert prepare_grads(ps).culprit is ps[max(bad)]
-
-# --- Weights
-
-class Residual(nn.Module):
-    def __init__(self, inner): super().__init__(); self.inner = inner
-    def forward(self, x): return x+self.inner(x)
-
-class Scale(nn.Module):
-    "A parameter that is in no layer, and a buffer"
-    def __init__(self):
-        super().__init__()
-        self.g,self.none = nn.Parameter(torch.ones(8)),None
-        self.register_buffer('b', torch.full((8,), 1+2**-12))
-        self.register_parameter('missing', None)
-    def forward(self, x): return x*self.g*self.b
-
-@st.composite
-def models(draw):
-    "Modules in modules, some of them twice, with weights that are tied or frozen"
-    linears = []
-    def layer(depth):
-        kinds = ['linear','nobias','norm','scale','gelu','again','tied']
-        kind = draw(st.sampled_from(kinds+['seq','residual']*(depth<2)))
-        if kind in ('again','tied') and not linears: kind = 'linear'
-        if kind=='seq': return nn.Sequential(*[layer(depth+1) for _ in range(draw(st.integers(1,3)))])
-        if kind=='residual': return Residual(layer(depth+1))
-        if kind=='norm': return nn.LayerNorm(8)
-        if kind=='scale': return Scale()
-        if kind=='gelu': return nn.GELU()
-        if kind=='again': return linears[draw(st.integers(0,len(linears)-1))]
-        m = nn.Linear(8, 8, bias=kind=='linear')
-        if kind=='tied': m.weight = linears[draw(st.integers(0,len(linears)-1))].weight
-        linears.append(m)
-        return m
-    torch.manual_seed(draw(st.integers(0,999)))
-    model = nn.Sequential(*[layer(0) for _ in range(draw(st.integers(1,4)))])
-    for p in model.parameters(): p.requires_grad_(draw(st.sampled_from([True,True,True,False])))
-    return model
-
-keeps = st.sampled_from([is_norm, (), nn.LayerNorm, (is_norm,'0'), lambda n,m: n.endswith('1'), (is_norm,Scale),
-                         nn.Linear])
-
-def named(model): return list(model.named_parameters(remove_duplicate=False))+list(model.named_buffers())
-
-def backward(model, scale=256.):
-    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-    loss = model(x).pow(2).mean()*scale
-    if loss.requires_grad: loss.backward()
-    return {n:p.grad/scale for n,p in model.named_parameters() if p.grad is not None}
-
-def assert_unchanged(model, before):
-    "The same parameters and buffers in the same places, to the bit, and no `forward` in any module"
-    for (n,p),(m,q,o) in zip(named(model), before, strict=True):
-        assert n==m and p is q and torch.equal(p, o) and p.dtype==torch.float32
-    assert not any('forward' in vars(m) for m in model.modules())
-
-def rounded(model, half):
-    "`model` with the weights of layers and norms that compute in half precision rounded, and no autocast"
-    res = deepcopy(model)
-    mods = dict(model.named_modules())
-    cast = {id(p) for n,way in half.ways.items() if way.name in ('layer','norm') for p in mods[n]._parameters.values()}
-    with torch.no_grad():
-        for p,q in zip(model.parameters(), res.parameters(), strict=True):
-            if id(p) in cast: q.copy_(p.to(half.dtype))
-    return res
-
-@given(models(), st.sampled_from(half_dtypes), keeps)
-@examples(80)
-def test_half_precision(model, dtype, keep):
-    """After a batch: the model as it was, and float32 gradients that are near those of rounded weights in float32
-
-    The second batch has the very gradients of the first."""
-    before = [(n,p,p.detach().clone()) for n,p in named(model)]
-    try: half = half_precision(model, dtype, keep)
-    except ValueError as e:
-        assert any(o in str(e) for o in ('nothing is left to compute','no float32 parameters','matches no module'))
-        return assert_unchanged(model, before)
-    with half: first = backward(model)
-    model.zero_grad()
-    with half: grads = backward(model) # the weights are cast together now
-    assert_unchanged(model, before)
-    assert first.keys()==grads.keys() and all(torch.equal(g, first[n]) for n,g in grads.items())
-    assert all(g.dtype==torch.float32 for g in grads.values())
-    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-    want = backward(rounded(model, half))
-    assert list(grads)==list(want)
-    if want:
-        a,b = (torch.cat([o[n].flatten() for n in want]).double() for o in (grads,want))
-        assert (a-b).norm()<=32*torch.finfo(dtype).eps*b.norm()
-
-class Stop(BaseException): pass
-
-@given(models(), st.sampled_from(half_dtypes), st.integers(0,99), st.booleans())
-@examples(50)
-def test_half_precision_interrupted(model, dtype, n, late):
-    "An exception before or after the forward pass of any module: the same parameters, and no gradient"
-    before = [(k,p,p.detach().clone()) for k,p in named(model)]
-    try: half = half_precision(model, dtype)
-    except ValueError: return
-    def stop(*_): raise Stop
-    inside = list(model.modules())
-    module = inside[n%len(inside)]
-    hook = module.register_forward_hook(stop) if late else module.register_forward_pre_hook(stop)
-    with pytest.raises(Stop), half:
-        backward(model)
-        raise Stop
-    hook.remove()
-    assert_unchanged(model, before)
-    assert all(p.grad is None for p in model.parameters())
-    assert not half.cast.calls and not torch.is_autocast_enabled('cpu')

@@ -1,4 +1,7 @@
-"A learner with `rescue=True` keeps the modules in float32 that half precision has made nan, and trains on"
+"""`rescue=True`: the modules that half precision makes nan are kept in float32, and training goes on
+
+And to look for the cause changes nothing, and finds it in each batch of a step."""
+from weakref import ref
 
 import pytest
 from fastai.callback.training import GradientAccumulation
@@ -16,13 +19,13 @@ def fit(learn, n, **kwargs):
         learn.fit(n, lr=1e-3, **kwargs)
     return [text for o in seen if 'steps in a row' in (text := str(o.message))]
 
-turns = in_turns(curable, halves)
-@pytest.mark.parametrize('name,to', crossed(curable, halves, fast=lambda name,to: to==turns[name]))
+quick = ('softmax','to_fp16'),('variance','to_native_fp16')
+@pytest.mark.parametrize('name,to', crossed(curable, halves, fast=lambda *o: o in quick))
 def test_trains_on(name, to):
     "As float32 does from the step on in which the module was kept"
     learn,full = getattr(sick[name].make(), to)(rescue=True),sick[name].make()
-    told, = fit(learn, 28)
-    full.fit(20, lr=1e-3) # eight epochs of four steps were skipped
+    told, = fit(learn, 16)
+    full.fit(8, lr=1e-3) # eight epochs of four steps were skipped
     assert abs(learn.validate()[0]/full.validate()[0]-1)<.02
     assert '32 steps in a row were skipped' in told and 'Precision is the cause' in told
     assert "Kept in float32 from step 32: ['1']. To do so from the start: keep='1'." in told
@@ -31,13 +34,7 @@ def test_trains_on(name, to):
     table = learn.mixed_precision.policy().set_index('module')
     assert {*table.why[table.index.str.match(r'1(\.|$)')]}=={'rescued, step 32'} and table.compute['0']=='float16'
     assert learn.find_nonfinite().where=='nothing' and all(p.dtype==torch.float32 for p in learn.model.parameters())
-
-def test_logged(tmp_path):
-    "What the optimizer holds are plain numbers, which fastai's `TensorBoardCallback` logs after each batch"
-    from fastai.callback.tensorboard import TensorBoardCallback
-    learn = sick['softmax'].make().to_fp16(rescue=True)
-    fit(learn, 10, cbs=TensorBoardCallback(tmp_path, trace_model=False, log_preds=False))
-    assert learn.mixed_precision.state.rescued==(('1',32),)
+    # plain numbers, which fastai's `TensorBoardCallback` logs
     assert {type(v) for o in learn.opt.hypers for k,v in o.items() if k.startswith('mp_')}<={int,float,bool}
 
 def test_later():
@@ -98,14 +95,6 @@ def test_resumed(to, opt, tmp_path):
     resumed.to_fp32()
     assert not any(k.startswith('mp_') for k in resumed.opt.hypers[0])
 
-def test_exported(tmp_path):
-    "What is exported is an ordinary float32 model"
-    learn = get_learner(net(Softmax), path=tmp_path).to_fp16(rescue=True)
-    fit(learn, 9)
-    assert learn.mixed_precision.state.rescued
-    learn.export()
-    assert [o.dtype for o in load_learner(tmp_path/'export.pkl').model.parameters()]==[torch.float32]*4
-
 def test_own_keep():
     "The text says what is kept already, too"
     told, = fit(sick['softmax'].make().to_fp16(keep='2', rescue=True), 9)
@@ -126,9 +115,9 @@ def named_net(name='sq'):
 def lose_part(learn): del learn.model.sq
 def other_model(learn): learn.model = Parts(body=nn.Linear(8,16), head=nn.Linear(16,1))
 def nothing_else(learn): learn.model = Parts(sq=nn.Linear(8,1)) # all of it would be kept
+changes = (lose_part,'between'),(other_model,'before_fit'),(nothing_else,'before_epoch'),(other_model,'between')
 
-@pytest.mark.parametrize('event', ['between','before_fit','before_epoch'])
-@pytest.mark.parametrize('change', [lose_part,other_model,nothing_else])
+@pytest.mark.parametrize('change,event', changes)
 def test_changed_model(change, event):
     "What was rescued in the model of before is forgotten where it isn't any more, and nobody is told of a `keep`"
     learn = learner(named_net()).to_fp16(rescue=True)
@@ -141,8 +130,7 @@ def test_changed_model(change, event):
     learn.fit(1)
     assert learn.mixed_precision.rescued==[] and 'kept in float32' not in learn.precision_recorder.summary()
 
-@each_call
-@pytest.mark.parametrize('keep', [{'*':'float16'}, {'sq[[]*':'float16', 'last':'float32'}, 'last'])
+@pytest.mark.parametrize('keep,to', [({'sq[[]*':'float16', 'last':'float32'},'to_fp16'), ('last','to_native_fp16')])
 def test_name_like_a_pattern(keep, to):
     "The module is kept alone, whatever the user's dict says of it, and what the text says works from the start"
     learn = getattr(learner(named_net('sq[a]')), to)(keep=keep, rescue=True)
@@ -150,17 +138,11 @@ def test_name_like_a_pattern(keep, to):
     assert "Kept in float32 from step 32: ['sq[a]']" in told
     compute = learn.mixed_precision.policy().set_index('module').compute
     assert compute[['first','sq[a]s']].eq('float16').all()
-    assert compute['last']==('float32' if 'last' in keep else 'float16') and compute['sq[a]']=='float32'
+    assert compute[['last','sq[a]']].eq('float32').all()
     found = getattr(learner(named_net('sq[a]')), to)(keep=['sq[a]']).find_nonfinite()
     assert found.where in ('nothing','scale') # the first scale of `to_native_fp16` is too large
 
 # --- What an explanation leaves as it was
-
-class InfiniteLosses(Callback):
-    "Each loss is infinite, its gradients aren't"
-    order = -20
-    def after_loss(self):
-        if self.training: self.learn.loss,self.learn.loss_grad = self.loss+torch.inf,self.loss_grad+torch.inf
 
 class InfiniteInputs(Callback):
     "in the first batches"
@@ -168,30 +150,17 @@ class InfiniteInputs(Callback):
         if self.training and self.epoch==0: self.learn.xb = (self.x*math.inf,)
 
 @pytest.mark.parametrize('to', calls)
-@pytest.mark.parametrize('change', [InfiniteLosses,InfiniteInputs])
-def test_loss_with_parameters(change, to, monkeypatch):
+def test_loss_with_parameters(to, monkeypatch):
     "Gradients, buffers and attributes of the loss function, which a callback steps, are untouched by an explanation"
     def _loss(tells):
         monkeypatch.setattr(NativeMixedPrecision, 'warn_skips', 3 if tells else 1000)
         monkeypatch.setattr(MixedPrecision, 'warn_skips', 3 if tells else 1000)
-        learn = get_learner(loss_func=MovingLoss(), cbs=[StepLoss(),change()])
+        learn = get_learner(loss_func=MovingLoss(), cbs=[StepLoss(),InfiniteInputs()])
         told = fit(getattr(learn, to)(), 3)
         assert bool(told)==tells
         return learn.loss_func
     told,quiet = _loss(True),_loss(False)
     assert (told.w,told.size,told.calls)==(quiet.w,quiet.size,quiet.calls)
-
-class RunningSize(nn.Module):
-    "Divides by what its inputs have been"
-    def __init__(self): super().__init__(); self.register_buffer('size', torch.ones(()))
-    def forward(self, x):
-        self.size.copy_(.9*self.size+.1*x.detach().abs().mean())
-        return x/self.size
-
-def test_model_is_the_same_in_each_run():
-    "What half precision leaves in the buffers of the model, which it divides by, isn't there in the run in float32"
-    found = learner(nn.Sequential(*net(Softmax)[:2], RunningSize(), nn.Linear(16,1))).to_fp16().find_nonfinite()
-    assert (found.where,found.module,found.precision,found.keep)==('forward','1',True,('1',))
 
 class Remembers(nn.Module):
     "A loss that divides by what predictions have been"
@@ -230,26 +199,6 @@ def test_earlier_batch(to):
     learn = accumulated(lambda: net(Softmax), to, max_skips=3)
     with pytest.raises(FloatingPointError, match=r'3 steps in a row.*1 \(Softmax\) was the first'): learn.fit(3)
 
-class Large(nn.Module):
-    "Beyond float16, in the batches that aren't 0; gradients of an absolute error don't know that"
-    def __init__(self): super().__init__(); self.head = nn.Linear(1,1)
-    def forward(self, x): return self.head(x.detach()*0)+(x.abs()>1e-6).to(x.dtype)*3e4*4
-
-@each_call
-def test_infinite_loss_of_an_earlier_batch(to):
-    learn = learner(nn.Sequential(nn.Linear(8,1,bias=False), Large()), quiet_rows, loss_func=L1LossFlat(),
-                    cbs=GradientAccumulation(32))
-    told, = fit(getattr(learn, to)(rescue=True), 18)
-    assert 'The loss of 32 steps in a row was not finite' in told and '1 (Large) was the first' in told
-    assert learn.mixed_precision.state.rescued==(('1',32),)
-    assert not learn.precision_recorder.log.bad_loss[32:].any()
-
-def test_bad_inputs_of_an_earlier_batch():
-    def _change(xy):
-        for i in (0,32): xy[0][i] = math.inf
-    learn = accumulated(net, 'to_bf16', _change, max_skips=3)
-    with pytest.raises(FloatingPointError, match='The inputs of this batch have inf or nan, 8 in all'): learn.fit(3)
-
 def test_all_batches_finite():
     "Gradients that a callback spoils: computed again, the batches are finite"
     class Spoil(Callback):
@@ -263,25 +212,11 @@ def test_all_batches_finite():
 
 def test_batches_are_not_held():
     "but in the steps that may be explained"
-    from weakref import ref
     class Held(Callback):
         order = 20
         def before_batch(self):
-            alive.append(len([o for o in seen if o() is not None]))
+            alive.append(any(o() is not None for o in seen))
             seen.append(ref(self.xb[0]))
     seen,alive = [],[]
-    learn = accumulated(lambda: net(Softmax), 'to_bf16', max_skips=3)
-    learn.fit(2, cbs=Held())
-    assert not any(alive)
-
-class UsesModel(nn.Module):
-    "A loss that has a part of the model, as one of features"
-    def __init__(self, part): super().__init__(); self.part = part
-    def forward(self, pred, y): return F.mse_loss(pred, y)+self.part(torch.ones(1,8)).square().mean()
-
-@each_call
-def test_loss_with_a_part_of_the_model(to):
-    "A look at it computes in half precision, too"
-    model = net(Softmax)
-    found = getattr(learner(model, loss_func=UsesModel(model[0])), to)().find_nonfinite()
-    assert (found.where,found.module,found.precision)==('forward','1',True)
+    accumulated(lambda: net(Softmax), 'to_bf16', max_skips=3).fit(2, cbs=Held())
+    assert len(alive)==16 and not any(alive)

@@ -1,4 +1,4 @@
-"""Gradient accumulation, skipped steps, and what changes in a fit: precision, optimizer, parameters. And copies."""
+"Steps of several batches, and what changes between them: the precision, the optimizer, the parameters, the buffers"
 from copy import deepcopy
 from functools import partial
 
@@ -11,44 +11,58 @@ pytestmark = pytest.mark.filterwarnings('ignore')
 def plain():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(8,16), nn.Tanh(), nn.Linear(16,1))
-def way(learn, start): return flat(weights(learn))-start
 
 class Switch(Callback):
-    "Another precision after the first epoch, or before it"
+    "Another precision in `event` of the first epoch"
     def __init__(self, to, event='after_epoch'): self.to = to; setattr(self, event, self.go)
     def go(self):
         if self.epoch==0: self.to(self.learn)
 
 precisions = dict(float32=lambda o: o.to_fp32(), **{k:modes[k] for k in ('fp16','bf16','native_fp16','native_bf16')})
 
-def close(learn, want, start, tol=.02):
-    got = way(learn, start)
+def trained(model, first, *fits, **kwargs):
+    "A learner, `first` in this precision, and how far it has come from where it was, after these fits"
+    learn = first(get_learner(model, opt_func=kwargs.pop('opt_func', SGD), lr=.05, **kwargs))
+    start = flat(weights(learn))
+    for f in fits: f(learn)
+    return learn,flat(weights(learn))-start
+
+def assert_same_way(ours, full, tol=.02):
+    "Do both of `trained` come the same way?"
+    (_,got),(_,want) = ours,full
     assert (got-want).norm()<tol*want.norm(), (got.norm(), want.norm())
 
-@pytest.mark.parametrize('first,to', [(o,p) for o in precisions for p in precisions if o!=p])
+some = [('fp16','float32'),('float32','native_fp16'),('native_fp16','bf16'),('native_bf16','fp16')]
+both = [slow_unless((o,p) in some, o, p) for o in precisions for p in precisions if o!=p]
+each_switch = pytest.mark.parametrize('first,to', both)
+
+@each_switch
 def test_switch_while_accumulating(first, to):
     "The gradients of before and after the switch add up as if there had been one precision"
-    def _way(first, to):
-        learn = precisions[first](get_learner(plain(), opt_func=SGD, lr=.05))
-        start = flat(weights(learn))
+    def _trained(first, to):
         # 4 batches of 16: the second step's gradients come from both epochs
-        learn.fit(2, cbs=[GradientAccumulation(40),Switch(precisions[to])])
-        return learn,start
-    learn,start = _way('float32','float32')
-    want = way(learn, start)
-    close(*_way(first, to)[:1], want, start)
+        cbs = [GradientAccumulation(40),Switch(precisions[to])]
+        return trained(plain(), precisions[first], lambda o: o.fit(2, cbs=cbs))
+    assert_same_way(_trained(first, to), _trained('float32', 'float32'))
 
-@pytest.mark.parametrize('then', precisions)
+@pytest.mark.parametrize('then', ['float32','fp16'])
 def test_switched_on_in_a_fit(then):
     "and there are gradients left at its end, which the next fit finds as plain fastai's would be"
-    def _way(on, then):
-        learn = get_learner(plain(), opt_func=SGD, lr=.05)
-        start = flat(weights(learn))
-        learn.fit(1, cbs=[GradientAccumulation(10**6),Switch(on, 'before_epoch')])
-        precisions[then](learn).fit(1)
-        return learn,start
-    learn,start = _way(lambda o: o, 'float32')
-    close(_way(precisions['native_fp16'], then)[0], way(learn, start), start)
+    def _trained(on, then):
+        cbs = [GradientAccumulation(10**6),Switch(precisions[on], 'before_epoch')]
+        return trained(plain(), noop, lambda o: o.fit(1, cbs=cbs), precisions[then], lambda o: o.fit(1))
+    assert_same_way(_trained('native_fp16', then), _trained('float32', 'float32'))
+
+@pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','native_bf16')))
+def test_gradients_by_hand(mode):
+    "from before a fit whose first batch is left out: the next fit finds them"
+    leaves = Callback(before_batch=raises(CancelFitException))
+    leaves.order = -100
+    def _by_hand(learn):
+        x,y = learn.dls.one_batch()
+        (F.mse_loss(learn.model(x), y)*20).backward()
+    def _trained(to): return trained(plain(), to, _by_hand, lambda o: o.fit(1, cbs=leaves), lambda o: o.fit(1))
+    assert_same_way(_trained(modes[mode]), _trained(noop))
 
 class Net(nn.Module):
     def __init__(self): super().__init__(); torch.manual_seed(1); self.body,self.head = nn.Linear(8,8),nn.Linear(8,1)
@@ -82,31 +96,18 @@ class Join(Callback):
         self.learn.create_opt()
         self.opt.set_hypers(lr=.05)
 
-@pytest.mark.parametrize('accumulate', [1,40])
-@pytest.mark.parametrize('how', ['group','new','new_flat'])
-@pytest.mark.parametrize('mode', crossed(['fp16','bf16','native_fp16','native_bf16'], fast=lambda o: o!='native_bf16'))
+joins = [('fp16','group',16),('bf16','new_flat',40),('native_fp16','new',40),('fp16','new_flat',16)]
+@pytest.mark.parametrize('mode,how,accumulate', [
+    slow_unless((m,h,n) in joins, m, h, n) for m in ('fp16','bf16','native_fp16','native_bf16')
+    for h in ('group','new','new_flat') for n in (16,40) if h!='new_flat' or 'native' not in m])
 def test_parameters_join(mode, how, accumulate):
     "They move as far as in float32"
-    if how=='new_flat' and 'native' in mode: pytest.skip('nothing flat')
-    def _go(mode):
+    def _trained(to):
         opt = partial(OptimWrapper, opt=torch.optim.SGD) if how=='group' else SGD
-        learn = get_learner(Net(), opt_func=opt, lr=.05, splitter=head_only)
-        start = flat(weights(learn))
-        if mode: modes[mode](learn, **(dict(flat_master=True) if how=='new_flat' else {}))
-        if accumulate>1: learn.add_cb(GradientAccumulation(accumulate))
-        learn.fit(3, cbs=Join(how))
-        return learn,start
-    learn,start = _go('')
-    close(_go(mode)[0], way(learn, start), start, .05)
-
-@pytest.mark.parametrize('mode', ['to_fp16','to_bf16'])
-def test_flat_and_another_optimizer(mode):
-    "which has parameters that the first one hadn't: their gradients are looked at, too"
-    def _bad(cb):
-        if cb.epoch==2 and cb.iter==1: cb.model.body.weight.grad[0,0] = float('nan')
-    learn = getattr(get_learner(Net(), opt_func=SGD, lr=.05, splitter=head_only), mode)(flat_master=True)
-    learn.fit(3, cbs=[Join('new'),Callback(after_backward=_bad)])
-    assert skipped(learn)==1 and all(p.isfinite().all() for p in learn.model.parameters())
+        first = partial(to, flat_master=True) if how=='new_flat' and to is not noop else to
+        return trained(Net(), first, lambda o: o.fit(3, cbs=Join(how)), opt_func=opt, splitter=head_only,
+                       cbs=GradientAccumulation(accumulate))
+    assert_same_way(_trained(modes[mode]), _trained(noop), .05)
 
 class Table(nn.Module):
     "Shares a buffer with another one like it"
@@ -118,7 +119,7 @@ class Table(nn.Module):
     def forward(self, x): return x+self.lin(x)*self.table
 
 @pytest.mark.parametrize('view', [False,True])
-@pytest.mark.parametrize('mode', modes)
+@pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','native_bf16')))
 def test_shared_buffer(mode, view):
     "A skipped step puts it back, and it is still shared"
     def _bad(cb):
@@ -130,8 +131,7 @@ def test_shared_buffer(mode, view):
     assert torch.equal(t, table) and skipped(learn)==1
     assert all(learn.model[i].table.data_ptr()==t.data_ptr() for i in range(2))
 
-@pytest.mark.parametrize('bad', [0,1,2])
-@pytest.mark.parametrize('mode', modes)
+@pytest.mark.parametrize('mode,bad', crossed(modes, [0,1,2], fast=lambda mode,bad: mode=='fp16' or bad==1))
 def test_overflow_in_a_window(mode, bad):
     "Three batches make a step. If one of them overflows, all three leave no trace, batch norm's statistics included."
     def _run(bad):
@@ -146,51 +146,17 @@ def test_overflow_in_a_window(mode, bad):
     assert list(learn.precision_recorder.log.finite)==[True,False,True]
     for k,v in want.model.state_dict().items(): assert torch.equal(v, learn.model.state_dict()[k]), k
 
-class Copies(Callback):
-    "A copy of the learner, without this callback"
-    order = 50
-    def __init__(self, event): setattr(self, event, self.go)
-    def go(self):
-        learn = self.learn
-        learn.remove_cb(self)
-        try: self.twin = deepcopy(learn)
-        finally: learn.add_cb(self)
-
-@pytest.mark.parametrize('opt', [Adam,ranger])
-@pytest.mark.parametrize('kwargs', [{},dict(flat_master=True)], ids=str)
-def test_copies_of_a_learner(kwargs, opt):
-    "A copy trains like the first one"
-    learn = get_learner(plain(), lr=.01, opt_func=opt).to_bf16(**kwargs)
-    learn.fit(1, cbs=(cb := Copies('after_epoch')))
-    for o in (learn,cb.twin):
+@pytest.mark.parametrize('opt,flat_master', [(Adam,False),(Adam,True),(ranger,True)])
+def test_copies_of_a_learner(opt, flat_master):
+    "A copy that was made in a fit trains like the first one"
+    twins = []
+    learn = get_learner(plain(), lr=.01, opt_func=opt).to_bf16(flat_master=flat_master)
+    learn.fit(1, cbs=Now('after_epoch', lambda o: twins.append(deepcopy(o))))
+    twins.append(learn)
+    for o in twins:
         o.opt.clear_state()
         o.fit(1)
-    assert torch.equal(flat(weights(learn)), flat(weights(cb.twin)))
-
-def test_empty_optimizer():
-    "Gradients of parameters that no optimizer has aren't scaled, not even where it has none at all"
-    norms = []
-    for to in (lambda o: o, lambda o: o.to_native_fp16(1024.)):
-        learn = to(get_learner(plain(), opt_func=SGD, splitter=lambda m: [[]]))
-        learn.fit(1)
-        norms.append(torch.cat([p.grad.flatten() for p in learn.model.parameters()]).norm().item())
-    assert norms[1]==pytest.approx(norms[0], rel=.02)
-
-@pytest.mark.parametrize('mode', modes)
-def test_gradients_by_hand(mode):
-    "from before a fit whose first batch is left out: the next fit finds them"
-    leaves = Callback(before_batch=raises(CancelFitException))
-    leaves.order = -100
-    def _go(to):
-        learn = to(get_learner(plain(), opt_func=SGD, lr=.05))
-        start = flat(weights(learn))
-        x,y = learn.dls.one_batch()
-        (F.mse_loss(learn.model(x), y)*20).backward()
-        learn.fit(1, cbs=leaves)
-        learn.fit(1)
-        return learn,start
-    learn,start = _go(lambda o: o)
-    close(_go(modes[mode])[0], way(learn, start), start)
+    assert torch.equal(*[flat(weights(o)) for o in twins])
 
 # --- Unfinished steps
 

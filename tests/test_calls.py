@@ -1,0 +1,251 @@
+"""What the calls refuse: the error comes before anything has changed, with a way out. And one precision is on at a time
+
+Models, devices, arguments, errors of the model, callbacks that were added by hand, calls after calls."""
+import re
+from contextlib import nullcontext
+
+import pytest
+from fastai.callback import fp16
+from torch.utils.checkpoint import CheckpointError,checkpoint
+from learners import *
+from machines import Fake
+from mp_callbacks.devices import pretend
+from test_inputs import state,trains,unchanged
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
+
+nan,inf = float('nan'),float('inf')
+each_call = pytest.mark.parametrize('call', calls)
+each_mode = pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','native_fp16')))
+
+# --- Models and devices
+
+def offloaded():
+    from accelerate import cpu_offload
+    model = mlp()
+    return cpu_offload(model, torch.device('cpu')) or model
+
+no_float32 = r'has no float32 parameters \(.*call model.float\(\) first, or use to_fp32'
+unfit = dict(
+    none      = (nn.Flatten,                                      no_float32),
+    half      = (lambda: mlp().half(),                            no_float32),
+    double    = (lambda: mlp().double(),                          'float64.*call model.float'),
+    lazy      = (lambda: nn.Sequential(nn.LazyLinear(1)),         'Call it once on a batch'),
+    offloaded = (offloaded, r"0.weight is on the device 'meta', without numbers.*cpu_offload"))
+
+@each_call
+@pytest.mark.parametrize('kind', unfit)
+def test_unfit_model(kind, call):
+    "A model without float32 parameters, or without numbers, is refused at the call, with a way out"
+    make,match = unfit[kind]
+    learn = get_learner(make())
+    before = list(learn.cbs)
+    with pytest.raises(ValueError, match=match): getattr(learn, call)()
+    assert list(learn.cbs)==before
+
+@each_mode
+def test_unsupported_device_later(mode):
+    "The data may move after the call, to a device that can't: then the fit refuses, before anything has changed"
+    learn = modes[mode](get_learner())
+    before = state(learn)
+    t4 = pretend(Fake('cuda', 'Tesla T4', (7,5)))
+    with t4, pytest.raises(ValueError, match="device=cpu doesn't compute in"): learn.fit(1)
+    unchanged(learn, before)
+
+# --- Arguments
+
+bad = dict( # call -> argument -> values
+    to_fp16 = dict(loss_scale=[0,nan,'auto'], max_loss_scale=[0,inf,'2**24',None,.5], min_loss_scale=[0,2.**25,'low'],
+                   div_factor=[1,inf,None], scale_wait=[0,1.5,True], clip=[0,nan,'1',True], headroom=[-1.,31,True],
+                   max_skips=[0,1.5,nan,'3',None,True], keep=[3,None,'head*',[3]]),
+    to_bf16 = dict(clip=[-1.], max_skips=[-1], keep=[('*.nothing',)]),
+    to_native_fp16 = dict(init_scale=[0,inf,'x',2.**25], growth_factor=[1.,'x'], backoff_factor=[1.,0,2],
+                          growth_interval=[0,2.5], min_loss_scale=[-1,2.**17], max_loss_scale=[0,2.], max_skips=[0]),
+    to_native_bf16 = dict(max_skips=[0,'many']))
+
+def wrong_case(call, name, value, end='', **others):
+    return pytest.param(call, name, value, others, id=f'{call}-{name}={value!r}{end}')
+
+wrong = [wrong_case(call, k, v) for call,args in bad.items() for k,vs in args.items() for v in vs]
+# a scale that is to move doesn't need the one that doesn't, and yet says what is wrong with it
+wrong += [wrong_case('to_fp16', 'loss_scale', o, '-static', dynamic=False) for o in bad['to_fp16']['loss_scale']]
+
+@pytest.mark.parametrize('call,name,value,others', wrong)
+def test_bad_argument(call, name, value, others):
+    "The error comes at the call, with the value and a way out, and what was on stays on"
+    learn = get_learner().to_native_bf16()
+    before = state(learn)
+    with pytest.raises((ValueError,TypeError)) as e: getattr(learn, call)(**{name:value, **others})
+    while isinstance(value, (list,tuple)): value, = value
+    assert any(repr(o) in str(e.value) for o in (value, float(value) if isinstance(value, int) else value)), e.value
+    assert re.search(r'\w\. \w', str(e.value)), e.value
+    unchanged(learn, before)
+
+def test_unknown_argument():
+    learn = get_learner()
+    before = state(learn)
+    for call in calls:
+        with pytest.raises(TypeError, match='unexpected keyword'): getattr(learn, call)(loss_scael=2)
+    unchanged(learn, before)
+
+@pytest.mark.parametrize('kind', [ModelToHalf, lambda dtype: NativeMixedPrecision(dtype=dtype)],
+                         ids='ModelToHalf NativeMixedPrecision'.split())
+@pytest.mark.parametrize('dtype', [torch.float32, torch.int8, 'float8', 16, None])
+def test_bad_dtype(kind, dtype):
+    with pytest.raises(ValueError, match=re.escape(str(dtype))): kind(dtype)
+
+without_effect = [
+    ('to_fp16', dict(loss_scale='torch', scale_wait=100), r"Use DynamicLossScale\.preset\('torch', period=100\)"),
+    ('to_fp16', dict(loss_scale='torch', dynamic=False), 'Leave it out'),
+    ('to_fp16', dict(loss_scale=DynamicLossScale(), max_loss_scale=8.), 'Set max_loss_scale=8.0 in that loss scale'),
+    ('to_fp16', dict(loss_scale=1024., dynamic=False, headroom=3.), 'beside dynamic=False'),
+    ('to_native_fp16', dict(init_scale='torch', growth_interval=100), 'period=100'),
+    ('to_native_fp16', dict(init_scale=DynamicLossScale(), backoff_factor=.25), 'backoff=0.25')]
+
+@pytest.mark.parametrize('call,kwargs,match', without_effect)
+def test_without_effect(call, kwargs, match):
+    "An error that says what to write instead, and the learner is as before"
+    learn = get_learner()
+    with pytest.raises(ValueError, match=match): getattr(learn, call)(**kwargs)
+    assert not hasattr(learn, 'mixed_precision')
+
+@pytest.mark.parametrize('callback', [MixedPrecision,NativeMixedPrecision])
+def test_subclass_with_options_of_its_own(callback):
+    class Preset(callback):
+        def __init__(self): super().__init__('torch')
+    assert Preset().initial==DynamicLossScale.preset('torch')
+
+def test_static_scale_of_a_dynamic_one():
+    "Code written for fastai runs, as there, but with a warning"
+    with pytest.warns(UserWarning, match='loss_scale=128 has no effect beside dynamic'): get_learner().to_fp16(128.)
+
+# --- Errors with a way out
+
+has_notes = pytest.mark.skipif(not hasattr(Exception, 'add_note'), reason='Exceptions have notes since Python 3.11')
+
+class Masks(nn.Module):
+    "Has no parameters, and a number that float16 can't hold"
+    def forward(self, x): return x.masked_fill(x>1, -1e9).softmax(-1)
+
+class Breaks(nn.Linear):
+    "An error of `text`, which of a device surfaces in an innocent module"
+    def __init__(self, text): super().__init__(8, 1); self.text = text
+    def forward(self, x): raise RuntimeError(self.text)
+
+ways_out = dict( # a layer between two others, a change of its input, and what the note has to say
+    double  = (lambda: nn.Linear(8,8), lambda x: x.double(), r'In 1 \(Linear\).* use x\.float\(\)'),
+    mask    = (Masks, noop, r"In 1 \(Masks\).*torch\.finfo\(x\.dtype\)\.min.* use to_bf16.*keep='1' computes it in"),
+    device  = (lambda: Breaks('CUDA error: an illegal memory access; half'), noop, None),
+    another = (lambda: Breaks('shapes do not fit'), noop, None))
+
+@has_notes
+@pytest.mark.parametrize('kind', ways_out)
+def test_way_out(kind):
+    "The note to an error names the module and what helps; an error for another reason has none"
+    make,change,match = ways_out[kind]
+    model = nn.Sequential(nn.Linear(8,8), make(), nn.Linear(8,1))
+    model[1].register_forward_pre_hook(lambda m,args: (change(*args),))
+    with pytest.raises(RuntimeError) as caught, half_precision(model, torch.float16): model(torch.ones(2,8))
+    notes = ' '.join(getattr(caught.value, '__notes__', []))
+    assert re.search(match, notes) if match else not notes
+
+@pytest.mark.parametrize('mode', ['fp16','native_fp16'])
+def test_keep_is_a_cure(mode):
+    def _learner(): return get_learner(nn.Sequential(nn.Linear(8,8), Masks(), nn.Linear(8,1)))
+    with pytest.raises(RuntimeError, match='without overflow'): modes[mode](_learner()).fit(1)
+    modes[mode](_learner(), keep='1').fit(1)
+
+class Penalty(Callback):
+    "Asks for gradients before the backward pass, in the precision of the model or outside of it"
+    def __init__(self, inside): self.inside = inside
+    def after_loss(self):
+        if not self.training: return
+        with self.learn.mixed_precision.autocast if self.inside else nullcontext():
+            grads = torch.autograd.grad(self.learn.loss_grad, [*self.model.parameters()], retain_graph=True)
+        assert all(o.isfinite().all() for o in grads)
+
+@has_notes
+@pytest.mark.parametrize('mode', ['fp16','native_bf16'])
+def test_gradients_through_checkpoints(mode):
+    "An error says how to compute them"
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8,8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8,8))
+            self.head = nn.Linear(8,1)
+        def forward(self, x): return self.head(checkpoint(self.body, x, use_reentrant=False))
+    def _fit(inside): modes[mode](get_learner(Checkpointed()), keep=nn.GELU).fit(1, cbs=Penalty(inside))
+    with pytest.raises(CheckpointError) as e: _fit(False)
+    assert 'with learn.mixed_precision.autocast:' in e.value.__notes__[0]
+    _fit(True)
+
+@has_notes
+@pytest.mark.parametrize('mode', ['fp16','native_bf16'])
+def test_optimizer_with_a_closure(mode):
+    learn = modes[mode](get_learner(opt_func=partial(OptimWrapper, opt=torch.optim.LBFGS)))
+    with pytest.raises(TypeError, match='closure') as e: learn.fit(1)
+    assert e.value.__notes__==["LBFGS computes the loss several times in a step, and asks for a function that does so. "
+                               "fastai's Learner passes none, in float32 either. Use an optimizer without a closure."]
+
+# --- Callbacks added by hand
+
+alone = [(ModelToHalf,'only together with MixedPrecision'),
+         (MixedPrecision, r'needs ModelToHalf: call learn.to_fp16\(\).*use NativeMixedPrecision')]
+
+@pytest.mark.parametrize('cb,match', alone)
+def test_one_of_two(cb, match):
+    "ModelToHalf and MixedPrecision need each other, and say so before anything has changed"
+    learn = get_learner(cbs=cb())
+    before = state(learn)
+    with pytest.raises(ValueError, match=match): learn.fit(1)
+    unchanged(learn, before)
+    trains(learn.to_bf16())
+
+@pytest.mark.parametrize('how', ['learner', 'fit'])
+def test_both_by_hand(how):
+    "ModelToHalf and MixedPrecision through `cbs=` are to_fp16 to the bit, whichever comes first"
+    learn = modes['fp16'](get_learner(norm=True))
+    learn.fit(2)
+    def _mixed(): return MixedPrecision(max_loss_scale=2.**10)
+    for cbs in ([ModelToHalf(),_mixed()], [_mixed(),ModelToHalf()]):
+        other = get_learner(norm=True, cbs=cbs if how=='learner' else None)
+        other.fit(2, cbs=None if how=='learner' else cbs)
+        assert all(map(torch.equal, weights(learn), weights(other)))
+    if how=='fit': assert not any(isinstance(cb, (PrecisionCallback,ModelToHalf)) for cb in other.cbs)
+
+made = dict(half=ModelToHalf, half2=lambda: ModelToHalf('bf16'), native=NativeMixedPrecision,
+    mixed=lambda: MixedPrecision(max_loss_scale=2.**10), mixed2=lambda: MixedPrecision(dynamic=False),
+    amp=fp16.MixedPrecision, non_native=fp16.NonNativeMixedPrecision)
+
+@pytest.mark.parametrize('names', ['mixed mixed2', 'mixed native', 'native mixed', 'native native',
+    'half mixed native', 'half half2 mixed', 'half native', 'amp mixed', 'native amp', 'half mixed non_native'])
+def test_two_precisions(names):
+    "Are refused when a fit begins, before anything has been converted"
+    learn = get_learner()
+    for o in names.split(): learn.add_cb(made[o]())
+    before = state(learn)
+    with pytest.raises(ValueError, match=r'to_fp16\(\)'): learn.fit(1)
+    unchanged(learn, before, named=False)
+    trains(learn.to_bf16())
+
+# --- From one precision to the next
+
+class Subclass(fp16.MixedPrecision): "As in somebody's own package"
+
+def fastais(cb): return any(c.__module__==fp16.__name__ for c in type(cb).__mro__)
+def precisions(learn): return [o for o in learn.cbs if isinstance(o, (PrecisionCallback,ModelToHalf)) or fastais(o)]
+
+@each_call
+def test_nothing_is_left(call):
+    "A call replaces what was on, here a subclass of fastai's; and to_fp32 leaves nothing of it in model and optimizer"
+    learn,plain = getattr(get_learner(norm=True, cbs=Subclass()), call)(),get_learner(norm=True)
+    native = 'native' in call
+    assert [type(o) for o in precisions(learn)]==([NativeMixedPrecision] if native else [ModelToHalf,MixedPrecision])
+    for o in (learn,plain): o.fit(1)
+    learn.to_fp32()
+    assert precisions(learn)==[] and vars(learn.opt).keys()==vars(plain.opt).keys()
+    for a,b in zip(*(map(vars, o.model.modules()) for o in (learn,plain)), strict=True):
+        assert a.keys()==b.keys() and all(len(a[k])==len(b[k]) for k in a if k.endswith('hooks'))
+    assert not any(vars(p) or p._backward_hooks for p in learn.model.parameters())
+    assert {*map(id, learn.opt.state)}<={*map(id, learn.model.parameters())}
+    trains(learn)

@@ -26,7 +26,8 @@ install = f'! [ -e /content ] && pip install -Uqq git+{cfg.git_url}'
 # The sidebar: notebooks in nbs/, and files of the repository's root. What a beginner reads comes first, formulas and internals last.
 sidebar = {
     'Home': 'index',
-    'First steps': 'tutorials/get_started howto/which_precision howto/migrate howto/applications tutorials/measure',
+    'First steps': 'tutorials/get_started howto/which_precision howto/fast_on_a_gpu howto/works_with howto/migrate howto/applications '
+                   'tutorials/measure',
     'How-to': 'howto/examples howto/troubleshooting howto/recorder_and_report howto/checkpoints howto/accumulation_and_clipping '
               'howto/less_memory howto/keep',
     'Advanced': 'tutorials/your_own_loop howto/other_trainers howto/from_other_libraries howto/several_gpus howto/callbacks howto/fp8',

@@ -23,8 +23,9 @@ tested = re.compile(r'\[`(\w+)`\]\(https://github\.com/[^)]*/(tests/\w+\.py)\)')
 def table():
     "What the page says: for each name in the first column, the answer and the tests, as pairs of function and file"
     md = '\n'.join(o.source for o in read_nb(root/'nbs/howto/works_with.ipynb').cells if o.cell_type=='markdown')
-    rows = [[x.strip() for x in o.strip('|').split(' | ')] for o in md.splitlines() if o.startswith('| ')]
-    return {name.strip(' |'):(answer,tested.findall(tests)) for name,answer,tests in rows if name!='you use'}
+    row = re.compile(r'\| (.*?) \| (.*?)(?:<br>Test: (.*))? \|')
+    rows = [row.fullmatch(o).groups() for o in md.splitlines() if o.startswith('| ')]
+    return {name:(answer,tested.findall(tests or '')) for name,answer,tests in rows if name!='you use'}
 
 answers = table()
 

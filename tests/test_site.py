@@ -168,7 +168,8 @@ answers = [ # words that people type, and the page that answers
     ('laptop', 'howto/which_precision'), ('Hugging Face', 'howto/examples'), ('huggingface', 'howto/other_trainers'),
     ('early stopping', 'howto/examples'), ('custom loss scale', 'howto/examples'), ('TorchScript', 'howto/examples'),
     ('ONNX', 'howto/examples'), ('wandb', 'howto/examples'), ('TensorBoard', 'howto/examples'),
-    ('resume', 'howto/checkpoints'), ('checkup', 'checkup')]
+    ('resume', 'howto/checkpoints'), ('checkup', 'checkup'), ('TF32', 'howto/fast_on_a_gpu'), ('LoRA', 'howto/works_with'),
+    ('SAM', 'howto/works_with')]
 
 def test_search(new_tab):
     "The first ten results have the page that answers"

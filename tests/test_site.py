@@ -152,7 +152,9 @@ answers = [ # words that people type, and the page that answers
     ('how does it work', 'explanations/training_step'), ('loss scale', 'loss_scale'), ('memory', 'howto/less_memory'),
     ('benchmark', 'tutorials/measure'), ('rescue', 'callback'), ('fp8', 'fp8'), ('thread', 'half'),
     ('laptop', 'howto/which_precision'), ('huggingface', 'howto/other_trainers'), ('ONNX', 'howto/examples'),
-    ('early stopping', 'howto/examples'), ('resume', 'howto/checkpoints'), ('checkup', 'checkup')]
+    ('early stopping', 'howto/examples'), ('resume', 'howto/checkpoints'), ('checkup', 'checkup'),
+    ('TF32', 'howto/fast_on_a_gpu'), ('LoRA', 'howto/works_with'),
+    ('SAM', 'howto/works_with')]
 
 def test_search(new_tab):
     "The first ten results have the page that answers; where nothing is found, it says so until something is"

@@ -1,0 +1,249 @@
+"""The table of *Does it work with…?*: each row that says yes names a test that exists, and what no other file tests
+is tested here
+
+Models are small and have linear layers, which are fast in emulated half precision, too."""
+import re
+from contextlib import nullcontext
+
+import pytest,torch._dynamo
+from fastai.callback.channelslast import ChannelsLast
+from fastcore.nbio import read_nb
+from learners import *
+from interpreters import launch
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
+root = Path(__file__).resolve().parent.parent
+roundoff = {o: 2**-11 if 'fp16' in o else 2**-8 for o in modes}
+each_mode = pytest.mark.parametrize('mode', modes)
+
+# --- The page
+
+tested = re.compile(r'\[`(\w+)`\]\(https://github\.com/[^)]*/(tests/\w+\.py)\)')
+
+def table():
+    "What the page says: for each name in the first column, the answer and the tests, as pairs of function and file"
+    md = '\n'.join(o.source for o in read_nb(root/'nbs/howto/works_with.ipynb').cells if o.cell_type=='markdown')
+    row = re.compile(r'\| (.*?) \| (.*?)(?:<br>Test: (.*))? \|')
+    rows = [row.fullmatch(o).groups() for o in md.splitlines() if o.startswith('| ')]
+    return {name:(answer,tested.findall(tests or '')) for name,answer,tests in rows if name!='you use'}
+
+answers = table()
+
+@pytest.mark.parametrize('name', answers)
+def test_answer(name):
+    "A yes has a test, and each test that is named is a function of that file"
+    answer,tests = answers[name]
+    assert re.match('(yes|partly|no|untested)[,.:]? ', answer+' '), answer
+    if re.match('yes|partly', answer): assert tests, 'has no test'
+    for func,file in tests:
+        assert re.search(rf'^ *def {func}\(', (root/file).read_text(encoding='utf-8'), re.M), (func,file)
+
+wanted = '''MixUp, CutMix, label smoothing, TTA, gradient accumulation, gradient clipping, EMA, SWA, SAM,
+    discriminative learning rates, `fine_tune`, `lr_find`, timm, transformers, blurr, LoRA, peft, gradient penalty,
+    segmentation, tabular, AWD-LSTM, `torch.compile`, `channels_last`, ONNX, TensorBoard, Weights & Biases, wandb, DDP,
+    `torchrun`, `notebook_launcher`, FSDP2, Kaggle, Colab, Windows, Apple'''
+
+@pytest.mark.parametrize('word', [o.strip() for o in wanted.split(',')])
+def test_has_a_row(word): assert [k for k in answers if word.lower() in k.lower()], word
+
+# --- What no other file tests
+
+def near(mode, learn, plain, start, by=8):
+    "The same weights as in float32, but for rounding, relative to the way that they went"
+    off = apart(learn, plain, start)
+    assert off<by*roundoff[mode], off/roundoff[mode]
+
+def both(mode, make, fit):
+    "A learner that `make` returns in `mode`, and one in float32, after `fit`; they have to be near each other"
+    learn,plain = modes[mode](make()),make()
+    start = flat(weights(plain))
+    for o in (learn,plain): fit(o)
+    near(mode, learn, plain, start)
+    assert skipped(learn)==0
+    return learn,plain
+
+class SAM(Callback):
+    "Sharpness-aware minimization: step with the gradients of the point nearby where the loss is larger"
+    order = 20 # after the gradients are checked
+    def before_step(self):
+        params = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        steps = [.05*p.grad/norm for p in params]
+        for p,o in zip(params, steps): p.data.add_(o)
+        self.opt.zero_grad()
+        self.loss_func(self.model(*self.xb), *self.yb).backward()
+        for p,o in zip(params, steps): p.data.sub_(o)
+
+@each_mode
+def test_sam(mode):
+    learn,plain = both(mode, lambda: get_learner(opt_func=SGD, lr=.05), lambda o: o.fit(2, cbs=SAM()))
+    other = get_learner(opt_func=SGD, lr=.05)
+    other.fit(2)
+    assert apart(plain, other)>.005 # it does something
+
+@each_mode
+def test_discriminative_learning_rates(mode):
+    "Each group of parameters has its own, and moves as in float32"
+    def _make(): return get_learner(splitter=lambda m: [params(m[:2]),params(m[2:4]),params(m[4:])], opt_func=SGD)
+    learn,plain = both(mode, _make, lambda o: o.fit_one_cycle(2, slice(1e-3,1e-1)))
+    assert [o['lr'] for o in learn.opt.hypers]==[o['lr'] for o in plain.opt.hypers]
+    assert len({o['lr'] for o in learn.opt.hypers})==3
+
+class Averaged(Callback):
+    "PyTorch's own averages of weights"
+    def __init__(self, **kwargs): self.kwargs = kwargs
+    def before_fit(self): self.avg = torch.optim.swa_utils.AveragedModel(self.model, **self.kwargs)
+    def after_step(self):
+        stats = getattr(self.learn, 'step_stats', None)
+        if stats is None or stats.finite: self.avg.update_parameters(self.model)
+
+@pytest.mark.parametrize('kind', ['swa','ema'])
+@each_mode
+def test_averaged_model(mode, kind):
+    "It holds float32 weights, as near to those of float32 as the weights are, and learns nothing of a skipped step"
+    kwargs = {} if kind=='swa' else dict(multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(.8))
+    def run(mode, *cbs):
+        learn,averaged = get_learner(opt_func=SGD, lr=.05),Averaged(**kwargs)
+        start = flat(weights(learn))
+        if mode: modes[mode](learn)
+        learn.fit(2, cbs=[averaged,*cbs])
+        return averaged.avg,flat(averaged.avg.module.parameters())-start
+    avg,way = run(mode)
+    _,plain = run(None)
+    assert {p.dtype for p in avg.module.parameters()}=={torch.float32}
+    assert (way-plain).norm()<8*roundoff[mode]*plain.norm()
+    assert run(mode, InfiniteAt(1))[0].n_averaged==7 # of eight steps one is skipped
+
+class LoRA(nn.Module):
+    "A frozen layer, and a product of two narrow matrices that is learned"
+    def __init__(self, layer, rank=4):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.a,self.b = nn.Linear(layer.in_features, rank, bias=False),nn.Linear(rank, layer.out_features, bias=False)
+        nn.init.zeros_(self.b.weight)
+    def forward(self, x): return self.layer(x)+self.b(self.a(x))
+
+def adapted():
+    model = mlp()
+    for i in (0,2): model[i] = LoRA(model[i])
+    return model
+
+def adapted_by_peft():
+    peft = pytest.importorskip('peft')
+    return peft.get_peft_model(mlp(), peft.LoraConfig(r=4, target_modules=['0','2'], modules_to_save=['4']))
+
+@pytest.mark.parametrize('make', [adapted,adapted_by_peft])
+@each_mode
+def test_lora(mode, make):
+    "The frozen weights stay as they are, and the others learn as in float32"
+    def frozen(learn): return flat([p for p in learn.model.parameters() if not p.requires_grad])
+    before = frozen(get_learner(make()))
+    learn,_ = both(mode, lambda: get_learner(make(), opt_func=SGD, lr=.1), lambda o: o.fit(2))
+    assert torch.equal(frozen(learn), before)
+
+def penalty(learn):
+    "A loss, and the norm of its model's gradient with respect to the inputs, as in WGAN-GP"
+    def _loss(pred, y):
+        x = learn.x.detach().clone().requires_grad_()
+        with torch.enable_grad(): g, = torch.autograd.grad(learn.model(x).sum(), x, create_graph=True)
+        return F.mse_loss(pred, y)+(g.norm(dim=1)-1).square().mean()
+    return _loss
+
+@each_mode
+def test_input_gradient_penalty(mode):
+    def _make():
+        learn = get_learner(opt_func=SGD, lr=.05)
+        learn.loss_func = penalty(learn)
+        return learn
+    both(mode, _make, lambda o: o.fit(2))
+
+@pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
+def test_transformers_in_own_loop(dtype):
+    "`half_precision` around a model of transformers, whose loss comes down as in float32"
+    t = pytest.importorskip('transformers')
+    from mp_callbacks.grads import prepare_grads
+    from mp_callbacks.half import half_precision
+    sizes = dict(vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    x = torch.randint(20, (32,8), generator=torch.Generator().manual_seed(0))
+    def train(half):
+        torch.manual_seed(1)
+        model = t.BertForSequenceClassification(t.BertConfig(num_labels=2, **sizes)).eval() # no dropout
+        opt,losses = torch.optim.Adam(model.parameters(), 1e-2),[]
+        for _ in range(15):
+            with half_precision(model, dtype) if half else nullcontext():
+                loss = model(x, labels=(x[:,0]>9)*1).loss
+                (loss*2**8).backward()
+            assert prepare_grads(model.parameters(), scale=2.**8).finite
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+        return losses
+    half,full = train(True),train(False)
+    assert half[-1]<.5*half[0] and abs(half[-1]-full[-1])<.1*full[0], (half,full)
+
+@pytest.mark.parametrize('name,steps', dict(
+    ours_first  = ['to_bf16','to_channelslast'],
+    ours_second = ['to_channelslast','to_bf16'],
+    native      = ['to_native_bf16','to_channelslast']).items())
+def test_channelslast_orders(name, steps):
+    "Our precision stays with each order of the calls; inputs stay contiguous, and convolutions return channels last"
+    learn = get_learner(nn.Sequential(nn.Unflatten(1, (2,2,2)), nn.Conv2d(2,4,1), nn.Flatten(), nn.Linear(16,1)))
+    seen = []
+    learn.model[1].register_forward_hook(lambda m,x,y: seen.append((x[0].is_contiguous(),y.dtype,
+                                                        y.is_contiguous(memory_format=torch.channels_last))))
+    for o in steps: assert getattr(learn, o)() is learn
+    learn.fit(1)
+    assert {*seen}=={(True,torch.bfloat16,True)}
+    assert [type(o).__module__ for o in learn.cbs if 'MixedPrecision' in type(o).__name__]==['mp_callbacks.callback']
+    assert learn.model[1].weight.is_contiguous(memory_format=torch.channels_last)
+
+def test_channelslast_alone():
+    "It adds fastai's own float16, unless it is told not to"
+    def _precision(learn): return [type(o).__module__ for o in learn.cbs if 'MixedPrecision' in type(o).__name__]
+    assert _precision(get_learner().to_channelslast())==['fastai.callback.fp16']
+    assert _precision(get_learner().to_channelslast(use_amp=False))==[]
+
+@pytest.mark.parametrize('opt', 'Adam AdamW SGD'.split())
+@each_mode
+def test_fused_optimizers(mode, opt):
+    "Through `OptimWrapper`, with clipping, and groups that have their own learning rates"
+    def _opt(params, **kwargs): return OptimWrapper(params, getattr(torch.optim, opt), fused=True, **kwargs)
+    def _make(): return get_learner(opt_func=_opt, splitter=lambda m: [params(m[:2]),params(m[2:])])
+    learn,plain = modes[mode](_make(), clip=10.),_make()
+    start = flat(weights(plain))
+    for o in (learn,plain): o.fit_one_cycle(2, slice(1e-3,1e-2))
+    assert {g['fused'] for g in learn.opt.opt.param_groups}=={True} and skipped(learn)==0
+    assert apart(learn, plain, start)<.2 # Adam's first steps have a size of their own, however small a gradient is
+
+@pytest.mark.parametrize('wrap', [True,False])
+def test_compiled_files(wrap, tmp_path):
+    "`model.compile()` leaves the names of the parameters as they are, `torch.compile(model)` doesn't"
+    torch._dynamo.reset()
+    model = mlp()
+    if wrap: model = torch.compile(model, backend='eager')
+    else: model.compile(backend='eager')
+    learn = get_learner(model, path=tmp_path).to_bf16()
+    learn.fit(1)
+    file = learn.save('compiled', with_opt=False)
+    assert all(o.startswith('_orig_mod.') for o in torch.load(file))==wrap
+    if not wrap: get_learner(path=tmp_path).load('compiled', with_opt=False)
+
+launched = '''
+import distributed as example
+from accelerate import notebook_launcher
+def train():
+    learn = example.train('fp16', 1, 32, 1e-2, 'no', False, [])
+    total = sum(p.double().sum() for p in learn.model.parameters())
+    print('process', example.num_distrib(), len(learn.precision_recorder.log), total.item(), flush=True)
+    example.teardown_distrib()
+notebook_launcher(train, num_processes=2)
+'''
+
+@pytest.mark.slow
+def test_notebook_launcher(tmp_path):
+    "Two processes of a notebook have the same weights"
+    pytest.importorskip('accelerate')
+    env = os.pathsep.join(map(str, (root/'examples', root)))
+    res = launch(['-W', 'ignore', '-c', launched], tmp_path, PYTHONPATH=env)
+    lines = re.findall('^process .*', res.stdout, re.M)
+    assert len(lines)==2 and len({*lines})==1 and lines[0].startswith('process 2 23 '), res.stdout

@@ -248,10 +248,11 @@ def main():
         for (name,seed),future in futures.items(): results.measure('quality', name, seed, result(future))
     df = results.read()
     df = df[df.case.isin(args.tasks)]
-    forest(compare(df)).savefig(results.path.with_suffix('.png'), dpi=150)
-    columns,text = 'float32 sd margin mean difference low high p failed verdict'.split(),[]
-    for metric,title in dict(loss='Validation loss', metric='Metric').items():
-        text += [f'\n## {title}\n', markdown(compare(df, metric)[columns])]
+    res = compare(df)
+    forest(res).savefig(results.path.with_suffix('.png'), dpi=150)
+    columns = 'float32 sd margin mean difference low high p failed verdict'.split()
+    text = ['The margin is in the unit of the loss, the difference in percent of its mean in float32.\n',
+            markdown(res[columns])]
     results.write('Does it learn as well?', text, of='all seeds', kind='means')
 
 if __name__=='__main__': main()

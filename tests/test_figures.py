@@ -100,7 +100,7 @@ def test_no_other_times(page):
 
 made = { # page -> cells that show a file of the repository, after those that read it
     'results':         (['results03','results18'], ['results08']),
-    'quality':         (['qual0003'], ['qual0005','qual0011','qual0014']),
+    'quality':         (['qual0003'], ['qual0005','qual0016','qual0017','qual0011','qual0014']),
     'which_precision': (['1d86b290'], ['82b356e1','82b356e2']),
     '05_flat':         ([], ['7866ee40','7866ee41']),
     'index':           (['5a1f3c06','f1r57m01'], ['f1r57m02']),

@@ -85,7 +85,7 @@ def test_quality(tmp_path):
     path,found = run('quality', tmp_path, '--tasks', 'diabetes', '--seeds', '2', '--device', 'cpu')
     assert [o for o in found if failed(o)]==[]
     losses = [(o['loop'],o['precision'],o['size']) for o in found if o['metric']=='loss']
-    assert len(losses)==len({*losses})==2*10
+    assert len(losses)==len({*losses})==2*14
     assert '| diabetes | to_bf16(keep=nn.Embedding) |' in path.with_suffix('.md').read_text()
     assert path.with_suffix('.png').exists()
     _,more = run('quality', tmp_path, '--tasks', 'diabetes', '--seeds', '3', '--device', 'cpu')

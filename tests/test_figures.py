@@ -103,7 +103,7 @@ made = { # page -> cells that show a file of the repository or options of the pa
     '13_learner':      (['8a555b94'], ['36453d22']),
     'presets':         (['21fed665'], ['042170ef']),
     'results':         (['results03','results18'], ['results08']),
-    'quality':         (['qual0003'], ['qual0005','qual0011','qual0014']),
+    'quality':         (['qual0003'], ['qual0005','qual0016','qual0017','qual0011','qual0014']),
     'which_precision': (['1d86b290'], ['82b356e1','82b356e2']),
     '05_flat':         ([], ['7866ee40','7866ee41']),
     'index':           (['5a1f3c06','f1r57m01'], ['f1r57m02']),

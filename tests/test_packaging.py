@@ -58,7 +58,7 @@ def test_metadata(metadata):
 
 def test_requirements(metadata):
     "Those in settings.ini, each in its extra"
-    extras = 'distributed','dev','docs','peers'
+    extras = 'distributed','test','dev','docs','peers'
     wanted = lines('requirements')+[f'{o}; extra=="{k}"' for k in extras for o in lines(f'{k}_requirements')]
     assert {Requirement(o) for o in metadata.get_all('Requires-Dist')}=={Requirement(o) for o in wanted}
 

@@ -125,6 +125,17 @@ def in_two(name, folder):
     as_saved(name, out, sorted) # each process prints when it likes
     return out
 
+@pytest.mark.parametrize('name', ['own_data','fsdp2'])
+def test_alone(name, forked, tmp_path):
+    "Without torchrun they say how to start them"
+    code = f"""import contextlib,io,os,sys
+os.environ.pop('RANK', None)
+with contextlib.redirect_stderr(io.StringIO()) as said:
+    try: exec(open({str(examples[name])!r}).read())
+    except SystemExit as e: print(e.code, said.getvalue())"""
+    out, = forked(code, tmp_path).split('\n')[:1]
+    assert out==f'2 Start it with: torchrun --nproc-per-node 2 examples/{name}.py'
+
 @pytest.mark.slow
 def test_own_data(tmp_path):
     out = in_two('own_data', tmp_path)

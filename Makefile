@@ -3,6 +3,7 @@
 PYTHON ?= python3
 ARGS   ?=
 FLAGS  ?=
+SET    ?= lower-bounds
 BIN    := .venv/bin
 UV     := $(or $(shell command -v uv 2>/dev/null),$(BIN)/uv)
 OLDEST := $(shell sed -n 's/^pythons *= *\([0-9.]*\).*/\1/p' settings.ini)
@@ -20,6 +21,9 @@ demo: $(DEMO)  ## try every precision on this machine; make demo ARGS="--help" f
 test: check  ## everything that can be tested here; FLAGS="cuda slow" adds those cells and tests
 	$(BIN)/nbdev-test --flags "$(FLAGS)" --skip-folder-re "."
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --flags "$(FLAGS)"
+
+set: .sets/$(SET)/ready  ## the tests with other versions: SET=lower-bounds (the oldest), kaggle or colab
+	.sets/$(SET)/bin/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --flags "$(FLAGS)"
 
 check: .venv/ready  ## make modules and README again from the notebooks, and fail if that changed something
 	$(BIN)/python .ci/generate.py
@@ -54,4 +58,10 @@ endif
 	$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true # else each process of the tests may compile PyTorch
 	@touch $@
 
-.PHONY: help demo test check docs
+# Without what needs nbdev, which needs a newer fastcore. The first line of the file names the interpreter.
+.sets/%/ready: tests/%.txt settings.ini setup.py pyproject.toml | $(UV)
+	$(UV) venv -q --clear --python $$(sed -n '1s/^# Python \([0-9.]*\).*/\1/p' $<) .sets/$*
+	UV_CONSTRAINT=$< $(UV) pip install --python .sets/$*/bin/python -e '.[test]'
+	@touch $@
+
+.PHONY: help demo test set check docs

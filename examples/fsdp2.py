@@ -4,6 +4,7 @@
 
 Each process has a part of each weight, of its gradient and of the optimizer's state, and saves its part. Prints that a
 learner that loads them ends with the weights of the one that went on. On a CPU this needs PyTorch 2.9."""
+import sys
 import torch.distributed as dist,torch.distributed.checkpoint as dcp
 from fastai.basics import *
 from fastai.callback.all import *
@@ -13,6 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from mp_callbacks.all import *
 
+if 'RANK' not in os.environ:
+    print('Start it with: torchrun --nproc-per-node 2 examples/fsdp2.py', file=sys.stderr)
+    sys.exit(2)
 gpu = torch.cuda.is_available()
 if gpu: torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
 device = torch.device('cuda' if gpu else 'cpu')

@@ -4,6 +4,7 @@
 
 For data that one process can't read whole, such as files that each process has on its own disk. Without `distrib_ctx`,
 which would split the part again. Prints each part, and that all processes end with the same weights."""
+import sys
 import torch.distributed as dist
 from fastai.basics import *
 from fastai.callback.all import *
@@ -16,6 +17,9 @@ def my_part(rank, n):
     x,y = load_digits(return_X_y=True)
     return tensor(x[rank::n]/16).float(),tensor(y[rank::n])
 
+if 'RANK' not in os.environ:
+    print('Start it with: torchrun --nproc-per-node 2 examples/own_data.py', file=sys.stderr)
+    sys.exit(2)
 gpu = torch.cuda.is_available()
 device = torch.device('cuda', int(os.environ['LOCAL_RANK'])) if gpu else torch.device('cpu')
 if gpu: torch.cuda.set_device(device)

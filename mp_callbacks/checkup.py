@@ -125,7 +125,7 @@ def _ways(facts):
     if facts.cb is None:
         dtypes = sorted({_short(p.dtype) for p in facts.learn.model.parameters()})
         return f"As PyTorch does, with parameters in {', '.join(dtypes) or 'no dtype: there are none'}."
-    counts = facts.cb.policy()[['way','why']].value_counts(sort=False)
+    counts = facts.cb.policy().groupby(['way','why'], sort=False).size()
     return ', '.join(f"{n} {way}{f' ({why})' if why else ''}" for (way,why),n in counts.items())
 
 def _last_fit(facts):

@@ -1,6 +1,10 @@
 import os,random,signal,threading
+from importlib.util import find_spec
 
 import numpy as np,pytest,torch
+
+# What reads pages needs nbdev, which needs a newer fastcore than this package
+if not find_spec('nbdev'): collect_ignore = [f'test_{o}.py' for o in 'docs figures get_started notebooks site'.split()]
 
 def pytest_configure(config):
     "One thread, and interrupts that interrupt, here and in the processes that tests start"
@@ -20,21 +24,32 @@ def pytest_xdist_auto_num_workers(config):
 def pytest_addoption(parser):
     parser.addoption('--flags', default='', help='run these too: "cuda slow" for the cells and tests so marked')
 
-def pytest_collection_modifyitems(items):
-    "The files that take the longest come first, so that at the end no process works alone"
+marks = 'cuda','slow'
+
+def left_out(config):
+    "The marks whose tests don't run: all but those that --flags names, and `cuda` where there is one"
+    asked = {*config.getoption('flags').split(), *(['cuda'] if torch.cuda.is_available() else [])}
+    return [o for o in marks if o not in asked]
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what wasn't asked for
+
+    The files that take the longest come first, so that at the end no process works alone."""
     longest = ('notebooks bench distributed_faults distributed site docs applications faults looks examples '
                'operations composition resume parity').split()
-    items.sort(key=lambda o: o.path.stem.removeprefix('test_') not in longest)
+    kept,out = [],[]
+    for o in items: (out if any(map(o.get_closest_marker, left_out(config))) else kept).append(o)
+    config.hook.pytest_deselected(items=out)
+    items[:] = sorted(kept, key=lambda o: o.path.stem.removeprefix('test_') not in longest)
+
+def pytest_terminal_summary(terminalreporter, config):
+    "Processes of xdist don't say how many tests they have left out"
+    if out := left_out(config): terminalreporter.line(f'without tests marked {" or ".join(out)}: --flags "{" ".join(out)}"')
 
 @pytest.fixture(scope='session')
 def flags(request):
-    "What to run besides the ordinary: what --flags names, and `cuda` where there is one"
-    return {*request.config.getoption('flags').split(), *(['cuda'] if torch.cuda.is_available() else [])}
-
-@pytest.fixture(autouse=True)
-def only_flagged(request, flags):
-    for o in ('cuda', 'slow'):
-        if request.node.get_closest_marker(o) and o not in flags: pytest.skip(f'needs --flags {o}')
+    "What to run besides the ordinary"
+    return {*marks}-{*left_out(request.config)}
 
 @pytest.fixture(autouse=True)
 def seed():

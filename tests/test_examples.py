@@ -1,22 +1,23 @@
 """The programs of `examples` do what their first lines say, and a page shows each as it is
 
 The file takes long because each program trains, some in processes of their own."""
-import csv,re
+import csv,json,re
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from fastcore.nbio import read_nb
 from interpreters import launch,torchrun
 from learners import *
 
 root = Path(__file__).resolve().parent.parent
 examples = {o.stem: o for o in sorted((root/'examples').glob('*.py'))}
-page = read_nb(root/'nbs/howto/examples.ipynb')
+page = json.loads((root/'nbs/howto/examples.ipynb').read_text(encoding='utf-8'))['cells']
+
+def last_line(cell): return cell['source'][-1] if cell['source'] else ''
 
 def as_saved(name, out, order=list):
     "The page of examples shows these lines, but for their numbers, and for what depends on other packages"
-    saved = next(o for o in page.cells if o.source.rpartition('\n')[2].startswith(f"run('{name}'")).outputs[0].text
+    saved = next(o for o in page if last_line(o).startswith(f"run('{name}'"))['outputs'][0]['text']
     def words(lines): return order(re.sub(r'(?<!\w)\d[\de+.-]*', '0', ' '.join(o.split())) for o in lines)
     shown = words(o for o in ''.join(saved).splitlines() if o and not o.endswith('not installed'))
     assert [o for o in words(out) if o in shown]==shown
@@ -124,6 +125,17 @@ def in_two(name, folder):
     as_saved(name, out, sorted) # each process prints when it likes
     return out
 
+@pytest.mark.parametrize('name', ['own_data','fsdp2'])
+def test_alone(name, forked, tmp_path):
+    "Without torchrun they say how to start them"
+    code = f"""import contextlib,io,os,sys
+os.environ.pop('RANK', None)
+with contextlib.redirect_stderr(io.StringIO()) as said:
+    try: exec(open({str(examples[name])!r}).read())
+    except SystemExit as e: print(e.code, said.getvalue())"""
+    out, = forked(code, tmp_path).split('\n')[:1]
+    assert out==f'2 Start it with: torchrun --nproc-per-node 2 examples/{name}.py'
+
 @pytest.mark.slow
 def test_own_data(tmp_path):
     out = in_two('own_data', tmp_path)
@@ -149,5 +161,5 @@ def test_named():
     "README names each, and the page of examples shows each and what it prints; test_figures and `as_saved` look there"
     readme = (root/'README.md').read_text()
     assert {o for o in examples if f'/examples/{o}.py' not in readme}==set()
-    code = '\n'.join(o.source for o in page.cells if o.cell_type=='code')
+    code = '\n'.join(''.join(o['source']) for o in page if o['cell_type']=='code')
     for f in ('show','run'): assert {*re.findall(rf"^{f}\('(\w+)'", code, re.M)}==examples.keys()-{'distributed'}

@@ -48,6 +48,7 @@ def test_sdist_files(built):
     "What is needed to build the wheel again"
     with tarfile.open(built[1]) as t: files = {o.partition('/')[2] for o in t.getnames()}
     assert {'settings.ini', 'setup.py', 'pyproject.toml', 'README.md', 'LICENSE', 'mp_callbacks/__init__.py'} <= files
+    assert not [o for o in files if o.startswith('tests')] # they would need the rest of the repository
 
 def test_metadata(metadata):
     assert metadata['Name']=='mp_callbacks'
@@ -58,7 +59,7 @@ def test_metadata(metadata):
 
 def test_requirements(metadata):
     "Those in settings.ini, each in its extra"
-    extras = 'distributed','dev','docs','peers'
+    extras = 'distributed','test','dev','docs','peers'
     wanted = lines('requirements')+[f'{o}; extra=="{k}"' for k in extras for o in lines(f'{k}_requirements')]
     assert {Requirement(o) for o in metadata.get_all('Requires-Dist')}=={Requirement(o) for o in wanted}
 
@@ -71,10 +72,29 @@ def test_lower_bounds_are_those_tested():
     "tests/lower-bounds.txt, with which CI installs and runs all tests, is the lower bounds of settings.ini"
     text = (root/'tests/lower-bounds.txt').read_text(encoding='utf-8')
     tested = [o for o in text.splitlines() if not o.startswith('#')]
-    bounds = [o for o in (*lines('requirements'),*lines('dev_requirements')) if '>=' in o and '<' not in o]
-    assert tested==[o.replace('>=', '==') for o in bounds]
+    bounds = [o for o in (*lines('requirements'),*lines('test_requirements')) if '>=' in o and '<' not in o]
+    assert tested[:len(bounds)]==[o.partition(',')[0].replace('>=', '==') for o in bounds]
     workflow = (root/'.github/workflows/ci.yml').read_text(encoding='utf-8')
-    assert 'UV_CONSTRAINT: tests/lower-bounds.txt' in workflow # which installs with uv
+    assert {*re.findall(r'set: ([\w-]+)', workflow)}=={'lower-bounds','kaggle','colab'}
+
+@pytest.mark.parametrize('name', ['lower-bounds','kaggle','colab'])
+def test_tested_versions(name):
+    "They are within the bounds, and the table in CONTRIBUTING.md shows them"
+    text = (root/f'tests/{name}.txt').read_text(encoding='utf-8')
+    python,has = re.match(r'# Python ([\d.]+)', text)[1],dict(re.findall(r'^([\w-]+)==(.*)', text, re.M))
+    for o in map(Requirement, lines('requirements')): assert has.get(o.name) is None or o.specifier.contains(has[o.name]), o
+    row = f'| {python} | {has["fastai"]} | {has["fastcore"]} | {has["torch"]} |'
+    assert f'[{name}.txt](tests/{name}.txt) {row}' in (root/'CONTRIBUTING.md').read_text(encoding='utf-8')
+    assert python in cfg['pythons'].split()
+
+def test_one_owner():
+    "All addresses have the owner that pyproject.toml names, so that .ci/owner.py finds them"
+    owner = re.match('https://github.com/([^/]+)/', project['urls']['Repository'])[1]
+    found = set()
+    for o in [*root.glob('nbs/**/*.ipynb'), *root.glob('mp_callbacks/*.py'), *root.glob('*.md'), root/'pyproject.toml']:
+        text = o.read_text(encoding='utf-8')
+        found |= {*re.findall(r'github\.com/([\w-]+)/mp_callbacks', text), *re.findall(r'([\w-]+)\.github\.io/mp_callbacks', text)}
+    assert found=={owner}
 
 def test_workflow_covers_pythons():
     "CI runs on the oldest and on the newest Python that settings.ini names, and on no other than those"

@@ -59,6 +59,7 @@ def get_recipe(
 
 # %% ../nbs/09_fp8.ipynb #f8000017
 _smallest_amax = 1e-12 # torchao's `EPS`: keeps the scale of zeros finite
+_have_float64 = 'cpu','cuda' # types of devices; MPS has none, and some GPUs of Intel
 
 class Quantized(NamedTuple):
     "A matrix in FP8: `data/scale` is nearly what it was"
@@ -85,7 +86,9 @@ def quantize(
     and `to_fp8_saturated`)."""
     most = torch.finfo(dtype).max
     amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
-    scale = (most/amax.double().clamp(min=_smallest_amax)).float() # in double, compiled and not have the same bits
+    # in float64, compiled and not have the same bits
+    amax = amax.to(torch.float64 if x.device.type in _have_float64 else torch.float32)
+    scale = (most/amax.clamp(min=_smallest_amax)).float()
     if power_of_2: scale = scale.log2().floor().exp2()
     return Quantized((x.float()*scale).clamp(-most, most).to(dtype), scale)
 

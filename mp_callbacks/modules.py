@@ -205,12 +205,13 @@ def fork_rngs(
 ):
     "At the end of a `with`, restore the random number generators of the CPU and of the devices of `params`"
     with ExitStack() as stack:
-        devices = {(p.device.type,p.device.index) for p in params}
-        kinds = {kind for kind,_ in devices if hasattr(getattr(torch, kind, None), 'get_rng_state_all')}
         stack.enter_context(torch.random.fork_rng([]))
-        for kind in kinds:
-            indices = [i for k,i in devices if k==kind]
-            stack.enter_context(torch.random.fork_rng(indices, device_type=kind))
+        for kind,index in {(p.device.type,p.device.index) for p in params}:
+            rngs = getattr(torch, kind, None)
+            if hasattr(rngs, 'get_rng_state_all'):
+                stack.enter_context(torch.random.fork_rng([index], device_type=kind))
+            elif hasattr(rngs, 'get_rng_state'): # of MPS, which has one device, and takes no index
+                stack.callback(rngs.set_rng_state, rngs.get_rng_state())
         yield
 
 _states = {torch.Generator:('get_state','set_state'), np.random.RandomState:('get_state','set_state'),

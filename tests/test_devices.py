@@ -1,15 +1,21 @@
 "What each device computes in half precision, emulates, and can't do: on machines that aren't here, and on this one"
 import math,re
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest,torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from learners import get_learner
 from machines import Fake,bf16,convs,f16,f32,machine,machines,rnns
 from mp_callbacks import devices
 from mp_callbacks.devices import Machine,device_name,emulation,inexact,known_faults,layers,missing,pretend,support
+from mp_callbacks.fp8 import quantize
 from mp_callbacks.half import half_precision
+from mp_callbacks.modules import fork_rngs
 
 fp8 = torch.float8_e4m3fn
 device_of = lambda name: 'cuda' if machine(name).only=='rocm' else machine(name).only
@@ -246,3 +252,39 @@ def test_odd_devices():
     with pytest.raises(ValueError, match="dtype='fp16' is not a dtype"): support('cpu', 'fp16')
     assert inexact('cpu', nn.LayerNorm(2))
     assert not inexact('cuda', nn.LayerNorm(2)) and not inexact('cpu', nn.GroupNorm(1,1))
+
+# --- Devices that aren't here
+
+def test_generator_of_a_single_device(monkeypatch):
+    "`torch.mps` has one device, so its functions take none; its generator is restored as others' are"
+    states = ['before']
+    monkeypatch.setattr(torch.mps, 'get_rng_state', lambda: states[-1])
+    monkeypatch.setattr(torch.mps, 'set_rng_state', states.append)
+    with fork_rngs([SimpleNamespace(device=torch.device('mps:0'))]): states.append('inside')
+    assert states==['before','inside','before']
+
+class Dtypes(TorchDispatchMode):
+    "Dtypes that operations return meanwhile"
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        res = f(*args, **(kwargs or {}))
+        self.seen |= {o.dtype for o in (res if isinstance(res, (list,tuple)) else [res]) if isinstance(o, torch.Tensor)}
+        return res
+
+@pytest.mark.parametrize('device,double', [('mps',False), ('xpu',False), ('cuda',True)])
+def test_fp8_without_float64(device, double):
+    with FakeTensorMode(),Dtypes() as dtypes: quantize(torch.ones(4, 4, device=device), dim=1, power_of_2=True)
+    assert (torch.float64 in dtypes.seen)==double
+
+def test_fake_tensors():
+    "A model without numbers has the dtypes of one with numbers"
+    def _dtypes(inside):
+        with inside:
+            net,seen = nn.Sequential(nn.Linear(16,16), nn.GroupNorm(2,16), nn.Linear(16,16)),[]
+            for m in net: m.register_forward_hook(lambda m,args,res: seen.append(res.dtype))
+            for _ in range(2): # the second call casts all weights at once
+                with half_precision(net, bf16): net(torch.ones(4,16)).sum().backward()
+            return seen+[p.grad.dtype for p in net.parameters()]
+    assert _dtypes(FakeTensorMode())==_dtypes(nullcontext())

@@ -129,7 +129,7 @@ def names(code):
         elif isinstance(o, ast.Attribute): yield ast.unparse(o)
         elif isinstance(o, ast.keyword): yield o.arg
 
-@pytest.mark.parametrize('name', [*in_order,*by_hand])
+@pytest.mark.parametrize('name', [*in_order,*sorted(by_hand)])
 def test_nothing_of_ours_unpickles(name):
     "Checkpoints are data, as Guarantees promises; nor is anything imported by name, which grimp wouldn't see"
     assert not {*unpicklers,'import_module','__import__'} & {*names(source(name))}

@@ -81,6 +81,13 @@ def test_once(node_bytes, nodes, monkeypatch):
         assert forward.together==together==back.together[::-1] and forward.single==single
     check(Model)
 
+def test_memory_format():
+    "A copy has that of its weight, and the gradient, too: a convolution in `channels_last` stays so"
+    weight = nn.Parameter(torch.randn(4,3,3,3).to(memory_format=torch.channels_last))
+    copy, = cast.CastAll.apply(bf16, weight)
+    copy.square().sum().backward()
+    for o in (copy,weight.grad): assert o.is_contiguous(memory_format=torch.channels_last)
+
 # --- What a model does to its parameters in the middle of a call
 
 class Written(Model):

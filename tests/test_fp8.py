@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import mp_callbacks.fp8
+from fastai.learner import load_learner
 from learners import *
 from machines import Fake
 from mp_callbacks.devices import pretend
@@ -278,6 +279,25 @@ def test_back():
     in_fp8(learn).to_fp32()
     assert not [m for m in learn.model.modules() if 'forward' in vars(m)] and not hasattr(learn, 'mixed_precision')
     assert learn.model(torch.randn(4,8)).dtype==torch.float32
+
+def test_resumes_exactly(tmp_path):
+    "In another learner too: there is no state of FP8 to save"
+    learn,other = (in_fp8(learner(path=tmp_path), clip=1.) for _ in range(2))
+    learn.fit(2)
+    learn.save('m')
+    learn.fit(2)
+    other.load('m')
+    other.fit(2, reset_opt=False)
+    assert all(map(torch.equal, weights(learn), weights(other)))
+
+def test_exports(tmp_path):
+    "The file names no class of torchao, which this package never imports"
+    learn = in_fp8(learner(path=tmp_path))
+    learn.fit(1)
+    learn.export('m.pkl')
+    assert b'torchao' not in (tmp_path/'m.pkl').read_bytes()
+    loaded,x = load_learner(tmp_path/'m.pkl'),torch.ones(1,8)
+    assert loaded.model(x).equal(learn.model(x))
 
 def test_carried_along():
     "Whatever makes another `half_precision` keeps it"

@@ -47,6 +47,28 @@ def test_sees_float32(mode):
     want = torch.full((16,8), 1+1e-3*(1-2e-2)**4)
     torch.testing.assert_close(learn.model[0].weight.detach(), want, rtol=0, atol=1e-6)
 
+@pytest.mark.parametrize('use_reentrant', [False,True])
+@each_mode
+def test_checkpointed(mode, use_reentrant):
+    "Layers that compute again in the backward pass do so as in the forward pass: weights are as without checkpoints"
+    from torch.utils.checkpoint import checkpoint
+    class Twice(nn.Module):
+        def __init__(self, again):
+            super().__init__()
+            self.body,self.head,self.again,self.dtypes = mlp()[:4],mlp()[4],again,[]
+        def _body(self, x):
+            x = self.body[0](x)
+            self.dtypes.append(x.dtype)
+            return self.body[1:](x)
+        def forward(self, x):
+            x.requires_grad_() # the reentrant kind needs an input that does
+            return self.head(checkpoint(self._body, x, use_reentrant=use_reentrant) if self.again else self._body(x))
+    learn,plain = (modes[mode](get_learner(Twice(o))) for o in (True,False))
+    for o in (learn,plain): o.fit_one_cycle(1)
+    assert len(learn.model.dtypes)==12 and len(plain.model.dtypes)==8 # four batches, twice, and four of validation
+    assert {*learn.model.dtypes}=={*plain.model.dtypes}=={torch.bfloat16 if 'bf16' in mode else torch.float16}
+    assert all(map(torch.equal, weights(learn), weights(plain)))
+
 @each_mode
 def test_gan(mode):
     "fastai's GANLearner, whose loss calls one of its two models"

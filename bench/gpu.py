@@ -22,7 +22,8 @@ every = [*of('hand', 'fused', *full, *auto, *copies), *of('fastai', 'fused', *fu
          *of('ours', 'fastai', *auto, *copies), *of('fastai', 'flat', 'fp16'), *of('ours', 'flat', *copies)]
 in_mpx = [*of('hand', 'fused', *full, 'autocast-bf16'), *of('fastai', 'fused', 'fp32'),
           *of('ours', 'fused', *auto, *copies)]
-in_compiled = [*of('hand', 'fused', *full), *of('ours', 'fused', *auto, *copies), *of('compiled', 'fused', *auto, *copies)]
+in_compiled = [*of('hand', 'fused', *full), *of('ours', 'fused', *auto, *copies),
+               *of('compiled', 'fused', *auto, *copies)]
 fp8 = [*of('ours', 'fused', 'fp8-tensorwise'), *of('compiled', 'fused', 'fp8-tensorwise')]
 
 def tiny_tasks():

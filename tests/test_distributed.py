@@ -714,5 +714,6 @@ def test_torchao(tmp_path, recipe):
     check(run(tmp_path, dict(as_torchao=(as_torchao, dict(recipe=recipe)))))
 
 @pytest.mark.cuda
+@pytest.mark.results
 def test_synced_batch_norm(tmp_path):
     check(run(tmp_path, {p:(synced, dict(mode=p)) for p in precisions}))

@@ -179,6 +179,7 @@ def test_unsupported_device_later(mode):
     unchanged(learn, before)
 
 @pytest.mark.cuda
+@pytest.mark.results
 @each_mode
 def test_moved(mode):
     "The data may move from one device to another between two fits: half precision moves with it"

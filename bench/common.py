@@ -130,12 +130,20 @@ def commit(path):
     changed = ' with changes' if git(path, 'status', '--porcelain', 'mp_callbacks') else ''
     return git(path, 'rev-parse', '--short', 'HEAD')+changed
 
+def clocks():
+    "Clocks of the GPU now and at most, its limit of power, and the driver, as nvidia-smi says; '' if it doesn't"
+    fields = 'clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit,driver_version'
+    cmd = ['nvidia-smi', f'--id={torch.cuda.current_device()}', f'--query-gpu={fields}', '--format=csv,noheader']
+    try: seen = subprocess.run(cmd, capture_output=True, text=True, check=True).stdout.strip().split(', ')
+    except (OSError,subprocess.CalledProcessError): return ''
+    return ', SM {} of {}, memory {} of {}, {}, driver {}'.format(*seen)
+
 def machine():
     "Where this runs, and on what versions"
     info = Path('/proc/cpuinfo')
     lines = info.read_text().splitlines() if info.exists() else []
     cpu = next((o.split(':')[1].strip() for o in lines if o.startswith('model name')), '')
-    gpu = f'{torch.cuda.get_device_name()} (CUDA {torch.version.cuda}), ' if torch.cuda.is_available() else ''
+    gpu = f'{torch.cuda.get_device_name()} (CUDA {torch.version.cuda}{clocks()}), ' if torch.cuda.is_available() else ''
     where = f'{gpu}{cpu or platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads'
     libs = ', '.join(f'{o.__name__} {o.__version__}' for o in (torch,fastai,mp_callbacks))
     return f'{where}; Python {platform.python_version()}, {libs} {commit(Path(__file__).parent.parent)}'.strip()

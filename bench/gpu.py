@@ -1,4 +1,4 @@
-"""Mixed precision on a GPU: time per step and peak memory, the cost of a step, host syncs, and the evaluation of MPX
+"""Mixed precision on a GPU: time per step and peak memory, compiled models, FP8, host syncs, and the evaluation of MPX
 
 One process, variants in turns, medians. `python bench/gpu.py` takes at most --minutes; run again, it measures only what
 is not in the csv file yet. `--tiny` is the same with toy sizes, on a CPU too."""
@@ -9,8 +9,9 @@ import matplotlib; matplotlib.use('agg')
 import matplotlib.pyplot as plt
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import loops
 from common import *
-from loops import Variant
+from loops import Variant,emulated
 from models import GPT,Task,ViT,conv,mlp,resnet
 
 def of(loop, opt, *precisions): return [Variant(loop, opt, o) for o in precisions]
@@ -21,6 +22,9 @@ every = [*of('hand', 'fused', *full, *auto, *copies), *of('fastai', 'fused', *fu
          *of('ours', 'fastai', *auto, *copies), *of('fastai', 'flat', 'fp16'), *of('ours', 'flat', *copies)]
 in_mpx = [*of('hand', 'fused', *full, 'autocast-bf16'), *of('fastai', 'fused', 'fp32'),
           *of('ours', 'fused', *auto, *copies)]
+in_compiled = [*of('hand', 'fused', *full), *of('ours', 'fused', *auto, *copies),
+               *of('compiled', 'fused', *auto, *copies)]
+fp8 = [*of('ours', 'fused', 'fp8-tensorwise'), *of('compiled', 'fused', 'fp8-tensorwise')]
 
 def tiny_tasks():
     "`tasks` with toy sizes"
@@ -40,13 +44,15 @@ def tasks():
             Task('mlp-24x2048', lambda: mlp(2048, 24, 2048), (2048,), 2048, 64),
             Task('mlp-4x256',   lambda: mlp(256, 4, 10), (256,), 10, 64))
 
-def groups(tiny):
+def groups(tiny, dev):
     "What to measure, the telling ones first: part, task, batch size, variants, options of `take_turns`"
     base,cifar,gpt,res,mlps,big,small = tiny_tasks() if tiny else tasks()
     sizes = {base:(2,), cifar:(4,2)} if tiny else {base:(256,64,16,128,32), cifar:(1024,256,64,512,128)}
     mpx = [('mpx',t,b,in_mpx,dict(turns=3)) for i in range(5) for t,bs in sizes.items() for b in bs[i:i+1]]
     def train(t): return 'train',t,t.batch,every,{}
-    return [train(base), train(gpt), ('step',big,big.batch,every,dict(turns=3)),
+    # FP8 is emulated only to see that this works
+    def compiled(t): return 'compiled',t,t.batch,in_compiled+fp8*(tiny or not emulated(dev)),dict(turns=3, seconds=120)
+    return [train(base), train(gpt), compiled(gpt), ('step',big,big.batch,every,dict(turns=3)),
             ('syncs',small,small.batch,every,dict(probe=Syncs, turns=1)), train(res), train(mlps), *mpx,
             train(res._replace(name='resnet50-nhwc', channels_last=True))]
 
@@ -82,10 +88,13 @@ class Syncs:
         yield 'syncs',sum(seen.values())/n,'; '.join(f'{c/n:g}x {k}' for k,c in seen.most_common(6))
 
 def table(df):
-    "Medians, and how many times less time and memory than a plain loop in fp32"
-    res,base = medians(df),('hand','fused','fp32')
-    for k,name in (('step_ms','times faster'),('peak_mb','times smaller')):
-        if k in res: res.insert(res.columns.get_loc(k)+1, name, res.loc[base,k]/res[k])
+    """Medians, and how many times less time and memory than a plain loop in fp32. In tf32 it is what float32 takes on a
+    GPU where TF32 is allowed, as PyTorch allows it in convolutions only."""
+    res = medians(df)
+    for k,name,base in (('step_ms','times faster than tf32','tf32'), ('step_ms','times faster','fp32'),
+                        ('peak_mb','times smaller','fp32')):
+        base = 'hand','fused',base
+        if k in res and base in res.index: res.insert(res.columns.get_loc(k)+1, name, res.loc[base,k]/res[k])
     return res
 
 def plot_mpx(df, path):
@@ -125,7 +134,7 @@ def report(results):
         if (df.part==part).any(): plot(df[df.part==part], results.path)
 
 def main():
-    parts = ['train','step','syncs','mpx']
+    parts = ['train','compiled','step','syncs','mpx']
     p = arguments(__doc__)
     p.add_argument('--minutes', type=float, default=8, help='start nothing that may take longer [8]')
     only = f'parts [{" ".join(parts)}]; none: write tables and plots again'
@@ -134,8 +143,9 @@ def main():
     if dev=='cpu' and args.only and not args.tiny:
         raise SystemExit('There is no CUDA device here. Use --tiny to see whether this script works, '
                          'and bench/train.py to measure a CPU.')
+    if args.tiny: loops.backend = 'aot_eager' # starts at once
     end,few = perf_counter()+60*args.minutes,dict(turns=1, turn=.001) if args.tiny else {}
-    for part,task,batch,variants,how in groups(args.tiny):
+    for part,task,batch,variants,how in groups(args.tiny, dev):
         left = end-perf_counter()
         if part not in args.only: continue
         if left<(1 if args.tiny else 30):

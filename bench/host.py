@@ -9,12 +9,14 @@ other work on the machine changes least, in turns in one process. It is split wh
 - optimizer: AdamW(fused=True)
 - between: all else, such as clearing gradients and fastai's recorder
 
-`operations` is how many PyTorch dispatches in a step."""
+`operations` is how many PyTorch dispatches in a step. Where there is a GPU, `kernels` is how many it is given in
+a step, and `syncs` how often the host waits for it, as PyTorch's profiler sees them, with the same models on it."""
 from collections import Counter
 from time import thread_time_ns
 
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientClip
+from torch.profiler import ProfilerActivity,profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import *
@@ -81,12 +83,26 @@ class Operations(TorchDispatchMode):
         self.n += 1
         return func(*args, **(kwargs or {}))
 
-def operations(loop, batch):
-    "How many a step of `loop` dispatches"
-    def _of(n):
-        with Operations() as counted: loop([batch]*n)
-        return counted.n
-    return (_of(3)-_of(1))/2 # without what a fit does once
+def per_step(count, loop, batch):
+    "The `count` of a run, per step of `loop`, without what a fit does once"
+    one,three = count(lambda: loop([batch])),count(lambda: loop([batch]*3))
+    return [(b-a)/2 for a,b in zip(one, three)]
+
+def operations(run):
+    "How many are dispatched"
+    with Operations() as counted: run()
+    return [counted.n]
+
+def of_gpu(events):
+    "How many kernels and waits there are in pairs of (name, on the GPU?) from the profiler"
+    kernels = [name for name,on_gpu in events if on_gpu and not name.startswith(('Memcpy','Memset'))]
+    waits = [name for name,on_gpu in events if not on_gpu and name.startswith('cuda') and name.endswith('Synchronize')]
+    return [len(kernels),len(waits)]
+
+def profiled(run):
+    "How many kernels the GPU is given, and how often the host waits for it"
+    with profile(activities=[ProfilerActivity.CPU,ProfilerActivity.CUDA]) as prof: run()
+    return of_gpu([(o.name,o.device_type==torch.autograd.DeviceType.CUDA) for o in prof.events()])
 
 def build_timed(v, model):
     "The loop that `v` names, around `model`, which clips and tells `Laps`"
@@ -113,7 +129,14 @@ def measure(task, turns, turn):
     for v in variants:
         loop = build_timed(v, task.model('cpu'))
         loop([task.data('cpu')]*2) # the first batch looks at more
-        yield v,1,'operations',operations(loop, task.data('cpu')),''
+        yield v,1,'operations',*per_step(operations, loop, task.data('cpu')),''
+
+def launches(task):
+    "As `measure`, of the work that a GPU is given"
+    for v in variants:
+        loop,batch = build_timed(v, task.model('cuda')),task.data('cuda')
+        loop([batch]*2)
+        for metric,value in zip(('kernels','syncs'), per_step(profiled, loop, batch)): yield v,1,metric,value,''
 
 # What, the loop that is ours, the other one, and the most that their ratio should be
 goals = [("native, and fastai's autocast",    ('ours','autocast-{}'), ('fastai','autocast-{}'), 1.05),
@@ -139,12 +162,14 @@ def main():
     p.add_argument('--turns', type=int, default=15, help='how many turns every loop has [15]')
     args,_,results = start(p, 'host_cpu')
     sizes,how = (tasks(1, 5),(1,.01)) if args.tiny else (tasks(12, 240),(args.turns,.2))
-    for task in sizes: results.measure('host', task.name, task.batch, measure(task, *how))
+    for task in sizes:
+        results.measure('host', task.name, task.batch, measure(task, *how))
+        if torch.cuda.is_available(): results.measure('gpu', task.name, task.batch, launches(task))
     df = results.read()
     text = ['## Ratios\n', markdown(ratios(df))]
     for case,o in df.groupby('case', sort=False):
-        shown = medians(o, of='step_us')[['step_us',*[f'{s}_us' for s in stages],'operations']]
-        text += [f'## {case}\n', markdown(shown)]
+        shown = ['step_us', *[f'{s}_us' for s in stages], 'operations', 'kernels', 'syncs']
+        text += [f'## {case}\n', markdown(medians(o, of='step_us').filter(shown))]
     results.write("The host's cost of a step", text)
     print('\n'.join(text))
 

@@ -130,6 +130,12 @@ def in_bench(monkeypatch):
     yield
     torch.set_num_threads(threads)
 
+def test_kernels_and_waits(in_bench):
+    "Copies are no kernels, and a launch is no wait"
+    from host import of_gpu
+    on_gpu,on_host = ('gemm','Memcpy DtoH','Memset'),('aten::mm','cudaLaunchKernel','cudaStreamSynchronize')
+    assert of_gpu([(o,True) for o in on_gpu]+[(o,False) for o in on_host])==[1,1]
+
 @pytest.mark.slow
 def test_quality_of_bad_runs(in_bench, monkeypatch):
     "Skipped steps are counted, and a run that ends in nan is a failure"

@@ -374,8 +374,8 @@ compile_ways = dict(wrapped=lambda m,**kw: torch.compile(m, **kw), in_place=lamb
 @pytest.mark.parametrize('way,how', [('wrapped',dict(backend='cudagraphs')), ('in_place',dict(backend='cudagraphs')),
                                      pytest.param('wrapped', dict(mode='reduce-overhead'), marks=results)])
 def test_cuda_graphs(way, how, mode, monkeypatch):
-    """One graph for training and one for validation, without breaks and recompiles. What CUDA has recorded of the forward
-    and the backward pass, casts of weights included, is replayed in every step."""
+    """One graph for training and one for validation, without breaks and recompiles. What CUDA has recorded of the
+    forward and the backward pass, casts of weights included, is replayed in every step."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     seen = Graphs(monkeypatch)

@@ -387,4 +387,5 @@ def test_walk():
     main(lives=40, seed=1)
 
 @pytest.mark.cuda
+@pytest.mark.results
 def test_synced_batch_norm(tmp_path): run_cases(tmp_path, [case(synced, mode=m) for m in precisions])

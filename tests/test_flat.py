@@ -196,6 +196,7 @@ def test_interrupt_anywhere():
     assert n>50
 
 @pytest.mark.cuda
+@pytest.mark.results
 @pytest.mark.parametrize('name', optimizers)
 def test_cuda(name):
     sizes = *range(1,20),1000,70001

@@ -211,6 +211,7 @@ def test_train_step_skips():
 # --- On an accelerator
 
 @pytest.mark.cuda
+@pytest.mark.results
 @pytest.mark.parametrize('dtype,eps', [(f16,4e-3),(bf16,3e-2)])
 def test_on_cuda(problem, dtype, eps):
     p,x,y,truth = tree_map(lambda o: o.cuda(), problem)

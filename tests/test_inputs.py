@@ -86,6 +86,7 @@ def test_plain_lists(mode):
     assert math.isfinite(learn.validate()[0])
 
 @pytest.mark.cuda
+@pytest.mark.results
 @each_mode
 def test_moved(mode):
     "The data may move from one device to another between two fits: half precision moves with it"

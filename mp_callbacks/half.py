@@ -292,9 +292,9 @@ def note_backward(
 ):
     "Say in a note to `e` which modules use the `autograd.Function` of somebody's own that has raised it"
     if not isinstance(e, _computing) or not _about_dtypes.search(str(e)) or not hasattr(e, 'add_note'): return
-    ours = __name__.partition('.')[0] # not our own frames, as in `_add_note`
-    frames = [o for o,_ in walk_tb(e.__traceback__) if o.f_globals.get('__name__', '').partition('.')[0]!=ours]
-    contexts = [o for frame in frames for o in frame.f_locals.values() if isinstance(o, BackwardCFunction)]
+    # only frames of PyTorch: what one of somebody's own has in its dict of locals would live as long as the frame
+    frames = [o for o,_ in walk_tb(e.__traceback__) if o.f_globals.get('__name__')==BackwardCFunction.__module__]
+    contexts = [o.f_locals['self'] for o in frames if isinstance(o.f_locals.get('self'), BackwardCFunction)]
     if not contexts: return
     function = type(contexts[-1])._forward_cls
     users = [name for name,m in named_modules(half.model).items() if _uses(type(m).forward, function)]

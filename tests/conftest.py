@@ -44,7 +44,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_terminal_summary(terminalreporter, config):
     "Processes of xdist don't say how many tests they have left out"
-    if out := left_out(config): terminalreporter.line(f'without tests marked {" or ".join(out)}: --flags "{" ".join(out)}"')
+    out = left_out(config)
+    if out: terminalreporter.line(f'without tests marked {" or ".join(out)}: --flags "{" ".join(out)}"')
 
 @pytest.fixture(scope='session')
 def flags(request):
@@ -64,6 +65,12 @@ def forked():
     from interpreters import forking
     fastai = 'fastai.tabular.all,fastai.text.all,fastai.vision.all'
     with forking(f'{fastai},mp_callbacks.all,torch._dynamo') as run: yield run
+
+@pytest.fixture(scope='module')
+def forked_plain():
+    "As `forked`, without fastai"
+    from interpreters import forking
+    with forking('matplotlib.pyplot,pandas,torch._dynamo') as run: yield run
 
 @pytest.fixture(scope='module')
 def one_process(tmp_path_factory):

@@ -14,9 +14,9 @@ from fastai.tabular.all import Categorify,FillMissing,Normalize,TabularPandas,ta
 from fastai.text.all import (
     AWD_LSTM,BaseTokenizer,LMDataLoader,Numericalize,awd_lstm_lm_config,language_model_learner,tokenize1)
 from fastai.vision.all import (
-    CategoryBlock,DataBlock,ImageBlock,PILImage,PILImageBW,Resize,vision_learner,xresnet18)
+    CategoryBlock,DataBlock,ImageBlock,PILImage,PILImageBW,Resize,resnet18,unet_learner,vision_learner,xresnet18)
 from learners import *
-from sklearn.datasets import load_diabetes,load_digits,load_wine
+from sklearn.datasets import load_diabetes,load_digits,load_sample_images,load_wine
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
@@ -74,15 +74,35 @@ def digits(size, images=digit_images, n=256, bs=32):
                       splitter=IndexSplitter(range(n, n+64)), item_tfms=Resize(size))
     return block.dataloaders(range(n+64), bs=bs, **on_cpu)
 
+def photos(n=48, size=32, bs=8):
+    "Pieces of two photographs, and the same pieces"
+    rng,pics = random.Random(0),load_sample_images().images
+    def _piece(i): i,j = rng.randrange(400-size),rng.randrange(600-size); return pics[i%2][i:i+size,j:j+size]
+    pieces = At([_piece(i) for i in range(n+16)])
+    block = DataBlock((ImageBlock,ImageBlock), get_x=pieces, get_y=pieces, splitter=IndexSplitter(range(n, n+16)))
+    return block.dataloaders(range(n+16), bs=bs, **on_cpu)
+
 def short(learn):
     "For batch norms that are to be of use after a few batches"
     for m in learn.model.modules():
         if hasattr(m, 'momentum'): m.momentum = .5
     return learn
 
+@app('bf16', lr=1e-3, tol=32)
+def vision_resnet(): return short(vision_learner(digits(64, colour, n=32, bs=8), resnet18, pretrained=False, ps=0.))
+
 @app(*bf16, lr=3e-3, tol=64)
 def vision_xresnet():
     return short(Learner(digits(32, n=128, bs=16), xresnet18(n_out=10, c_in=1, stem_szs=(8,8,64), widen=.25)))
+
+@app(*bf16, lr=3e-4, tol=32)
+def vision_unet():
+    "Photographs that have lost their colours get them back"
+    dls = photos()
+    class Grey(Callback):
+        def before_batch(self): self.learn.xb = (self.x.mean(1, keepdim=True).expand_as(self.x),)
+    def small(pretrained=False): return xresnet18(stem_szs=(8,8,64), widen=.25)
+    return short(unet_learner(dls, small, pretrained=False, n_out=3, loss_func=MSELossFlat(), cbs=Grey()))
 
 @app(*bf16, lr=3e-3, tol=32)
 def vision_timm():
@@ -124,6 +144,9 @@ def tabular_regression():
 def likes():
     rows = [(f'd{i}', f'p{j}', float(digit_images[i].flat[j])/16) for i in range(60) for j in range(64)]
     return CollabDataLoaders.from_df(pd.DataFrame(rows, columns=['user','item','rating']), seed=0, bs=128, **on_cpu)
+
+@app()
+def collab_dot(): return collab_learner(likes(), n_factors=16, y_range=(-1,17))
 
 @app(tol=16)
 def collab_net():

@@ -50,11 +50,6 @@ def batches(case, *sizes):
     ms = medians('gpu', part='mpx')[case]
     return [ms[o]['fastai','fused','fp32']/ms[o]['ours','fused','bf16'] for o in sizes]
 
-def less_time():
-    "Time with fastai's Adam over that of the older version, which had page faults"
-    ms = medians('compare_cpu', 'cpu_ms')['mlp-adam'].droplevel(0)
-    return [ms['ours','fastai','bf16']/o for (loop,*_),o in ms.items() if loop not in ('ours','fastai')]
-
 claims = [ # page, the figures in a sentence of it, and where they are from
     ('results', r'an MLP takes ([\d.]+) of the time of float32, a convolutional net ([\d.]+), and two small '
                 r'transformers take (.\.\d+) and (.\.\d+)', lambda: over_float32('train_cpu', cpu)),
@@ -71,8 +66,7 @@ claims = [ # page, the figures in a sentence of it, and where they are from
     ('results', r'a ViT with 256 features from ([\d.]+) at 64 images to ([\d.]+) at 1024',
         lambda: batches('vit-256-800', 64, 1024)),
     ('results', r'With 1000 tensors float32 takes (\d+) ms, autocast of fastai (\d+), of Lightning (\d+), ours (\d+) '
-                r'and to_bf16 (\d+)', lambda: step_cost('1000 tensors', 10**5, *many)),
-    ('CHANGELOG.md', r"An MLP with fastai's `Adam` takes (.\.\d+) of the time", less_time)]
+                r'and to_bf16 (\d+)', lambda: step_cost('1000 tensors', 10**5, *many))]
 
 def figures(pattern, s):
     found = re.search(pattern, s)

@@ -82,7 +82,8 @@ def test_tested_versions(name):
     "They are within the bounds, and the table in CONTRIBUTING.md shows them"
     text = (root/f'tests/{name}.txt').read_text(encoding='utf-8')
     python,has = re.match(r'# Python ([\d.]+)', text)[1],dict(re.findall(r'^([\w-]+)==(.*)', text, re.M))
-    for o in map(Requirement, lines('requirements')): assert has.get(o.name) is None or o.specifier.contains(has[o.name]), o
+    for o in map(Requirement, lines('requirements')):
+        assert has.get(o.name) is None or o.specifier.contains(has[o.name]), o
     row = f'| {python} | {has["fastai"]} | {has["fastcore"]} | {has["torch"]} |'
     assert f'[{name}.txt](tests/{name}.txt) {row}' in (root/'CONTRIBUTING.md').read_text(encoding='utf-8')
     assert python in cfg['pythons'].split()
@@ -93,7 +94,8 @@ def test_one_owner():
     found = set()
     for o in [*root.glob('nbs/**/*.ipynb'), *root.glob('mp_callbacks/*.py'), *root.glob('*.md'), root/'pyproject.toml']:
         text = o.read_text(encoding='utf-8')
-        found |= {*re.findall(r'github\.com/([\w-]+)/mp_callbacks', text), *re.findall(r'([\w-]+)\.github\.io/mp_callbacks', text)}
+        for o in (r'github\.com/([\w-]+)/mp_callbacks', r'([\w-]+)\.github\.io/mp_callbacks'):
+            found |= {*re.findall(o, text)}
     assert found=={owner}
 
 def test_workflow_covers_pythons():

@@ -134,7 +134,7 @@ kept = 'ours','bf16, embeddings kept'
 
 @pytest.mark.parametrize('page,sentence,call,base,known', [
     ('which_precision', 'computes in bfloat16, use `to_bf16()`', 'to_bf16()', eq.float32, []),
-    ('index', '| `to_fp16()` | these only emulate bfloat16', 'to_fp16()', eq.float32, ['mlp']), # unclear
+    ('index', 'which only emulates bfloat16 | `to_fp16()` |', 'to_fp16()', eq.float32, ['mlp']), # unclear
     ('which_precision', 'no row of this table applies, use `to_bf16()`', 'to_bf16()', ('ours','autocast-bf16'), []),
     ('quality', 'in the tabular model with embeddings, and the same as float32', 'to_fp16()', ('ours','autocast-fp16'),
         ['diabetes']),

@@ -155,7 +155,7 @@ def test_fsdp2(tmp_path):
 # --- Where readers find them
 
 def test_short():
-    assert {k:n for k,o in examples.items() if k!='distributed' and (n := len(o.read_text().splitlines()))>=60}=={}
+    assert {k:n for k,o in examples.items() if k!='distributed' and (n := len(o.read_text().splitlines()))>64}=={}
 
 def test_named():
     "README names each, and the page of examples shows each and what it prints; test_figures and `as_saved` look there"

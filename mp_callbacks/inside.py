@@ -65,9 +65,11 @@ def open_batch(
     learn, # `Learner`
 ):
     "Inside a `with`, the learner is `within_batch`"
-    _open.append(id(learn))
-    try: yield
-    finally: _open.remove(id(learn))
+    try:
+        _open.append(id(learn))
+        yield
+    finally:
+        if id(learn) in _open: _open.remove(id(learn)) # Ctrl-C may come before it is there
 
 def within_batch(
     learn, # `Learner`

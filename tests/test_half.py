@@ -291,6 +291,7 @@ def test_replace_carries_all_settings():
         assert type(o) is Mine and o.extra=='kept' and o.dtype==bf16
     assert half.keeping(['0']).ways['0'].why=='keep'!=half.ways['0'].why
 
+@pytest.mark.skipif(torch.__version__<'2.7', reason='torch.export of PyTorch 2.6 takes no function as `forward`')
 def test_exported_inside():
     "By `torch.export`, as under autocast"
     model,x = nn.Sequential(nn.Linear(4,8), nn.GELU(), nn.Linear(8,1)),torch.randn(2,4)

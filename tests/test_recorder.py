@@ -129,6 +129,7 @@ def test_plot(run):
     o = recorder(*runs[run])
     with warnings.catch_warnings():
         warnings.simplefilter('error')
+        warnings.filterwarnings('ignore', category=DeprecationWarning) # older matplotlib with newer pyparsing
         axs = o.plot()
         axs[0].figure.canvas.draw()
     labels = ['training loss','gradient norm','loss scale'][:2 if run in ('none','bf16') else 3]

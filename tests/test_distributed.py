@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from mp_callbacks.dtypes import half_dtypes
 from mp_callbacks.grads import prepare_grads
 from mp_callbacks.step import read_state
-from processes import *
+from ranks import *
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 case = partial

@@ -6,7 +6,7 @@ Taken over from the tests of PyTorch, `test/distributed/_composable/fsdp`: `test
 import json,re
 
 from mp_callbacks.grads import prepare_grads
-from processes import *
+from ranks import *
 from test_distributed import case,checkpointing,modes,precisions,told,whole_batch
 
 pytestmark = pytest.mark.skipif(not fsdp2_runs, reason=no_fsdp2)

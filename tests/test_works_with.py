@@ -229,12 +229,13 @@ def test_compiled_files(wrap, tmp_path):
     if not wrap: get_learner(path=tmp_path).load('compiled', with_opt=False)
 
 launched = '''
-import distributed as example
+import sys,distributed as example
 from accelerate import notebook_launcher
 def train():
     learn = example.train('fp16', 1, 32, 1e-2, 'no', False, [])
     total = sum(p.double().sum() for p in learn.model.parameters())
-    print('process', example.num_distrib(), len(learn.precision_recorder.log), total.item(), flush=True)
+    # in one piece, as two processes write
+    sys.stdout.write(f'process {example.num_distrib()} {len(learn.precision_recorder.log)} {total.item()}\\n')
     example.teardown_distrib()
 notebook_launcher(train, num_processes=2)
 '''

@@ -13,7 +13,7 @@ from datetime import timedelta
 from fastcore.script import call_parse
 
 from mp_callbacks.precision import precision_callback
-from processes import *
+from ranks import *
 
 calls = dict( # scales that move within a life
     fp16        = lambda learn, rescue: learn.to_fp16(max_loss_scale=2.**12, scale_wait=2, rescue=rescue),

@@ -6,7 +6,7 @@ Docs: https://example.github.io/mp_callbacks/dtypes.html.md"""
 
 # %% auto #0
 __all__ = ['half_dtypes', 'as_dtype', 'cast_tree', 'keep_attributes', 'map_tensors', 'parts_of', 'tree_map', 'leaves',
-           'in_float32', 'Policy', 'get_policy', 'force_full_precision']
+           'replaced_parts', 'hand_back', 'Policy', 'get_policy', 'force_full_precision']
 
 # %% ../nbs/00_dtypes.ipynb #f656de6d
 import copy,torch
@@ -131,16 +131,29 @@ def leaves(
     if parts is not None: return [leaf for o in parts.values() for leaf in leaves(o)]
     return [*tree.parameters(),*tree.buffers()] if isinstance(tree, nn.Module) else [tree]
 
-def in_float32(
-    tree, # Tensors in any structure, see `tree_map`
-): # A structure like `tree`, or `tree` itself if it is a list or dict, which is changed in place
-    "Cast the half-precision tensors of `tree` to float32. Who has a list or dict of it goes on with the same one."
-    if isinstance(tree, list): keys = range(len(tree))
-    elif isinstance(tree, MutableMapping): keys = [*tree]
-    else: return cast_tree(tree, torch.float32, half_dtypes)
-    for k in keys:
-        if (new := in_float32(tree[k])) is not tree[k]: tree[k] = new
-    return tree
+def replaced_parts(
+    tree, # Any structure, see `tree_map`
+    new, # A structure like `tree`, as from `cast_tree`
+)->list: # Pairs of a part of `tree` and the one of `new` in its place; none for parts that are the same object
+    "What stands in `new` in place of something else, containers and leaves"
+    if new is tree: return []
+    old,new_parts = parts_of(tree) or {},parts_of(new)
+    return [(tree,new),*[o for k in old for o in replaced_parts(old[k], new_parts[k])]]
+
+def hand_back(
+    replaced:list, # Pairs from `replaced_parts`, made before somebody used the new structure
+):
+    "Do to the lists and dicts of the old structure what has been done to those of the new one"
+    known = {id(new):old for old,new in replaced}
+    for old,new in replaced:
+        if not isinstance(old, (list,MutableMapping)): continue
+        now = {k:known.get(id(o), o) for k,o in parts_of(new).items()}
+        if isinstance(old, list): old[:] = now.values()
+        else:
+            for k in old.keys()-now.keys(): del old[k]
+            for k,o in now.items():
+                if k not in old or old[k] is not o: old[k] = o
+
 
 # %% ../nbs/00_dtypes.ipynb #eca648e9
 @dataclass(frozen=True)

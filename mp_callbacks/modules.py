@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode # sees each operation; PyTorch has no public name for it
 
-from .dtypes import half_dtypes,in_float32,parts_of
+from .dtypes import cast_tree,half_dtypes,parts_of
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a09
 def unwrap(
@@ -185,7 +185,13 @@ def restore_float32(
     for m,others in kept:
         for d in (m.__dict__,m._buffers):
             for k in d.keys()-others: # a set: most names are among the others, and this runs in each batch
-                if type(d[k]) not in _no_tensors and _has_half(d[k]): d[k] = in_float32(d[k])
+                if type(d[k]) not in _no_tensors and _has_half(d[k]): d[k] = _in_float32(d[k])
+
+def _in_float32(tree):
+    if isinstance(tree, list): tree[:] = map(_in_float32, tree)
+    elif isinstance(tree, dict): tree.update({k:_in_float32(o) for k,o in tree.items()})
+    else: return cast_tree(tree, torch.float32, half_dtypes)
+    return tree
 
 def _of_pytorch(module):
     "Is its class one of PyTorch's, or made of one by parametrizations or `fully_shard`?"

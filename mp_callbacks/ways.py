@@ -19,7 +19,8 @@ from fastcore.foundation import L
 from torch import Tensor,nn
 from torch.nn.utils import parametrize
 
-from .dtypes import as_dtype,cast_tree,half_dtypes,in_float32,keep_attributes,leaves,map_tensors
+from .dtypes import as_dtype,cast_tree,hand_back,half_dtypes,keep_attributes,leaves,map_tensors
+from .dtypes import replaced_parts
 from .devices import inexact,missing
 from .cast import has_plain_weights
 
@@ -277,9 +278,15 @@ class Float32(Way):
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns in float32"
         # one by one: `torch.compile` can't follow a comparison of tuples
-        full,full_kwargs = [in_float32(o) for o in args],{k:in_float32(o) for k,o in kwargs.items()}
-        with _autocast_off(half.device_type): res = forward(*full, **full_kwargs)
-        if not torch.compiler.is_compiling(): _write_back([*args,*kwargs.values()], [*full,*full_kwargs.values()])
+        full = [cast_tree(o, torch.float32, half_dtypes) for o in args]
+        full_kwargs = {k:cast_tree(o, torch.float32, half_dtypes) for k,o in kwargs.items()}
+        compiling = torch.compiler.is_compiling() # it can't follow lists and dicts
+        nested = not compiling and not all([isinstance(o, Tensor) for o in (*args,*kwargs.values())])
+        replaced = replaced_parts([*args,kwargs], [*full,full_kwargs]) if nested else []
+        try:
+            with _autocast_off(half.device_type): res = forward(*full, **full_kwargs)
+        finally: hand_back(replaced)
+        if not compiling: _write_back([*args,*kwargs.values()], [*full,*full_kwargs.values()])
         return res
 
 class Float32Norm(Float32):

@@ -175,6 +175,24 @@ def test_kept(kind, keep, copies):
     want = model(x).detach()
     with half_precision(model, bf16, keep, copies): assert (model(x)-want).norm()<=.02*want.norm()
 
+def test_kept_leaves_lists_alone():
+    "What the caller has in a list or dict, nested too, is the same tensors afterwards, in half precision"
+    seen = []
+    class Sums(nn.Module):
+        def __init__(self): super().__init__(); self.layer = nn.Linear(8,8)
+        def forward(self, features, more): return self.layer(features[0]+more['rest'][0])
+    class Net(nn.Module):
+        def __init__(self): super().__init__(); self.body,self.end = nn.Linear(8,8),Sums()
+        def forward(self, x):
+            y,z = self.body(x),self.body(-x)
+            features,more = [y],dict(rest=[z])
+            res = self.end(features, more)
+            seen.append(features[0] is y and more['rest'][0] is z and y.dtype)
+            return res
+    model = Net()
+    with half_precision(model, bf16, 'end'): model(numbers(16)[0]).sum().backward()
+    assert seen==[bf16]
+
 def test_standardized_convolution():
     "A layer with a `_conv_forward` of its own computes with float32 weights, as under autocast"
     class Standardized(nn.Conv2d):

@@ -8,17 +8,12 @@ from machines import machine
 from mp_callbacks import checkup
 from mp_callbacks.checkup import Checkup,Line,main
 from mp_callbacks.devices import emulation,pretend
-from test_looks import assert_untouched,whole_world
+from test_looks import assert_untouched,folder,whole_world
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 root = Path(__file__).resolve().parent.parent
 titles = ['Machine','Versions','Precision','Modules','Last fit','Batches','Memory','To do']
 all_modes = {'fp32':noop, **modes, 'fp8':lambda learn: learn.to_fp8(emulate=True)}
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    "An empty folder to be in"
-    monkeypatch.chdir(tmp_path)
 
 def lines(report):
     "Title -> text; for 'To do' heading -> text"

@@ -11,7 +11,7 @@ __all__ = ['half_dtypes', 'as_dtype', 'cast_tree', 'keep_attributes', 'map_tenso
 # %% ../nbs/00_dtypes.ipynb #f656de6d
 import copy,torch
 from collections.abc import Callable,MutableMapping
-from contextlib import ExitStack
+from contextlib import ExitStack,nullcontext
 from dataclasses import dataclass,fields
 from functools import wraps
 from operator import setitem
@@ -143,13 +143,15 @@ def replaced_parts(
 def hand_back(
     replaced:list, # Pairs from `replaced_parts`, made before somebody used the new structure
 ):
-    "Do to the lists and dicts of the old structure what has been done to those of the new one"
+    "Do to the tensors, lists and dicts of the old structure what has been done to those of the new one"
     known = {id(new):old for old,new in replaced}
     for old,new in replaced:
-        if not isinstance(old, (list,MutableMapping)): continue
-        now = {k:known.get(id(o), o) for k,o in parts_of(new).items()}
-        if isinstance(old, list): old[:] = now.values()
-        else:
+        now = {k:known.get(id(o), o) for k,o in (parts_of(new) or {}).items()}
+        if isinstance(new, Tensor):
+            if new.is_inference() or not new._version: continue # nothing was written
+            with torch.no_grad() if old.is_leaf else nullcontext(): old.copy_(new)
+        elif isinstance(old, list): old[:] = now.values()
+        elif isinstance(old, MutableMapping):
             for k in old.keys()-now.keys(): del old[k]
             for k,o in now.items():
                 if k not in old or old[k] is not o: old[k] = o

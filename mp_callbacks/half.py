@@ -14,7 +14,7 @@ from functools import partial
 from glob import escape
 from inspect import getclosurevars,signature
 from itertools import chain
-from threading import RLock,get_ident
+from threading import RLock
 from traceback import walk_tb
 from types import FunctionType
 from warnings import warn
@@ -81,7 +81,7 @@ class half_precision:
         self.cast,self._root = OneCast(),None
         self._stand_ins = StandIns() # of the modules; the last one is that of the model itself
         self._kept = [] # where modules may keep tensors from call to call
-        self._uses = [] # what it is on for: 'install', and the thread of each open `with`
+        self.by_install,self._open = False,0 # on by `install`? And how many `with` are open?
 
     def __getstate__(self): return self.settings # for copies and pickles
 
@@ -146,7 +146,7 @@ class half_precision:
 
     def _switch(self):
         was_on = self._stand_ins.some_on
-        self._stand_ins.switch(bool(self._uses))
+        self._stand_ins.switch(self.by_install or self._open>0)
         if not was_on or self._stand_ins.some_on: return
         restore_float32(self._kept)
         self.cast.calls.clear() # none is open; this is for a Ctrl-C that came at the end of one
@@ -155,48 +155,33 @@ class half_precision:
     def install(self):
         "Let the model compute in half precision until `remove`. Idempotent."
         with _switching:
-            if 'install' not in self._uses: self._uses.append('install')
+            self.by_install = True
             if self.modules: self._switch()
             else: self.refresh() # this is a copy, or was unpickled
 
     def remove(self):
         "Let the model compute as it did before `install`, unless a `with` is open. Idempotent."
         with _switching:
-            if 'install' in self._uses: self._uses.remove('install')
-            self._switch()
-
-    @property
-    def uses(self)->tuple: # For `reset`
-        "Is it on by `install`, and how many `with` has this thread open?"
-        return 'install' in self._uses,self._uses.count(get_ident())
-
-    def reset(self,
-        uses:tuple, # From `uses`
-    ):
-        "Be on by `install` as it was, and close what this thread has opened since then"
-        with _switching:
-            others = [o for o in self._uses if o not in ('install',get_ident())]
-            by_install,n = uses
-            self._uses = others+['install']*by_install+[get_ident()]*min(n, self._uses.count(get_ident()))
+            self.by_install = False
             self._switch()
 
     def __enter__(self):
         with _switching:
             self.refresh()
-            uses = self.uses
-            try:
-                self._uses.append(get_ident())
-                self._switch()
+            self._open += 1
+            try: self._switch()
             except BaseException: # Ctrl-C: `__exit__` won't be called
-                self.reset(uses)
+                self._close()
                 raise
         return self
 
     def __exit__(self, kind=None, e=None, tb=None):
         if e is not None: note_backward(self, e)
-        with _switching:
-            if get_ident() in self._uses: self._uses.remove(get_ident()) # if not, `reset` has closed it
-            self._switch()
+        with _switching: self._close()
+
+    def _close(self):
+        self._open -= 1
+        self._switch()
 
     def policy(self)->pd.DataFrame: # One row per module with parameters or with a reason
         "Table of the modules: class, size and dtype of own parameters, way and dtype of computing, and the reason"

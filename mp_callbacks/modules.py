@@ -149,23 +149,16 @@ def _remember(b):
     "For `_restore`: `b`, another tensor with its shape and memory, and a copy of its numbers"
     if b is None: return None,None,None
     place = b.detach() # `b` itself may be resized, or may get other memory
-    return b,place,_without_repeats(place).clone()
+    return b,place,place.clone()
 
 def _restore(b, place, numbers):
-    "`b` as it was for `_remember`, or a copy of it if nothing can be written to `b`, as outside of inference mode"
+    "`b` as it was for `_remember`, or a copy if nothing can be written to it: it is expanded, or from inference mode"
     if b is None: return None
     try:
         b.data = place
-        _without_repeats(place).copy_(numbers)
+        place.copy_(numbers)
         return b
-    except RuntimeError: return numbers.expand(place.shape) if place.layout==torch.strided else numbers
-
-def _without_repeats(t):
-    "A view of the numbers of `t`, each once: nothing can be copied to an expanded tensor"
-    if t.layout!=torch.strided or t.is_nested or 0 not in t.stride(): return t # sparse tensors have no strides
-    for dim,step in enumerate(t.stride()):
-        if not step and t.shape[dim]: t = t.narrow(dim, 0, 1)
-    return t
+    except RuntimeError: return numbers
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a31
 _of_every_module = frozenset(vars(nn.Module()))

@@ -247,7 +247,7 @@ class PrecisionCallback(PrecisionPart):
     def batch(self):
         "Context manager around one batch of the learner"
         training,half,in_batch = self.learn.training,self.half,self.in_batch
-        uses = half.uses # a prediction inside a batch must not remove it
+        on = half.by_install # a prediction inside a batch must not remove it
         self.in_batch = True
         try: yield
         except BaseException as e:
@@ -265,7 +265,7 @@ class PrecisionCallback(PrecisionPart):
                 self._step = None
                 remove_grads(self._opt_params())
             self.in_batch = in_batch
-            half.reset(uses)
+            (half.install if on else half.remove)()
 
     def before_batch(self):
         if not self.in_batch: return # called outside `one_batch`: an ordinary float32 batch

@@ -10,7 +10,6 @@ __all__ = ['layer_functions', 'kernel_norms', 'batch_norms', 'norm_functions', '
 
 # %% ../nbs/02c_ways.ipynb #bded7c3e
 import re,torch,torch.nn.functional as F
-from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from inspect import getattr_static
@@ -188,12 +187,6 @@ def _is_activation(x, given):
 
 def _round(x, dtype): return keep_attributes(x, x.to(dtype=dtype))
 
-def _write_back(values, passed):
-    "If a module has written into a tensor of `passed`, write that to the one in `values` that it stood in for"
-    for o,new in zip(values, passed):
-        if new is o or not isinstance(new, Tensor) or new.is_inference() or not new._version: continue
-        with torch.no_grad() if o.is_leaf else nullcontext(): o.copy_(new)
-
 class Owner(Way):
     """As autocast computes with its parameters, in float32; what it returns and passes to modules inside is rounded
 
@@ -262,7 +255,7 @@ class Owner(Way):
         if not any(which) or len(which)!=len(values): return around(forward, args, kwargs)
         passed = [_round(o, half.dtype) if rounds else o for o,rounds in zip(values, which)]
         res = around(forward, tuple(passed[:len(args)]), dict(zip(kwargs, passed[len(args):])))
-        if not compiling: _write_back(values, passed)
+        if not compiling: hand_back([(o,new) for o,new in zip(values, passed) if new is not o])
         return res
 
 
@@ -281,12 +274,10 @@ class Float32(Way):
         full = [cast_tree(o, torch.float32, half_dtypes) for o in args]
         full_kwargs = {k:cast_tree(o, torch.float32, half_dtypes) for k,o in kwargs.items()}
         compiling = torch.compiler.is_compiling() # it can't follow lists and dicts
-        nested = not compiling and not all([isinstance(o, Tensor) for o in (*args,*kwargs.values())])
-        replaced = replaced_parts([*args,kwargs], [*full,full_kwargs]) if nested else []
+        replaced = [] if compiling else replaced_parts([*args,kwargs], [*full,full_kwargs])
         try:
             with _autocast_off(half.device_type): res = forward(*full, **full_kwargs)
         finally: hand_back(replaced)
-        if not compiling: _write_back([*args,*kwargs.values()], [*full,*full_kwargs.values()])
         return res
 
 class Float32Norm(Float32):

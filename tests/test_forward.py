@@ -37,10 +37,6 @@ def assign(b):
     b.data = torch.full((b.numel()+1,), 9.)
     return b
 
-def first_row(b):
-    b[0].mul_(2)
-    return b
-
 def double(b): return b.mul_(2)
 
 buffers = dict( # what it is, and a function that changes it or returns another one
@@ -53,7 +49,6 @@ buffers = dict( # what it is, and a function that changes it or returns another 
     csr          = (lambda: torch.eye(4).to_sparse_csr(), double),
     coo          = (lambda: torch.eye(4).to_sparse(), double),
     coo_pattern  = (lambda: torch.eye(4).to_sparse(), lambda b: b.add_(torch.ones(4,4).to_sparse())),
-    expanded     = (lambda: torch.arange(3.)[None].expand(4,3), first_row),
     quantized    = (lambda: torch.quantize_per_tensor(torch.arange(4.), .1, 0, torch.qint8),
                     lambda b: b.copy_(torch.ones(4))),
     complex      = (lambda: torch.ones(4, dtype=torch.cfloat), double),

@@ -11,7 +11,6 @@ __all__ = ['layer_functions', 'kernel_norms', 'batch_norms', 'norm_functions', '
 # %% ../nbs/02c_ways.ipynb #bded7c3e
 import re,torch,torch.nn.functional as F
 from fnmatch import fnmatchcase
-from functools import partial
 from inspect import getattr_static
 from threading import get_ident
 from fastcore.foundation import L
@@ -83,7 +82,7 @@ class Layer(Way):
         kwargs:dict, # Keyword arguments of `forward`
     )->bool:
         "Is it the class's `forward`, called with one tensor?"
-        own = isinstance(forward, partial) and forward.func is self.forward # a partial, as from a `StandIn`
+        own = getattr(forward, 'func', None) is self.forward # of a partial, as from a `StandIn`
         return own and len(args)==1 and not kwargs and isinstance(args[0], Tensor)
 
     def weights(self,

@@ -226,12 +226,13 @@ class Owner(Way):
         try:
             calls.append(given)
             res = forward(*args, **kwargs)
-        finally: del calls[n:]
+        finally:
+            while len(calls)>n: calls.pop()
         if half.is_whole(module): return res
         found = []
         map_tensors(lambda t: found.append(t) or t, res)
         which = iter(self.which(half, None, found, given))
-        return map_tensors(lambda t: _round(t, half.dtype) if next(which, False) else t, res)
+        return map_tensors(lambda t: _round(t, half.dtype) if next(which) else t, res)
 
     def forget(self):
         for calls in self.given.values(): calls.clear()

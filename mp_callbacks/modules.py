@@ -261,11 +261,15 @@ def _bound(forward, module):
     "`forward` of the class of `module`, as an attribute of `module`: it may be a static or class method, or a property"
     return forward.__get__(module, type(module)) if hasattr(forward, '__get__') else forward
 
+class _Method:
+    "`func`, bound to `module`. It tells which function it is, also while `torch.compile` traces"
+    def __init__(self, func, module): self.func,self.module = func,module
+    def __call__(self, *args, **kwargs): return self.func(self.module, *args, **kwargs)
+
 def _of_class(module):
     "The `forward` of the class of `module` as it stands there, and to be called without `module`"
     forward = getattr_static(type(module), 'forward')
-    # a partial tells which function it is, also while `torch.compile` traces
-    return forward,partial(forward, module) if isinstance(forward, FunctionType) else _bound(forward, module)
+    return forward,_Method(forward, module) if isinstance(forward, FunctionType) else _bound(forward, module)
 
 def replaced_forward(
     module:nn.Module, # Any module

@@ -82,7 +82,7 @@ class Layer(Way):
         kwargs:dict, # Keyword arguments of `forward`
     )->bool:
         "Is it the class's `forward`, called with one tensor?"
-        own = getattr(forward, 'func', None) is self.forward # of a partial, as from a `StandIn`
+        own = getattr(forward, 'func', None) is self.forward # a `StandIn` passes an object that has it
         return own and len(args)==1 and not kwargs and isinstance(args[0], Tensor)
 
     def weights(self,

@@ -99,7 +99,7 @@ def run_precision(
     gc.collect() # frees the previous learner
     if device.type=='cuda': torch.cuda.reset_peak_memory_stats(device)
     set_seed(0)
-    learn = Learner(get_data(rec, device), mlp(rec.width), loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=timer)
+    learn = Learner(get_data(rec, device), mlp(rec.width), CrossEntropyLossFlat(), metrics=accuracy, cbs=timer)
     getattr(learn, f'to_{precision}')()
     with learn.no_bar(),learn.no_logging(): learn.fit_one_cycle(epochs, rec.lr)
     losses = [o.item() for o in learn.recorder.losses]
@@ -138,16 +138,12 @@ def advice(
     "The call to use, according to `df`"
     ref,others = df.accuracy['fp32'],df.drop('fp32')
     native = others[others.support=='native']
-    if others.empty: return 'Stay with float32: nothing else was tried.'
     if native.empty:
-        return (f'Stay with float32 here: {device} only emulates the others. On a GPU, or on a CPU that has instructions '
-                'for them, half precision can be faster: run this there.')
-    if not ref>=.5:
-        return f"No advice: float32's accuracy is {ref:.1%}, which is too low for a comparison. Train for more epochs."
+        return (f'Stay with float32 here: {device} only emulates the others. On a GPU, or on a CPU that has '
+                'instructions for them, half precision can be faster: run this there.')
     good = native[(native.speedup>=1.1) & (native.accuracy>=ref-.02)]
     if good.empty:
-        return (f'Stay with float32 here: nothing else is at least 1.1 times as fast, with an accuracy of at least '
-                f'{ref-.02:.1%}.')
+        return f'Stay with float32 here: nothing else is 1.1 times as fast, with an accuracy of at least {ref-.02:.1%}.'
     use,*same = good.index[good.speedup>=good.speedup.max()/1.1]
     tie = f" As fast, within the noise: {', '.join(same)}." if same else ''
     return (f"Use learn.to_{use}() here: {good.speedup[use]:.1f} times as fast as float32, with an accuracy of "
@@ -175,83 +171,63 @@ def plot_runs(
 class _Parser(argparse.ArgumentParser):
     def error(self, message): self.exit(2, f'{self.prog}: error: {message}\n')
 
-def _epochs(s):
-    "For argparse: a number of epochs"
-    if s.isdecimal() and int(s)>0: return int(s)
-    raise argparse.ArgumentTypeError(f'{s!r} must be a whole number above 0')
-
-def _device(s):
-    "For argparse: an available device"
-    if support(s, torch.float32)!='no': return torch.device(s)
-    raise argparse.ArgumentTypeError(f'{s!r} is not a device of this machine. Use {default_device()} or leave it out.')
-
-def _parser():
+def _arguments(argv):
+    "The arguments, checked; the folder for the files is made"
     p = _Parser(prog='python -m mp_callbacks',
                 description='Train a small model in every precision, and compare.',
                 epilog='For a report about the learners of a script: python -m mp_callbacks checkup script.py')
-    p.add_argument('--precision', nargs='+', choices=list(precisions), metavar='P',
+    p.add_argument('--precision', nargs='+', choices=list(precisions), default=list(precisions), metavar='P',
                    help=f"{', '.join(precisions)}; fp32 always runs (default: all)")
-    p.add_argument('--device', type=_device, default=default_device(), help='device to train on (default: %(default)s)')
-    p.add_argument('--epochs', type=_epochs, default=5, metavar='N', help='number of epochs (default: %(default)s)')
+    p.add_argument('--device', default=str(default_device()), help='device to train on (default: %(default)s)')
+    p.add_argument('--epochs', type=int, default=5, metavar='N', help='number of epochs (default: %(default)s)')
     p.add_argument('--out', type=Path, default=Path('mp_demo'), metavar='DIR',
                    help='folder for precisions.csv and precisions.png (default: %(default)s)')
-    return p
-
-def _files(p, out):
-    "The csv file and the picture in the folder `out`, which is made. Finds out before training if they can't be written."
-    files = out/'precisions.csv',out/'precisions.png'
+    args = p.parse_args(argv)
+    if args.epochs<1: p.error(f'argument --epochs: {args.epochs} must be above 0')
+    if support(args.device, torch.float32)=='no':
+        p.error(f"argument --device: '{args.device}' is not a device of this machine. Use {default_device()}.")
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        for o in files: o.open('a').close()
+        args.out.mkdir(parents=True, exist_ok=True)
+        for o in ('csv','png'): (args.out/f'precisions.{o}').open('a').close() # before training, and not after it
     except OSError as e:
-        p.error(f"argument --out: can't write to '{out}': {e.strerror}. Name a folder that can be written to.")
-    return files
+        p.error(f"argument --out: can't write to '{args.out}': {e.strerror}. Name a folder that can be written to.")
+    return args
 
-def _choose(p, device, asked):
-    "Names of the precisions to compare, the recipe, and what the device doesn't compute by itself"
-    what = {k:support(device, v) for k,v in precisions.items()}
-    can = [k for k,v in what.items() if v!='no']
-    for o in asked or ():
-        if o not in can:
-            p.error(f"argument --precision: {o} needs a device that computes in {precisions[o]}, and {device} doesn't. "
-                    f"Use {' or '.join(can)}.")
-    names = [o for o in can if o=='fp32' or o in (asked or can)]
-    emulated = [o for o in names if what[o]=='emulated']
-    small = emulated and emulated==names[1:]
-    lacks = [] if asked else [o for o in precisions if o not in can]
-    notes = [f"{device_name(device)} can't compute {', '.join(lacks)}"] if lacks else []
-    if emulated:
-        why = ', so the model is small' if small else ''
-        notes.append(f"{device_name(device)} only emulates {', '.join(emulated)}{why}")
-    rec = recipes['emulated' if small else 'cpu' if device.type=='cpu' else 'gpu']
-    return names,rec,[o[0].upper()+o[1:] for o in notes]
-
-def main(
-    argv:list=None, # Arguments; None: those of the command line
-)->int: # Exit code: 2 after a bad value, which is explained in one line on `sys.stderr`
-    "Train in every precision, print a table and advice, and write table and picture to files; options: see `--help`"
-    p = _parser()
-    try:
-        args = p.parse_args(argv)
-        device = args.device
-        names,rec,notes = _choose(p, device, args.precision)
-        csv,png = _files(p, args.out)
-    except SystemExit as e: return e.code # how argparse ends
-    about = f' {torch.backends.cpu.get_cpu_capability()}, threads: {torch.get_num_threads()}' if device.type=='cpu' else ''
-    title = (f'MLP of width {rec.width}, batches of {rec.bs} on {device_name(device)}{about}\ntorch {torch.__version__}, '
-             f"fastai {fastai.__version__}, mp_callbacks {sys.modules['mp_callbacks'].__version__}")
-    print(title, *notes, sep='\n', flush=True)
+def _train(names, rec, epochs, device):
+    "`Run`s in the precisions `names`"
     runs = []
     with warnings.catch_warnings():
         warnings.simplefilter('ignore') # the table says what is emulated
         for o in names:
             print(f'Training in {o}', file=sys.stderr, flush=True)
-            runs.append(run_precision(o, rec, args.epochs, device))
+            runs.append(run_precision(o, rec, epochs, device))
+    return runs
+
+def main(
+    argv:list=None, # Arguments; None: those of the command line
+)->int: # Exit code: 2 after a bad value, which is explained in one line on `sys.stderr`
+    "Train in every precision, print a table and advice, and write table and picture to files; options: see `--help`"
+    try: args = _arguments(argv)
+    except SystemExit as e: return e.code # how argparse ends
+    device,name = torch.device(args.device),device_name(args.device)
+    csv,png = args.out/'precisions.csv',args.out/'precisions.png'
+    how = {o:support(device, dtype) for o,dtype in precisions.items() if o in ('fp32',*args.precision)}
+    names = [o for o in how if how[o]!='no']
+    size = 'cpu' if device.type=='cpu' else 'gpu'
+    rec = recipes[size if 'native' in [how[o] for o in names[1:]] else 'emulated']
+    where = name if device.type!='cpu' else f'{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads'
+    title = (f'MLP of width {rec.width}, batches of {rec.bs} on {device}: {where}\ntorch {torch.__version__}, '
+             f"fastai {fastai.__version__}, mp_callbacks {sys.modules['mp_callbacks'].__version__}")
+    print(title)
+    for does,answer in (('only emulates','emulated'), ("can't compute",'no')):
+        found = [o for o in how if how[o]==answer]
+        if found: print(f"{name[0].upper()}{name[1:]} {does} {', '.join(found)}", flush=True)
+    runs = _train(names, rec, args.epochs, device)
     df = compare(runs)
     print(f'\n{format_table(df)}\n')
     if any(high>1.5*low for low,_,high in (o.step_ms for o in runs)):
         print('Step times vary much, so they are not reliable. Try again when nothing else runs here.\n')
-    print(f'{advice(df, device_name(device))}\n')
+    print(f'{advice(df, name)}\n')
     df.to_csv(csv)
     fig = plot_runs(runs, title)
     fig.savefig(png, dpi=150)

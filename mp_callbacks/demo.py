@@ -215,9 +215,9 @@ def main(
     names = [o for o in how if how[o]!='no']
     size = 'cpu' if device.type=='cpu' else 'gpu'
     rec = recipes[size if 'native' in [how[o] for o in names[1:]] else 'emulated']
-    where = name if device.type!='cpu' else f'{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads'
-    title = (f'MLP of width {rec.width}, batches of {rec.bs} on {device}: {where}\ntorch {torch.__version__}, '
-             f"fastai {fastai.__version__}, mp_callbacks {sys.modules['mp_callbacks'].__version__}")
+    title = (f'MLP of width {rec.width}, batches of {rec.bs}, on {name}, threads: {torch.get_num_threads()}\n'
+             f'torch {torch.__version__}, fastai {fastai.__version__}, '
+             f"mp_callbacks {sys.modules['mp_callbacks'].__version__}")
     print(title)
     for does,answer in (('only emulates','emulated'), ("can't compute",'no')):
         found = [o for o in how if how[o]==answer]

@@ -2,7 +2,7 @@
 
 The same examples each time. What is expected is computed another way: in float64, or by walking both structures."""
 from collections import OrderedDict
-from dataclasses import asdict,fields,is_dataclass
+from dataclasses import asdict,fields,is_dataclass,replace
 
 import pytest,torch
 pytest.importorskip('hypothesis')
@@ -10,7 +10,7 @@ from fastai.torch_core import TensorBase
 from fastcore.foundation import L
 from hypothesis import HealthCheck,assume,given,settings,strategies as st
 from learners import Data,Frozen,Named
-from mp_callbacks.dtypes import cast_tree,map_tensors
+from mp_callbacks.dtypes import cast_tree
 from mp_callbacks.grads import prepare_grads
 from mp_callbacks.loss_scale import DynamicLossScale
 from torch import nn
@@ -54,29 +54,18 @@ def walk(tree, path=()):
 
 def is_tensor(o): return isinstance(o, torch.Tensor)
 
-@given(trees)
-@examples(60)
-def test_map_tensors(tree):
-    "Each tensor is replaced where it is; all else is the same object; the tree that was given stays as it was"
-    before,seen = list(walk(tree)),[]
-    assert map_tensors(lambda t: t, tree) is tree
-    def double(t): seen.append(t); return t.new_zeros(2)
-    res = map_tensors(double, tree)
-    assert all(p==q and a is b for (p,a),(q,b) in zip(walk(tree), before, strict=True))
-    assert all(a is b for a,b in zip(seen, [o for _,o in before if is_tensor(o)], strict=True))
-    for (p,a),(q,b) in zip(walk(res), before, strict=True):
-        assert p==q and (a.shape==(2,) and type(a) is type(b) if is_tensor(b) else a is b)
-
 @given(trees, st.sampled_from(floating),
        st.none() | st.sampled_from(floating) | st.lists(st.sampled_from(floating+other), max_size=3))
 @examples(100)
 def test_cast_tree(tree, dtype, source):
     """Floating tensors (of a `source` dtype) get the dtype, with their values and classes
 
-    The rest are the same objects. A second cast changes nothing."""
+    The rest are the same objects, and the tree stays as it was. A second cast changes nothing."""
     sources = floating if source is None else source if isinstance(source, list) else [source]
+    before = list(walk(tree))
     res,changed = cast_tree(tree, dtype, source),False
-    for (p,a),(q,b) in zip(walk(res), walk(tree), strict=True):
+    assert all(p==q and a is b for (p,a),(q,b) in zip(walk(tree), before, strict=True))
+    for (p,a),(q,b) in zip(walk(res), before, strict=True):
         assert p==q
         if is_tensor(b) and b.dtype.is_floating_point and b.dtype in sources and b.dtype!=dtype:
             assert a.dtype==dtype and type(a) is type(b) and torch.equal(a, b.to(dtype))
@@ -96,23 +85,17 @@ def scales(draw, **kwargs):
                    at_min=st.sampled_from(['clip','raise']), at_max=st.sampled_from(['clip','keep']))
     return DynamicLossScale(s, min_loss_scale=lo, max_loss_scale=hi, **draw(st.fixed_dictionaries(options | kwargs)))
 
-def steps(s, flags):
-    "Each scale with the flag that it got and the scale that came of it, up to where it may raise"
-    for i,ok in enumerate(flags):
-        try: new = s.adjust(ok)
-        except FloatingPointError: assert s.at_min=='raise' and not ok; return
-        yield i,s,ok,new
-        s = new
+flags = st.sampled_from([True,True,True,False])
 
-many = st.lists(st.sampled_from([True,True,True,False]), max_size=40)
-
-@given(scales(), many)
+@given(scales(), st.lists(flags, max_size=40))
 @examples(100)
 def test_scale(s, flags):
     """Within its bounds; up only on a finite step, by `factor` or to the maximum, down only on an overflow
 
     `adjust` changes nothing and returns the same again, and what it changes is in `state_dict`."""
-    for _,s,ok,new in steps(s, flags):
+    for ok in flags:
+        try: new = s.adjust(ok)
+        except FloatingPointError: assert s.at_min=='raise' and not ok; return
         before,a,b = asdict(s),s.loss_scale,new.loss_scale
         assert s.adjust(ok)==new and asdict(s)==before
         assert new.min_loss_scale<=b<=new.max_loss_scale and type(b) is float
@@ -120,18 +103,23 @@ def test_scale(s, flags):
         if b<a: assert not ok and b in (a/s.factor if s.backoff is None else a*s.backoff, s.min_loss_scale)
         assert type(new)(**asdict(new))==new and s.load_state_dict(new.state_dict())==new
         assert all(type(o) in (int,float,bool) for o in new.state_dict().values())
+        s = new
 
-@given(scales(consecutive=st.just(True), growth_delay=st.just(0)), many)
-@examples(100)
-def test_scale_grows_after_successes_in_a_row(s, flags):
-    "`period` of them, with no growth in between: no sooner, and no later unless it is at the maximum"
-    run = 0
-    for i,s,ok,new in steps(s, flags):
-        run = run+1 if ok else 0
-        if new.loss_scale>s.loss_scale: assert run>=s.period and all(flags[i+1-s.period:i+1])
-        if run==s.period:
-            assert new.loss_scale>s.loss_scale or s.loss_scale*s.factor>s.max_loss_scale
-            run = 0
+def ordinary(s): return replace(s, headroom=None, found=False)
+
+@given(scales(headroom=st.integers(0, 6) | st.floats(0, 6), found=st.booleans(), at_min=st.just('clip')),
+       st.lists(st.tuples(flags, st.just(0.) | st.floats(1e-12, 1e6)), max_size=40))
+@examples(300)
+def test_measuring_scale(s, steps):
+    "Within its bounds. It falls by 2**16 only until it is found; from then on it is an ordinary scale."
+    for ok,amax in steps:
+        new = s.adjust(ok, amax if s.wants_amax else None)
+        assert s.min_loss_scale<=new.loss_scale<=s.max_loss_scale
+        if not s.wants_amax: assert new.found and ordinary(new)==ordinary(s).adjust(ok)
+        elif ok: assert new.found==(amax*s.loss_scale>=torch.finfo(torch.float16).tiny)
+        else: assert new.wants_amax and new.loss_scale==max(s.loss_scale/2**16, s.min_loss_scale)
+        assert s.load_state_dict(new.state_dict())==new==eval(repr(new))
+        s = new
 
 # --- Gradients
 
@@ -177,11 +165,13 @@ def test_prepare_grads(made, scale, clip, twice):
     "Norms as in float64; gradients unscaled and clipped in their own dtype and place, each once"
     ps,want = made
     where = [p.grad.data_ptr() for p in ps if p.grad is not None and not p.grad.is_sparse]
-    stats = prepare_grads(ps*2 if twice else iter(ps), scale, clip, step=3)
+    stats = prepare_grads(ps*2 if twice else iter(ps), scale, clip, step=3, amax=True)
     want = [None if o is None else o/scale for o in want]
     norms = torch.tensor([o.norm() for o in want if o is not None], dtype=torch.float64)
     assert stats[:2]==(3,scale) and stats.finite and stats.culprit is None
     assert stats.norm==pytest.approx(norms.norm().item(), rel=1e-5)
+    largest = max([o.abs().max().item() for o in want if o is not None and o.numel()], default=0.)
+    assert stats.amax==pytest.approx(largest, rel=1e-5)
     mult = 1. if clip is None else min(1., clip/(norms.norm().item()+1e-6))
     for p,o in zip(ps, want, strict=True):
         if o is None: assert p.grad is None; continue

@@ -15,11 +15,11 @@ def drawn(seed=0, n=12):
     base,own = np.random.default_rng(seed).normal(size=(2,n))
     return pd.Series(base-base.mean()+7),pd.Series(own)
 
-def compared(values, base, *more):
-    "The row for bfloat16 with losses `values`, where those of float32 are `base`; `more` are rows of the csv file"
+def compared(values, base):
+    "The row for bfloat16 with losses `values`, where those of float32 are `base`"
     losses = {eq.float32:base, ('ours','bf16'):values}
     rows = [('a task',seed,*key,'loss',o) for key,x in losses.items() for seed,o in x.items()]
-    df = pd.DataFrame([*rows,*more], columns=['case','size','loop','precision','metric','value'])
+    df = pd.DataFrame(rows, columns=['case','size','loop','precision','metric','value'])
     return eq.compare(df).loc['a task','to_bf16()']
 
 @pytest.mark.parametrize('percent,noise,expected', [
@@ -31,26 +31,14 @@ def test_verdicts(percent, noise, expected):
     assert (res.verdict,res.margin,res.seeds)==(expected,pytest.approx(.035),12)
     assert res.difference==pytest.approx(percent) and res.low<res.difference<res.high
 
-def test_failed_run():
-    "The other seeds are compared, and the failure counts"
-    base,_ = drawn()
-    res = compared(1.01*base[1:], base, ('a task', 0, 'ours', 'bf16', 'error', 0))
-    assert (res.verdict,res.failed,res.seeds)==('failed',1,11)
-
-def many(percent, noise):
-    "What is said of 200 precisions with this true difference, where pairs differ by `noise` percent besides"
-    return [eq.difference(base+.07*(percent+noise*own), base, 7) for base,own in map(drawn, range(200))]
-
 def share(percent, noise, *verdicts):
-    return np.mean([eq.verdict(SimpleNamespace(**o, failed=0)) in verdicts for o in many(percent, noise)])
+    "Of 200 precisions with this true difference, where pairs differ by `noise` percent besides, how many are called so"
+    said = [eq.difference(base+.07*(percent+noise*own), base, 7) for base,own in map(drawn, range(200))]
+    return np.mean([eq.verdict(SimpleNamespace(**o, failed=0)) in verdicts for o in said])
 
 def test_level():
     "Where the difference is the margin, about one in twenty is called equivalent"
     assert .02<share(eq.margin, .2, 'equivalent')<.08
-
-def test_interval():
-    "It contains the true difference nineteen times of twenty"
-    assert .92<np.mean([o['low']<0<o['high'] for o in many(0, 2)])<.98
 
 @pytest.mark.parametrize('noise', [.2,.4])
 def test_power(noise):
@@ -124,7 +112,7 @@ def test_exceptions():
     assert found=={(*at,o) for at,o in res.verdict.items() if o!='equivalent'}
     assert 'higher' not in {*res.verdict} # "In none does"
 
-def worse(call, base=eq.float32, df=df):
+def worse(call, base):
     "Tasks in which `call` isn't equivalent to `base`, nor better"
     res = eq.compare(df, base=base).xs(call, level='precision')
     assert len(res)>=2
@@ -144,8 +132,3 @@ def test_advice(page, sentence, call, base, known):
     "The page says so, and `call` isn't as good as `base` in the `known` tasks only, of which the quality page tells"
     assert sentence in text(page)
     assert worse(call, base)==known
-
-def test_bad_advice():
-    "A call with which a task is worse is found"
-    at = (df.case=='gpt') & (df.precision=='bf16') & (df.metric=='loss')
-    assert worse('to_bf16()', df=df.assign(value=df.value+at))==['gpt']

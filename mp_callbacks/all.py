@@ -2,7 +2,7 @@
 
 Importing it replaces `Learner.to_fp16` and its kin."""
 from . import learner
-from .dtypes import Policy
+from .jmp import Policy
 from .loss_scale import DynamicLossScale,StaticLossScale
 from .grads import StepStats
 from .half import half_precision

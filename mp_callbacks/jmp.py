@@ -10,9 +10,10 @@ __all__ = ['LossScale', 'half_dtype', 'cast_to_half', 'cast_to_full', 'Policy', 
 
 # %% ../nbs/20_jmp.ipynb #07dc1b4f
 import torch
-from dataclasses import replace
+from dataclasses import dataclass,fields,replace
 
-from . import dtypes,loss_scale as loss_scales
+from . import loss_scale as loss_scales
+from .dtypes import float_dtype
 from .functional import all_finite,cast_copy,select_tree
 
 # %% ../nbs/20_jmp.ipynb #05b2bf41
@@ -36,8 +37,16 @@ def cast_to_full(
     return cast_copy(tree, torch.float32)
 
 # %% ../nbs/20_jmp.ipynb #9b50da1f
-class Policy(dtypes.Policy):
-    "`param_dtype`, `compute_dtype` and `output_dtype`: of parameters, computation and output"
+@dataclass(frozen=True)
+class Policy:
+    "Which dtype the parameters have, which the model computes in, and which it returns"
+    param_dtype:torch.dtype|str = torch.float32 # Of the stored parameters
+    compute_dtype:torch.dtype|str = torch.float32 # Of the computation
+    output_dtype:torch.dtype|str = torch.float32 # Of the output
+
+    def __post_init__(self):
+        for o in fields(self): object.__setattr__(self, o.name, float_dtype(getattr(self,o.name), o.name))
+
     def cast_to_param(self, x):
         "Cast the floating tensors of `x` to `param_dtype`"
         return cast_copy(x, self.param_dtype)
@@ -54,15 +63,34 @@ class Policy(dtypes.Policy):
         "A copy of the policy with another `output_dtype`"
         return replace(self, output_dtype=output_dtype)
 
-    def __str__(self): return super().__str__().replace('f32', 'full')
+    def __str__(self): return ','.join(f'{o.name[0]}={_short(getattr(self,o.name))}' for o in fields(self))
+
+_short_names = {torch.float16:'f16', torch.bfloat16:'bf16', torch.float32:'full', torch.float64:'f64'}
+
+def _short(dtype): return _short_names.get(dtype, str(dtype).removeprefix('torch.'))
 
 # %% ../nbs/20_jmp.ipynb #64090db2
+_policy_parts = dict(p='param_dtype',   params='param_dtype',
+                     c='compute_dtype', compute='compute_dtype',
+                     o='output_dtype',  output='output_dtype')
+
 def get_policy(
     policy_name:str, # A dtype for all three parts, or 'params=float32,compute=float16,output=float32', or 'p=f32,c=f16'
 )->Policy:
     "The `Policy` that `policy_name` describes. Raises `ValueError` for an unknown part or dtype."
-    p = dtypes.get_policy(policy_name)
-    return Policy(p.param_dtype, p.compute_dtype, p.output_dtype)
+    s = policy_name
+    if not isinstance(s,str) or '=' not in s: return Policy(s,s,s)
+    d = {}
+    for o in s.split(','):
+        k,_,v = (q.strip() for q in o.partition('='))
+        if k not in _policy_parts:
+            raise ValueError(f"policy={s!r}: {o!r} has no known part. Use params, compute and output (or p, c, o), "
+                             "as in 'p=f32,c=f16,o=f32'.")
+        if _policy_parts[k] in d: raise ValueError(f"policy={s!r} has {k!r} twice. Name each part once.")
+        d[_policy_parts[k]] = v
+    p = d.get('param_dtype', 'f32')
+    c = d.get('compute_dtype', p)
+    return Policy(p, c, d.get('output_dtype', c))
 
 # %% ../nbs/20_jmp.ipynb #9af4390e
 def _number(x): return x.item() if hasattr(x, 'item') else x

@@ -13,6 +13,7 @@ __all__ = ['FLOAT16_MAX', 'BFLOAT16_MAX', 'cast_to_full_precision', 'half_precis
 # %% ../nbs/21_mpx.ipynb #6c6ed62c
 import torch
 from dataclasses import dataclass,replace
+from contextlib import ExitStack
 from functools import wraps
 
 from . import dtypes,jmp
@@ -79,17 +80,25 @@ def cast_function(
     return _in_dtype
 
 # %% ../nbs/21_mpx.ipynb #878fb8e1
+def _no_autocast(devices):
+    "A context with autocast off on all `devices` that support it"
+    stack = ExitStack()
+    for d in devices:
+        if torch.amp.is_autocast_available(d): stack.enter_context(torch.autocast(d, enabled=False))
+    return stack
+
 def force_full_precision(
     func, # Any function of tensors
     return_dtype:torch.dtype|str='args', # Of the result; None: as computed; 'args': the half dtype of the arguments
 ): # A function like `func`
-    "`func`, computed in float32, with autocast off"
-    full = dtypes.force_full_precision(func)
+    "`func`, computed in float32: half arguments are cast, float64 ones kept, and autocast is off inside"
     @wraps(func, updated=())
     def _in_float32(*args, **kwargs):
-        halves = [o.dtype for o in leaves((args,kwargs)) if isinstance(o, torch.Tensor) and o.dtype in half_dtypes]
+        tensors = [o for o in leaves((args,kwargs)) if isinstance(o, torch.Tensor)]
+        halves = [o.dtype for o in tensors if o.dtype in half_dtypes]
         to = return_dtype if return_dtype!='args' else halves[0] if halves else None
-        res = full(*args, **kwargs)
+        args,kwargs = dtypes.cast_tree((args,kwargs), torch.float32, half_dtypes)
+        with _no_autocast({'cpu', *(t.device.type for t in tensors)}): res = func(*args, **kwargs)
         return res if to is None else cast_tree(res, to)
     return _in_float32
 

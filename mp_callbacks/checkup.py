@@ -25,7 +25,7 @@ from .inside import is_fastai_precision
 from .skipped import call_name
 from .precision import fit_device,is_precision,precision_callback
 from .recorder import count_outcomes
-from .looks import find_nonfinite,precision_plan,scale_shrinks
+from .looks import find_nonfinite,precision_plan
 
 # %% ../nbs/12a_checkup.ipynb #c12a0011
 page = 'https://example.github.io/mp_callbacks/checkup.html' # what the links of a report lead to
@@ -88,10 +88,6 @@ class _Facts:
             self.failed.append(title)
             return f"Not asked: {_describe(e)}"
 
-def _keep(learn):
-    "The option `keep` of the call, without what was rescued later"
-    return next(o.keep for o in learn.cbs if is_precision(o) and hasattr(o, 'keep'))
-
 def _describe(e): return f"{type(e).__name__}: {' '.join(str(e).split())}"
 
 def _short(dtype): return str(dtype).removeprefix('torch.')
@@ -119,7 +115,7 @@ def _precision(facts):
     options = {k:o.default for k,o in signature(type(cb)).parameters.items() if k not in ('clip','keep')}
     more = [f'{k}={v}' for k,v in vars(cb).items() if k in options and v!=options[k]]
     return ', '.join([f'learn.{call_name(half)}: {_short(half.dtype)} with {how}', f'clip={cb.clip}',
-                      keep_option(_keep(facts.learn)), scale, *more])
+                      keep_option(half.keep), scale, *more])
 
 def _ways(facts):
     if facts.cb is None:
@@ -151,13 +147,12 @@ def _what_to_do(facts):
     if cb is not None:
         try: cb.check(learn)
         except Exception as e: yield 'Refused',f"The next fit would end with {_describe(e)}"
-    shrinks = found is not None and scale_shrinks(learn, found)
-    healthy = found is not None and (found.where=='nothing' or shrinks) # but for what training cures by itself
-    if found is not None and found.keep:
-        call = f'learn.{call_name(cb.half)}({keep_option(_keep(learn), found.keep)})'
+    shrinks = found and found.where=='scale' and isinstance(cb.scaling, DynamicLossScale)
+    healthy = found and (found.where=='nothing' or shrinks) # but for what training cures by itself
+    if found and found.keep:
+        call = f'learn.{call_name(cb.half)}({keep_option(cb.half.keep, found.keep)})'
         yield 'Keep in float32',f"Keep modules in float32: {call}."
-    elif found is not None and not healthy:
-        yield 'Not finite','Do what the line Batches says, before anything else.'
+    elif found and not healthy: yield 'Not finite','Do what the line Batches says, before anything else.'
     if healthy and hasattr(learn, 'precision_recorder'):
         now = 'the loss scale is still too large' if shrinks else 'the batches are finite now'
         skips,_,at_end,bad = count_outcomes(learn.precision_recorder.last_fit)

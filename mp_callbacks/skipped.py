@@ -49,9 +49,9 @@ def loss_again(
 ):
     """Inside a `with`, a function that computes the learner's batch again, without wrappers of the model
 
-    It returns `learn.loss_grad`. The loss function has the same buffers at the start of each call, and the learner's
-    model, loss function, prediction and loss are the same afterwards."""
-    modules,before = loss_modules(learn),(learn.pred,learn.loss_grad)
+    It returns `learn.loss_grad`. The loss function has the same buffers at the start of each call, and model and loss
+    function are the same afterwards."""
+    modules = loss_modules(learn)
     buffers = remember_buffers(modules)
     with unchanged(unwrap(learn.model), others=modules),autocast_closed(learn):
         def _compute():
@@ -59,10 +59,10 @@ def loss_again(
             learn.pred = unwrap(learn.model)(*learn.xb)
             learn('after_pred')
             learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
+            learn.loss = learn.loss_grad.clone() # as fastai does, for what callbacks read
             with suppress(*cancels): learn('after_loss')
             return learn.loss_grad
-        try: yield _compute
-        finally: learn.pred,learn.loss_grad = before
+        yield _compute
 
 def first_loss(
     learn, # `Learner`
@@ -99,8 +99,8 @@ def explain_step(
     batches:list=(), # Inputs and targets of each batch of the step; empty: only the one that the learner is in
 )->Finding|str:
     "What was not finite first in a batch of this step, the last batch first, and what to do"
-    half,present = half.replace(model=unwrap(learn.model)),(learn.xb,learn.yb)
-    batches = [*batches] or [present]
+    half,before = half.replace(model=unwrap(learn.model)),dict(vars(learn))
+    batches = [*batches] or [(learn.xb,learn.yb)]
     try:
         with alone(half.model):
             for learn.xb,learn.yb in reversed(batches):
@@ -110,7 +110,7 @@ def explain_step(
         bad = max(count_nonfinite(xb).bad for xb,_ in batches)
         if bad: return f"The inputs of this batch have inf or nan, {bad} in all."
         return f"Looking for the cause failed: {type(e).__name__}: {e}."
-    finally: learn.xb,learn.yb = present
+    finally: vars(learn).update(before)
     which = "this batch is" if len(batches)==1 else f"the {len(batches)} batches of this step are"
     again = f"Computed again, {which} finite."
     if stats.finite: return again

@@ -327,8 +327,7 @@ def _device(s):
 
 def _parser():
     p = _Parser(prog='python -m mp_callbacks',
-                description='Train a small model in every precision, and compare.',
-                epilog='For a report about the learners of a script: python -m mp_callbacks checkup script.py')
+                description='Train a small model in every precision, and compare.')
     def each(field): return ', '.join(f'{getattr(o, field)} ({k})' for k,o in recipes.items())
     p.add_argument('--model', choices=list(recipes), default='mlp', help='model to train (default: mlp)')
     p.add_argument('--size', type=_number(float, 16), metavar='X',

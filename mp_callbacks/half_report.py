@@ -100,12 +100,22 @@ def measure_precision(
     def _run(half, scale, loss=compute_loss): return trace_batch(model, loss, half, clones, scale, with_args=False)
     full,seen = _run(None, 1.),_run(half, report.scale)
     errors,error = compare_gradients(seen, full, report.scale)
-    _add_batch(report, seen, full, errors)
+    for c,f in zip(seen.calls, full.calls):
+        if not f.module._parameters: continue
+        new = SimpleNamespace(kind=type(f.module).__name__, largest=0., acts=_exponents([]), weights=_exponents([]),
+                              out_error=np.zeros(2), grad_error=np.zeros(2))
+        m = report.modules.setdefault(f.name, new)
+        m.largest = max([m.largest,*[t.abs().max().item() for t in f.out]])
+        m.out_error += _error(c.out, f.out)
+        m.acts += _exponents([t for ts in f.grad_out for t in ts])
+    for name,keys in _owned(full).items():
+        report.modules[name].grad_error += errors[name]
+        report.modules[name].weights += _exponents([t for k in keys for t in full.grads[k]])
     report.error,report.kept = max(report.error, error),half.keep
     if error<=report.tolerance or report.keep is None: return
     best,batches = report.safe_scale,[(compute_loss,full)]
-    def _error(loss, full, half): return compare_gradients(_run(half, best, loss), full, best)[1]
-    def _works(half): return all(_error(*o, half)<=report.tolerance for o in batches)
+    def _off(loss, full, half): return compare_gradients(_run(half, best, loss), full, best)[1]
+    def _works(half): return all(_off(*o, half)<=report.tolerance for o in batches)
     if _works(half.keeping(report.keep)): return
     batches += [(loss,_run(None, 1., loss)) for loss in earlier]
     # what isn't finite in half precision first, as `diagnose` would try
@@ -144,10 +154,9 @@ def relative(
 
 def error_in_words(
     error:float, # From `relative`, of gradients beside those in float32
-)->str: # A percentage; from 1 on, where they have nothing in common, a factor
+)->str:
     "How far gradients with a relative `error` are from those in float32"
-    if not math.isfinite(error): return 'are not finite'
-    return f'differ from float32 by {error:.2%}' if error<1 else f'differ from float32 by {error:.3g} times their size'
+    return f'differ from float32 by {error:.2%}' if math.isfinite(error) else 'are not finite'
 
 # %% ../nbs/07_half_report.ipynb #e1e18b52
 def clones(
@@ -178,18 +187,3 @@ def compare_gradients(
                          "half precision is not the cause. Ask learn.find_nonfinite() what is, or diagnose().")
     error = math.sqrt(sum([relative(o)**2 for o in errors.values()])/max(len(errors), 1))
     return errors,error if math.isfinite(error) else math.inf
-
-def _add_batch(report, seen, full, errors):
-    "Add the traces `seen`, in half precision, and `full`, in float32, to `report`"
-    for c,f in zip(seen.calls, full.calls):
-        if not f.module._parameters: continue
-        new = SimpleNamespace(kind=type(f.module).__name__, largest=0., acts=_exponents([]), weights=_exponents([]),
-                              out_error=np.zeros(2), grad_error=np.zeros(2))
-        m = report.modules.setdefault(f.name, new)
-        m.largest = max([m.largest,*[t.abs().max().item() for t in f.out]])
-        m.out_error += _error(c.out, f.out)
-        m.acts += _exponents([t for ts in f.grad_out for t in ts])
-    for n,keys in _owned(full).items():
-        m = report.modules[n]
-        m.grad_error += errors[n]
-        m.weights += _exponents([t for k in keys for t in full.grads[k]])

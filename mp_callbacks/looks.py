@@ -21,7 +21,8 @@ from .nonfinite import Finding
 from .half_report import PrecisionReport,measure_precision
 from .plan import MemoryPlan,plan_memory
 from .fp8_report import Fp8Report,measure_fp8
-from .inside import LeanCallback,is_look,keep_quiet,look_name,reset_state,training_batches,within_batch
+from .inside import LeanCallback,autocast_closed,is_look,keep_quiet,look_name,reset_state,training_batches
+from .inside import within_batch
 from .skipped import alone,diagnose_batch,first_loss,loss_again,loss_modules
 from .step import clear_state
 from .precision import precision_callback
@@ -40,10 +41,10 @@ def find_nonfinite(
     def _look():
         found.append(diagnose_batch(learn, half, cb.loss_scale if cb else 1., usual_loss))
         return found[-1].where not in ('nothing','scale') # the scale is named only if nothing else is found
-    n = _look_at(learn, _look, batch)
+    _look_at(learn, _look, batch)
     worst = next((o for o in (found[-1],*found) if o.where!='nothing'), found[-1])
-    if n==1 or worst.where!='nothing': return worst
-    return Finding('nothing', f"All {n} batches of dls.train are finite.")
+    if len(found)==1 or worst.where!='nothing': return worst
+    return Finding('nothing', f"All {len(found)} batches of dls.train are finite.")
 
 def precision_report(
     learn, # `Learner` in half precision
@@ -151,7 +152,7 @@ def _undisturbed(learn):
         set_random_states(**rngs)
 
 def _look_at(learn, look, batch=None):
-    """Call `look` with `learn` at the start of `batch`, or of each batch, until it returns true; how often was it?
+    """Call `look` with `learn` at the start of `batch`, or of each batch, until it returns true
 
     The callbacks have changed the batch then, and the model has not been called."""
     if batch is not None and not isinstance(batch, (list,tuple)):
@@ -162,7 +163,7 @@ def _look_at(learn, look, batch=None):
     batches = training_batches(learn) if batch is None else [batch]
     bar = progress_bar(batches, leave=False) if hasattr(learn, 'progress') else None
     cb = _Look(look, batches, bar)
-    with alone(learn.model), _undisturbed(learn), learn.no_bar(), learn.no_logging():
+    with alone(learn.model), _undisturbed(learn), learn.no_bar(), learn.no_logging(), autocast_closed(learn):
         learn.model = unwrap(learn.model)
         keep_quiet(learn)
         try: learn.fit(1, cbs=cb)
@@ -170,9 +171,9 @@ def _look_at(learn, look, batch=None):
             if bar is not None and cb.seen: bar.on_iter_end()
     if not cb.seen: raise ValueError("There was no batch with targets. Use a DataLoaders whose dls.train has some, or "
                                      "pass a batch as it comes from there.")
-    return cb.seen
 
 def _half(learn):
     "How the learner's model computes, without its wrappers; None: in float32"
     cb = precision_callback(learn)
+    if cb: cb.check(learn)
     return cb and cb.half.replace(model=unwrap(learn.model))

@@ -18,7 +18,7 @@ from .modules import named_modules,no_collectives,parameter_name,remember_buffer
 from .modules import several_ranks,training_group,unchanged,unwrap
 from .half import half_precision
 from .nonfinite import Finding,count_nonfinite,diagnose
-from .inside import autocast_closed,cancels
+from .inside import cancels
 
 # %% ../nbs/10a_skipped.ipynb #50ec3f54
 @contextmanager
@@ -53,7 +53,7 @@ def loss_again(
     function are the same afterwards."""
     modules = loss_modules(learn)
     buffers = remember_buffers(modules)
-    with unchanged(unwrap(learn.model), others=modules),autocast_closed(learn):
+    with unchanged(unwrap(learn.model), others=modules):
         def _compute():
             restore_buffers(buffers) # half precision may have left nan there
             learn.pred = unwrap(learn.model)(*learn.xb)
@@ -131,15 +131,11 @@ def weights_since(
     text = f"{len(bad)} of the model's parameters are inf or nan, such as {name}: load weights from before."
     rows = getattr(getattr(learn, 'precision_recorder', None), 'rows', ())
     finite = [not o.bad_loss for o in rows if o.step==first]
-    if learn.step_stats.step==first: finite.append(learn.step_stats.loss_finite) # it has no row yet
     if not finite: return f"{text} In which step they became so isn't known."
     if not finite[-1]: return f"{text} They were so before the loss of step {first}."
-    early = [type(cb).__name__ for cb in learn.cbs if cb.order<order and _sees_gradients(cb)]
     return (f"{text} They became so in step {first}, after its loss, though that step was skipped. Callbacks with an "
-            f"order below {order}, here {', '.join(early) or 'none'}, see gradients before they are checked. If one of "
-            "them changes weights, as SAM does, give it a higher order.")
-
-def _sees_gradients(cb): return any(hasattr(type(cb), o) for o in ('after_backward','before_step'))
+            f"order below {order} see gradients before they are checked. If one of them changes weights, as SAM does, "
+            "give it a higher order.")
 
 def find_cure(
     model:nn.Module, # The learner's model
@@ -154,7 +150,4 @@ def find_cure(
     findings = [o for o in findings if isinstance(o, Finding)] # in other processes the batch may have been finite
     if not all(o.precision and o.keep for o in findings): return []
     names = {name for o in findings for name in o.keep}
-    names = [name for name in named_modules(half.model) if name in names]
-    try: half.keeping(names)
-    except ValueError: return [] # no module would be left in half precision
-    return names
+    return [name for name in named_modules(half.model) if name in names]

@@ -67,7 +67,8 @@ def precision_checkup(
     found,plan = [None if o in failed else answers[o] for o in ('Batches','Memory')]
     lines = [Line(title, o.summary() if o is plan else str(o), title) for title,o in answers.items()]
     todo = [Line('To do', text, about) for about,text in _what_to_do(learn, cb, found, failed)]
-    return Checkup((*lines, *(todo or [Line('To do', 'Nothing to do.', 'Nothing to do')])), found, plan)
+    if not todo and not failed: todo = [Line('To do', 'Nothing to do.', 'Nothing to do')]
+    return Checkup((*lines,*todo), found, plan)
 
 # %% ../nbs/12a_checkup.ipynb #c12a0016
 def _machine(learn, cb, batch):
@@ -133,10 +134,7 @@ def _what_to_do(learn, cb, found, failed):
             "ask about one batch: learn.precision_checkup(batch).")
     if cb is not None and not {'Machine','Precision'}&{*failed}:
         if text := emulation(fit_device(learn), cb.half_dtype): yield 'Emulated',text
-    if failed: yield 'Not asked',(
-        f"Not everything could be asked. To ask again, mend the cause: see line{'s'*(len(failed)>1)} "
-        f"{', '.join(failed)}.")
-    elif healthy and not any(map(is_precision, learn.cbs)):
+    if healthy and not any(map(is_precision, learn.cbs)):
         dtypes = [o for o in (torch.bfloat16,torch.float16) if support(fit_device(learn), o)=='native']
         if dtypes: yield 'Try half precision',(
             f"This device computes in {_short(dtypes[0])} natively: {calls[dtypes[0]]} may save time and memory. "

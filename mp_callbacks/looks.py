@@ -23,7 +23,7 @@ from .plan import MemoryPlan,plan_memory
 from .fp8_report import Fp8Report,measure_fp8
 from .inside import LeanCallback,autocast_closed,is_look,keep_quiet,look_name,reset_state,training_batches
 from .inside import within_batch
-from .skipped import alone,diagnose_batch,first_loss,loss_again,loss_modules
+from .skipped import alone,diagnose_batch,loss_again,loss_modules
 from .step import clear_state
 from .precision import precision_callback
 
@@ -37,9 +37,9 @@ def find_nonfinite(
     The learner doesn't change, but for parameters that a module or callback changes in `forward` or before it. With
     several processes each looks at batches of all, and waits for none. Raises `ValueError` if there is no batch, and
     `RuntimeError` in the middle of one, or if something would wait for other processes."""
-    half,cb,usual_loss,found = _half(learn),precision_callback(learn),first_loss(learn),[]
+    half,cb,found = _half(learn),precision_callback(learn),[]
     def _look():
-        found.append(diagnose_batch(learn, half, cb.loss_scale if cb else 1., usual_loss))
+        found.append(diagnose_batch(learn, half, cb.loss_scale if cb else 1.))
         return found[-1].where not in ('nothing','scale') # the scale is named only if nothing else is found
     _look_at(learn, _look, batch)
     worst = next((o for o in (found[-1],*found) if o.where!='nothing'), found[-1])
@@ -85,7 +85,7 @@ def precision_plan(
     """Memory that training takes in each precision, for batches of this size and others; see [plan](08_plan.ipynb)
 
     The learner doesn't change. Raises `ValueError` if there is no batch, and `RuntimeError` in the middle of one."""
-    cb,half,plans = precision_callback(learn),_half(learn),[]
+    cb,half = precision_callback(learn),_half(learn)
     if batch is None:
         with _undisturbed(learn): batch = first(training_batches(learn))
     sizes = {len(t) if t.ndim else 0 for t in leaves(batch) if isinstance(t, torch.Tensor)}
@@ -103,10 +103,8 @@ def precision_plan(
             return compute_loss()
         if cb: clear_state(learn.opt) # some steppers refuse the loss scale
         with loss_again(learn) as compute_loss:
-            plans.append(plan_memory(unwrap(learn.model), _loss, learn.opt, find_bs(learn.yb), half))
-        return True
-    _look_at(learn, _look, batch)
-    return plans[0]
+            return plan_memory(unwrap(learn.model), _loss, learn.opt, find_bs(learn.yb), half)
+    return _look_at(learn, _look, batch)
 
 # %% ../nbs/12_looks.ipynb #aa30d200
 class _Look(LeanCallback):
@@ -122,7 +120,8 @@ class _Look(LeanCallback):
         if self.bar is not None: self.bar.update(self.seen)
         self.seen += 1
         self.run = False # the look may call the event again
-        if self.look(): raise CancelFitException
+        self.answer = self.look()
+        if self.answer: raise CancelFitException
         self.run = True
         raise CancelBatchException
 
@@ -152,7 +151,7 @@ def _undisturbed(learn):
         set_random_states(**rngs)
 
 def _look_at(learn, look, batch=None):
-    """Call `look` with `learn` at the start of `batch`, or of each batch, until it returns true
+    """Call `look` with `learn` at the start of `batch`, or of each batch, until it returns something true: what?
 
     The callbacks have changed the batch then, and the model has not been called."""
     if batch is not None and not isinstance(batch, (list,tuple)):
@@ -171,6 +170,7 @@ def _look_at(learn, look, batch=None):
             if bar is not None and cb.seen: bar.on_iter_end()
     if not cb.seen: raise ValueError("There was no batch with targets. Use a DataLoaders whose dls.train has some, or "
                                      "pass a batch as it comes from there.")
+    return cb.answer
 
 def _half(learn):
     "How the learner's model computes, without its wrappers; None: in float32"

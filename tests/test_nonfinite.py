@@ -14,7 +14,7 @@ told = dict( # what the text has, besides the name of the module
     variance      = ['1 (SmallVariance) was the first', 'too small to divide by', ends, "keep='1'", 'bfloat16'],
     growing       = ['1 (Growing) was the first module that returned inf or nan', ends, "keep='1'", 'bfloat16'],
     loss_inside   = ['the model (LossInside) was the first', 'its output would have values up to 1e+06', ends],
-    embedding     = ['embed (Embedding) was the first', '4 of its own weights or buffers are inf or nan', 'load a checkpoint'],
+    embedding     = ['embed (Embedding) was the first', '4 of its own weights or buffers are', 'load a checkpoint'],
     inf_in_batch  = ['The inputs of this batch have inf or nan, 8 in all'],
     nan_label     = ['The targets of this batch have inf or nan', 'Precision is not the cause'],
     learning_rate = ['Training has diverged', 'Lower the learning rate'])
@@ -177,43 +177,18 @@ class Near(nn.Module):
     "Divides by a difference that is lost"
     def forward(self, x): return x/((1e4+x.detach()*0+.1)-1e4)
 
-class Tiny(nn.Module):
-    "Divides by what is too small for float16"
-    def forward(self, x): return x/(x.detach()*0+1e-5).square()*1e-9
-
-class Cast(nn.Linear):
-    "Weights too large for float16"
-    def __init__(self):
-        super().__init__(8,8)
-        with torch.no_grad(): self.weight[0,0] = 1e5
-
-class Inner(nn.Module):
-    "Too large inside, beside a mask of -inf"
-    def forward(self, x):
-        logits = ((x*0+3e4)*4+torch.full((8,8), -math.inf).triu(1)[0])/1e5
-        return logits.softmax(-1)*x
-
-ranges = [Cast,Inner,Tiny]
-@pytest.mark.parametrize('copies', [True,False])
-@pytest.mark.parametrize('kind,dtype', [*[(o,torch.float16) for o in (*ranges,YesNo)],
-                                        (YesNo,torch.bfloat16), (Near,torch.bfloat16)])
-def test_range_or_digits(kind, dtype, copies):
-    """The range of float16 alone is the cause if all is finite in bfloat16, which has fewer digits
+@pytest.mark.parametrize('kind,dtype', [(YesNo,torch.float16), (YesNo,torch.bfloat16), (Near,torch.bfloat16)])
+def test_range_or_digits(kind, dtype):
+    """The range of float16 alone is the cause if all is finite in bfloat16, which has fewer digits: see `ends`
 
     bfloat16 is no cure for what float16 rounds to 1, and has the range of float32: then it is the digits."""
     torch.manual_seed(0)
     model,x = nn.Sequential(nn.Linear(8,8), kind(), nn.Linear(8,1)),torch.randn(8,8)
-    found = diagnose(model, lambda: model(x).float().square().mean(), half_precision(model, dtype, copies=copies))
-    bits = 'rounds to 11 bits (0.9999 to 1)' if dtype==torch.float16 else 'rounds to 8 bits (0.999 to 1)'
-    text = str(found)
-    assert found.precision and ('float16 ends at 65504 and has only 0 below 3e-08' in text)==(dtype==torch.float16)
-    assert (bits in text)==(kind not in ranges)
-    if dtype==torch.float16: assert ('train in bfloat16' if kind in ranges else 'or train in float32') in text
-
-def test_limits_are_right():
-    "The numbers in the text are what the formats do"
-    for dtype,one in ((torch.float16,.9999), (torch.bfloat16,.999)): assert torch.tensor(one).to(dtype)==1
-    assert torch.tensor([2.9e-8,3.1e-8]).half().tolist()==[0,2.**-24]
+    found = diagnose(model, lambda: model(x).float().square().mean(), half_precision(model, dtype))
+    bits,one = (11,.9999) if dtype==torch.float16 else (8,.999)
+    assert found.precision and f'rounds to {bits} bits ({one} to 1)' in str(found) and torch.tensor(one).to(dtype)==1
+    assert 'or train in float32' in str(found) and torch.tensor([2.9e-8,3.1e-8]).half().tolist()==[0,2.**-24]
+    assert ('float16 ends at 65504 and has only 0 below 3e-08 and' in str(found))==(dtype==torch.float16)
 
 # --- Other causes
 
@@ -247,19 +222,12 @@ def test_backward_of_own_code(half, nested):
     torch.manual_seed(0)
     model,x = Distance(),torch.randn(4,8)
     x[1] = x[1].abs()
-    if nested: model = nn.Sequential(nn.Linear(8,8), Rows(x), model)
+    if nested: model = nn.Sequential(model, nn.Linear(1,1))
     half = half_precision(model, torch.bfloat16) if half else None
     found = diagnose(model, lambda: model(x).float().square().mean(), half)
-    name = '2' if nested else ''
-    assert (found.where,found.module,found.precision)==('backward',name,False)
-    inner = '2.enc' if nested else 'enc'
-    which = f"{name or 'the model'} (Distance) was the first where gradients became inf or nan"
-    assert f'{which}, in its own forward, after {inner}.' in str(found)
-
-class Rows(nn.Module):
-    "Rows that don't depend on what it is given, but for the gradient"
-    def __init__(self, x): super().__init__(); self.x = x
-    def forward(self, x): return self.x+0*x
+    assert (found.where,found.module,found.precision)==('backward','0' if nested else '',False)
+    which = f"{'0' if nested else 'the model'} (Distance) was the first where gradients became inf or nan"
+    assert f"{which}, in its own forward, after {'0.enc' if nested else 'enc'}." in str(found)
 
 @pytest.mark.parametrize('to', ['to_fp16','to_native_fp16','to_bf16'])
 def test_one_wrong_label(to):

@@ -4,8 +4,7 @@ import sys,warnings
 try:
     with warnings.catch_warnings():
         warnings.simplefilter('ignore') # what other libraries warn of when they are imported
-        if sys.argv[1:2]==['checkup']: from .checkup import main
-        else: from .demo import main
+        from .demo import main
     if __name__=='__main__': sys.exit(main())
 except KeyboardInterrupt:
     print('\nInterrupted', file=sys.stderr)

@@ -174,8 +174,7 @@ class _Parser(argparse.ArgumentParser):
 def _arguments(argv):
     "The arguments, checked; the folder for the files is made"
     p = _Parser(prog='python -m mp_callbacks',
-                description='Train a small model in every precision, and compare.',
-                epilog='For a report about the learners of a script: python -m mp_callbacks checkup script.py')
+                description='Train a small model in every precision, and compare.')
     p.add_argument('--precision', nargs='+', choices=list(precisions), default=list(precisions), metavar='P',
                    help=f"{', '.join(precisions)}; fp32 always runs (default: all)")
     p.add_argument('--device', default=str(default_device()), help='device to train on (default: %(default)s)')

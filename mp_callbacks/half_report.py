@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/half_report.html.md"""
 __all__ = ['PrecisionReport', 'measure_precision', 'relative', 'error_in_words', 'clones', 'compare_gradients']
 
 # %% ../nbs/07_half_report.ipynb #ac4b63b2
-import copy,math,torch
+import math,torch
 from types import SimpleNamespace
 import matplotlib.pyplot as plt,numpy as np,pandas as pd
 from torch import nn
@@ -44,12 +44,10 @@ class PrecisionReport:
         rows = []
         for n,m in self.modules.items():
             lost = [_lost(o, self.dtype, s) for o in (m.acts,m.weights) for s in (self.scale,self.safe_scale)]
-            updates = m.updates[0]/m.updates[1] if m.updates[1] else math.nan
             share = m.largest/torch.finfo(self.dtype).max
-            rows.append((n, m.kind, share, relative(m.out_error), relative(m.grad_error), *lost, updates))
+            rows.append((n, m.kind, share, relative(m.out_error), relative(m.grad_error), *lost))
         names = ('module','kind','largest/max','output error','gradient error','activation gradients lost',
-                 'activation gradients lost, safe scale','weight gradients lost',
-                 'weight gradients lost, safe scale','updates lost')
+                 'activation gradients lost, safe scale','weight gradients lost','weight gradients lost, safe scale')
         return pd.DataFrame(rows, columns=names).set_index('module')
 
     def _repr_html_(self): return self.table.map(lambda o: o if isinstance(o, str) else f'{o:.2g}').to_html()
@@ -92,7 +90,6 @@ def measure_precision(
     model:nn.Module, # Model that `compute_loss` calls
     compute_loss, # Function without arguments that calls `model` on a batch and returns the loss, a float32 scalar
     half:half_precision, # How the model computes
-    opt=None, # Optimizer of PyTorch or fastai, for the lost updates
     earlier=(), # For each earlier batch of this report its `compute_loss`: `keep` is to be right for these, too
 ):
     """Add to `report` what half precision does in one batch
@@ -103,13 +100,22 @@ def measure_precision(
     def _run(half, scale, loss=compute_loss): return trace_batch(model, loss, half, clones, scale, with_args=False)
     full,seen = _run(None, 1.),_run(half, report.scale)
     errors,error = compare_gradients(seen, full, report.scale)
-    first = opt is not None and not report.modules # updates are those of the first batch
-    _add_batch(report, seen, full, errors, _lost_updates(opt, model, full.grads, half.dtype) if first else {})
+    for c,f in zip(seen.calls, full.calls):
+        if not f.module._parameters: continue
+        new = SimpleNamespace(kind=type(f.module).__name__, largest=0., acts=_exponents([]), weights=_exponents([]),
+                              out_error=np.zeros(2), grad_error=np.zeros(2))
+        m = report.modules.setdefault(f.name, new)
+        m.largest = max([m.largest,*[t.abs().max().item() for t in f.out]])
+        m.out_error += _error(c.out, f.out)
+        m.acts += _exponents([t for ts in f.grad_out for t in ts])
+    for name,keys in _owned(full).items():
+        report.modules[name].grad_error += errors[name]
+        report.modules[name].weights += _exponents([t for k in keys for t in full.grads[k]])
     report.error,report.kept = max(report.error, error),half.keep
     if error<=report.tolerance or report.keep is None: return
     best,batches = report.safe_scale,[(compute_loss,full)]
-    def _error(loss, full, half): return compare_gradients(_run(half, best, loss), full, best)[1]
-    def _works(half): return all(_error(*o, half)<=report.tolerance for o in batches)
+    def _off(loss, full, half): return compare_gradients(_run(half, best, loss), full, best)[1]
+    def _works(half): return all(_off(*o, half)<=report.tolerance for o in batches)
     if _works(half.keeping(report.keep)): return
     batches += [(loss,_run(None, 1., loss)) for loss in earlier]
     # what isn't finite in half precision first, as `diagnose` would try
@@ -148,24 +154,9 @@ def relative(
 
 def error_in_words(
     error:float, # From `relative`, of gradients beside those in float32
-)->str: # A percentage; from 1 on, where they have nothing in common, a factor
+)->str:
     "How far gradients with a relative `error` are from those in float32"
-    if not math.isfinite(error): return 'are not finite'
-    return f'differ from float32 by {error:.2%}' if error<1 else f'differ from float32 by {error:.3g} times their size'
-
-# %% ../nbs/07_half_report.ipynb #f29edd86
-def _lost_updates(opt, model, grads, dtype):
-    "Lost updates in `dtype` and all updates of each parameter, in the next step of `opt`"
-    copies,res = {},{}
-    after = copy.deepcopy(opt, copies)
-    params = [p for p in model.parameters() if id(p) in copies and grads.get(id(p))]
-    for p in params: copies[id(p)].grad = grads[id(p)][0].clone()
-    after.step()
-    for p in params:
-        step,half = (copies[id(p)]-p).detach(),p.detach().to(dtype)
-        lost = (half+step).to(dtype)==half
-        res[id(p)] = np.array([(lost & (step!=0)).sum().item(),step.count_nonzero().item()])
-    return res
+    return f'differ from float32 by {error:.2%}' if math.isfinite(error) else 'are not finite'
 
 # %% ../nbs/07_half_report.ipynb #e1e18b52
 def clones(
@@ -196,19 +187,3 @@ def compare_gradients(
                          "half precision is not the cause. Ask learn.find_nonfinite() what is, or diagnose().")
     error = math.sqrt(sum([relative(o)**2 for o in errors.values()])/max(len(errors), 1))
     return errors,error if math.isfinite(error) else math.inf
-
-def _add_batch(report, seen, full, errors, updates):
-    "Add the traces `seen`, in half precision, and `full`, in float32, to `report`"
-    for c,f in zip(seen.calls, full.calls):
-        if not f.module._parameters: continue
-        new = SimpleNamespace(kind=type(f.module).__name__, largest=0., acts=_exponents([]), weights=_exponents([]),
-                              out_error=np.zeros(2), grad_error=np.zeros(2), updates=np.zeros(2)) # lost, and all
-        m = report.modules.setdefault(f.name, new)
-        m.largest = max([m.largest,*[t.abs().max().item() for t in f.out]])
-        m.out_error += _error(c.out, f.out)
-        m.acts += _exponents([t for ts in f.grad_out for t in ts])
-    for n,keys in _owned(full).items():
-        m = report.modules[n]
-        m.grad_error += errors[n]
-        m.weights += _exponents([t for k in keys for t in full.grads[k]])
-        m.updates += sum([updates[k] for k in keys & updates.keys()])

@@ -60,32 +60,36 @@ def diagnose(
         seen = _run(half, scale)
         return seen if _finite(seen) else _run(half, scale, with_masks=True)
     seen = _look(half, scale)
-    given,wanted = count_nonfinite(inputs),count_nonfinite(targets)
-    if _finite(seen):
-        nothing = Finding('nothing', f"This batch is finite. Its loss is {seen.loss:.3g}.")
-        return _find_large_loss(seen, wanted, usual_loss) or nothing
-    try: full = _look(None) if half else seen
+    given,wanted,why = count_nonfinite(inputs),count_nonfinite(targets),''
+    try: full = _look(None) if half and not _finite(seen) else seen
     except Exception as e: # such as a lack of memory, or a kernel for half precision
-        where,text,c = _place(seen, None, ends)
-        why = f"the model raises {type(e).__name__}: {str(e).strip()}"
-        return Finding(where, f"{text} {_unknown} {why}. {_own_casts}", _name(c))
+        full,why = seen,f"the model raises {type(e).__name__}: {str(e).strip()}"
+    predicted = full.calls[-1].out.largest # the model's own call ends last
+    label = Finding('targets', f"The targets of this batch have values up to {wanted.largest:.2g}, and the predictions "
+                               f"up to {predicted:.2g}: look for a wrong label, or normalize the targets.")
+    far = wanted.largest>diverged*predicted
     if not _finite(full):
         if given.bad: return Finding('inputs', f"The inputs of this batch have inf or nan, {given.bad} in all.")
-        return _find_float32(model, full, wanted, half, usual_weight)
-    if given.largest>ends:
-        values = f"The inputs have values up to {given.largest:g}"
-        return Finding('inputs', f"{values}, {_end(half)}: normalize them.", '', True)
-    if found := _find_large_loss(full, wanted, usual_loss): return found
-    if wanted.largest>ends and (found := _find_targets(wanted, full, diverged)): return found
+        if half and full.halved and not why: why = f"{full.halved[0] or 'the model'} still returns half precision"
+        return _find_float32(model, full, wanted, label if far else None, why, usual_weight)
+    if given.largest>ends and not _finite(seen):
+        text = f"The inputs have values up to {given.largest:g}, {_short(half)} ends at {ends:g}: normalize them."
+        return Finding('inputs', text, '', True)
+    if usual_loss is not None and full.loss>diverged*usual_loss>0:
+        if wanted.largest>predicted: return label
+        return Finding('training', f"Training has diverged: the loss of this batch is {full.loss:.3g} without an "
+                                   f"overflow, and it was {usual_loss:.3g} before. Lower the learning rate.")
+    if _finite(seen): return Finding('nothing', f"This batch is finite. Its loss is {seen.loss:.3g}.")
+    if wanted.largest>ends and far: return label
     where,text,c = _place(seen, full.calls, ends)
     name = _name(c)
-    if where=='backward' and scale!=1:
-        seen = _look(half)
-        if _finite(seen):
-            return Finding('scale', f"{text} The loss scale of {scale:.9g} is too large for this batch: with 1, all "
-                                    "gradients are finite. A dynamic scale shrinks by itself.", name, True)
+    if where=='backward' and scale!=1 and _finite(_run(half)):
+        return Finding('scale', f"{text} The loss scale of {scale:.9g} is too large for this batch: with 1, all "
+                                "gradients are finite. A dynamic scale shrinks by itself.", name, True)
     def _works(longer): return _finite(_run(longer))
-    keep,in_bfloat16 = shortest_keep(half, _works, name),_works_in_bfloat16(half, _works)
+    keep = shortest_keep(half, _works, name)
+    try: in_bfloat16 = half.dtype==torch.float16 and _works(half.replace(dtype=torch.bfloat16))
+    except Exception: in_bfloat16 = False # a rule of `keep` may name float16
     text = (f"{text} Precision is the cause: {_limits(half, in_bfloat16)}, and in float32 all is finite, with a loss "
             f"of {full.loss:.3g}. ")
     other = 'bfloat16, which has the range of float32' if in_bfloat16 else 'float32'
@@ -195,11 +199,6 @@ def count_nonfinite(
     return Numbers(sum(bad), max(largest))
 
 # %% ../nbs/06_nonfinite.ipynb #429d3f2a
-def _inside(calls, c):
-    "The calls that `c` makes itself, in order"
-    within = [o for o in calls[:calls.index(c)] if o.started>c.started]
-    return [o for i,o in enumerate(within) if not any(o.started>later.started for later in within[i+1:])]
-
 def _first_backward(trace):
     """The call nearest to the loss that spoils gradients, and the last call inside it whose results have bad ones
 
@@ -209,7 +208,7 @@ def _first_backward(trace):
         "The last call inside `c` whose results have bad gradients, or whether those of its arguments or parameters are"
         if _bad(c.grad_out): return None
         own = [trace.grads.get(id(p), Numbers()) for p in c.module._parameters.values()]
-        inner = [o for o in _inside(trace.calls, c) if _bad(o.grad_out)]
+        inner = [o for o in trace.calls[:trace.calls.index(c)] if o.started>c.started and _bad(o.grad_out)]
         return inner[-1] if inner else _bad([*c.grad_args,*own])>0
     spoils = [(c,o) for c in trace.calls if (o := _spoilt(c))]
     return max(spoils, key=lambda pair: pair[0].started, default=(None,None))
@@ -287,23 +286,19 @@ def _name(c): return c.name if c else ''
 def _describe(c): return f"{c.name or 'the model'} ({type(c.module).__name__})" if c else 'the loss'
 
 def _place(seen, normal, ends):
-    "Where, text and call of what is not finite in `seen`; `normal` are the calls in float32, None if there are none"
+    "Where, text and call of what is not finite in `seen`; `normal` are the calls as they should be"
     if math.isfinite(seen.loss):
         c,inner = _first_backward(seen)
         text = f"In the backward pass, {_describe(c)} was the first where gradients became inf or nan"
         if isinstance(inner, Call): text += f', in its own forward, after {inner.name}'
         return 'backward',f"{text}{f': inside, {_masked}' if c and c.masked else ''}.",c
-    # with no finite run to compare with, any inf or nan is one too many
-    if normal is None: normal = [c._replace(args=Numbers(), out=Numbers()) for c in seen.calls]
     spoils = [(c,n) for c,n in zip(seen.calls, normal) if c.args.bad<=n.args.bad and c.out.bad>n.out.bad]
     if not spoils: return 'loss',"The model's predictions are finite, but the loss is not.",None
     c,full = spoils[0]
-    own = count_nonfinite(c.module._parameters)
-    first = f"{_describe(c)} was the first module that returned inf or nan"
-    if own.bad: return 'weights',f"{first}: {own.bad} of its own weights are inf or nan.",c
     # a mask of -inf is meant
-    held = sum([(b.isnan()|b.isposinf()).sum().item() for b in tensors(c.module._buffers)])
-    if held: return 'weights',f"{first}: {held} numbers in its own buffers are inf or nan.",c
+    own = count_nonfinite([c.module._parameters, [b.clamp(min=0) for b in tensors(c.module._buffers)]])
+    first = f"{_describe(c)} was the first module that returned inf or nan"
+    if own.bad: return 'weights',f"{first}: {own.bad} of its own weights or buffers are inf or nan.",c
     why = f", from inputs up to {c.args.largest:.2g}" if c.args.largest else '' # 0 for integers
     why += f": inside, {_masked if c.masked else 'a number is too large, or too small to divide by'}."
     # the last that is too large counts: large inputs explain a large output
@@ -315,52 +310,26 @@ _masked = "a softmax gets -inf in all of a row"
 
 def _short(half): return str(half.dtype).removeprefix('torch.')
 
-def _end(half):
-    "Where the format of `half` ends"
-    return f"{_short(half)} ends at {torch.finfo(half.dtype).max:g}"
-
 def _limits(half, in_bfloat16):
     "What the format of `half` can't hold. If all is finite `in_bfloat16`, with fewer digits, only the range counts."
     info = torch.finfo(half.dtype)
-    limits = []
-    if half.dtype==torch.float16: limits += ['ends at 65504',f'has only 0 below {info.smallest_normal*info.eps/2:.0g}']
+    smallest = f'has only 0 below {info.smallest_normal*info.eps/2:.0g}'
+    limits = ['ends at 65504',smallest] if half.dtype==torch.float16 else []
     if not in_bfloat16: limits.append(f'rounds to {1-round(math.log2(info.eps))} bits ({1-info.eps/8:.4g} to 1)')
     return f"{_short(half)} {' and '.join(limits)}{', FP8 to fewer' if half.fp8 else ''}"
 
-def _works_in_bfloat16(half, works):
-    "Is all well in bfloat16, which has a wider range than float16?"
-    try: return half.dtype==torch.float16 and works(half.replace(dtype=torch.bfloat16))
-    except Exception: return False # a rule of `keep` may name float16
-
-_unknown = "Whether precision is the cause can't be seen: computed in float32 for comparison,"
-_own_casts = ("Its own code may cast, by `.half()` or an autocast of its own: let it follow the dtype of its input, "
-              "and ask again.")
-
-def _find_targets(wanted, trace, times):
-    "The `Finding` for targets `wanted` more than `times` as large as the predictions in `trace`; None if they aren't"
-    largest = trace.calls[-1].out.largest
-    if wanted.largest>times*largest: return Finding(
-        'targets', f"The targets of this batch have values up to {wanted.largest:.2g}, and the predictions up to "
-                   f"{largest:.2g}: look for a wrong label, or normalize the targets.")
-
-def _find_large_loss(trace, wanted, usual_loss):
-    "The `Finding` for a finite `trace` with a loss far above `usual_loss`; None if it isn't"
-    if usual_loss is None or not trace.loss>diverged*usual_loss>0: return
-    return _find_targets(wanted, trace, 1) or Finding(
-        'training', f"Training has diverged: the loss of this batch is {trace.loss:.3g} without an overflow, and it "
-                    f"was {usual_loss:.3g} before. Lower the learning rate.")
-
-def _find_float32(model, full, wanted, half, usual_weight):
-    "The `Finding` for a batch that isn't finite in float32"
-    where,text,c = _place(full, None, math.inf)
+def _find_float32(model, full, wanted, label, why, usual_weight):
+    "The `Finding` for a batch that isn't finite in float32, or of which that isn't known, for the reason `why`"
+    where,text,c = _place(full, [c._replace(args=Numbers(), out=Numbers()) for c in full.calls], math.inf)
     name,same = _name(c),"Precision is not the cause: in float32 it is the same."
-    if half and full.halved:
-        why = f"{full.halved[0] or 'the model'} still returns half precision"
-        return Finding(where, f"{text} {_unknown} {why}. {_own_casts}", name)
+    if why: return Finding(
+        where, f"{text} Whether precision is the cause can't be seen: computed in float32 for comparison, {why}. Its "
+               "own code may cast, by `.half()` or an autocast of its own: let it follow the dtype of its input, and "
+               "ask again.", name)
     if where=='weights': same = "They were so before this batch: load a checkpoint from before."
     elif where=='loss' and wanted.bad:
         where,text = 'targets',f"The targets of this batch have inf or nan, {wanted.bad} in all."
-    elif where=='loss' and (found := _find_targets(wanted, full, diverged)): where,text = found.where,found.text
+    elif where=='loss' and label: where,text = label.where,label.text
     largest = count_nonfinite([*model.parameters()]).largest
     if where in ('forward','backward') and largest>huge_weight and not (c and c.masked):
         if usual_weight is None:

@@ -10,15 +10,11 @@ class Sick(NamedTuple):
     module:str='' # `Finding.module`
     precision:bool=False # Is half precision the cause? Then in float16 only.
 
-def data(x, y, bs=16):
-    rows = L(zip(x, y))
-    return DataLoaders(*[DataLoader(rows, bs=bs, num_workers=0, device='cpu') for _ in range(2)], device='cpu')
-
 def learner(model, change=noop, **kwargs):
     "A learner of `model`, with data that `change` has changed"
     x,y = numbers(64)
     change((x,y))
-    return get_learner(model, dls=data(x, y), **kwargs)
+    return get_learner(model, as_dls(x, y), **kwargs)
 
 def net(*inner, n=16):
     "A net with the modules that the functions `inner` make"

@@ -31,19 +31,12 @@ def test_steps_on_unchecked_gradients(at, mode):
     told = error(modes[mode](learner(net(), cbs=[SAM(),OverflowAt(at)]), max_skips=9))
     assert f'since step {at}' in told and "4 of the model's parameters are inf or nan, such as 0.weight" in told
     assert f'They became so in step {at}, after its loss, though that step was skipped.' in told
-    assert 'Callbacks with an order below 10, here SAM, OverflowAt, see' in told and 'give it a higher order' in told
+    assert 'Callbacks with an order below 10 see gradients before' in told and 'give it a higher order' in told
     assert 'have not changed' not in told and 'not the cause' not in told
-
-def test_higher_order():
-    "With an order above 10 it sees checked gradients, and the step that overflows is skipped"
-    class Late(SAM): order = 15
-    learn = learner(net(), cbs=[Late(),OverflowAt(1)]).to_fp16()
-    learn.fit(1)
-    assert skipped(learn)==1 and all(p.isfinite().all() for p in learn.model.parameters())
 
 def test_weights_that_were_nan():
     "Nobody is blamed for what was so before"
-    learn = learner(net()).to_bf16(max_skips=1)
+    learn = learner(net()).to_bf16(max_skips=2)
     with torch.no_grad(): learn.model[0].weight.fill_(math.nan)
     told = error(learn)
     assert "1 of the model's parameters are inf or nan, such as 0.weight" in told

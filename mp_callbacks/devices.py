@@ -9,10 +9,11 @@ __all__ = ['native_with', 'layers', 'known_faults', 'inexact_kernels', 'slowest_
            'missing', 'inexact', 'device_name', 'emulation']
 
 # %% ../nbs/00a_devices.ipynb #d0a00004
-import math,re,time,torch
+import math,re,torch
 from contextlib import contextmanager,nullcontext
 from functools import lru_cache
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from .dtypes import as_dtype,half_dtypes
 
@@ -27,21 +28,16 @@ native_with = { # by kind of device and dtype; a kind that isn't here, such as M
     ('cpu', torch.bfloat16):      {'avx512_bf16','amx_bf16','bf16','sve_bf16'}}
 
 # %% ../nbs/00a_devices.ipynb #d0a00009
+_convs = (nn.Conv1d,nn.Conv2d,nn.Conv3d),(nn.ConvTranspose1d,nn.ConvTranspose2d,nn.ConvTranspose3d)
+
 layers = { # arguments of a small one, and shape of an input
     nn.Linear: ((4,4), (2,4)),
-    nn.LSTM:   ((4,4), (3,2,4)),
-    nn.GRU:    ((4,4), (3,2,4)),
-    nn.RNN:    ((4,4), (3,2,4)),
-    nn.Conv1d: ((4,4,3), (2,4,8)),
-    nn.Conv2d: ((4,4,3), (2,4,8,8)),
-    nn.Conv3d: ((4,4,3), (2,4,8,8,8)),
-    nn.ConvTranspose1d: ((4,4,3), (2,4,8)),
-    nn.ConvTranspose2d: ((4,4,3), (2,4,8,8)),
-    nn.ConvTranspose3d: ((4,4,3), (2,4,8,8,8))}
+    **dict.fromkeys((nn.LSTM,nn.GRU,nn.RNN), ((4,4), (3,2,4))),
+    **{kind: ((4,4,3), (2,4,*[8]*n)) for kinds in _convs for n,kind in enumerate(kinds, 1)}}
 
 # What a try with small layers doesn't show
 known_faults = { # by kind of device or part of its name, and dtype; any modules: `nn.RNNBase` is no LSTMCell
-    ('GTX 16',torch.float16): ((nn.Conv1d,nn.Conv2d,nn.Conv3d), 'float16 convolutions on GTX 16 return nan')}
+    ('GTX 16',torch.float16): (_convs[0], 'float16 convolutions on GTX 16 return nan')}
 inexact_kernels = {('cpu',nn.LayerNorm): 'CPU kernel is inexact'} # by type of device, with half-precision weights
 
 class Machine:
@@ -80,21 +76,14 @@ class Machine:
         res.float().sum().backward()
 
     def slowdown(self, device, dtype):
-        "How many times as long as in float32 a matrix product takes, and a convolution"
-        n,threads = 256 if device.type=='cpu' else 2048,torch.get_num_threads()
-        def _works(dtype):
+        "How many times as long as in float32 a matrix product takes"
+        n = 256 if device.type=='cpu' else 2048
+        def _timer(dtype): # on one thread: several would wait for each other, where other programs run
             x = torch.ones(n, n, device=device, dtype=dtype)
-            images,weight = x.view(-1, 32, 16, 16),x.new_ones(32, 32, 3, 3)
-            return [lambda: x@x, lambda: nn.functional.conv2d(images, weight)]
-        def _time(f):
-            start = time.perf_counter()
-            f().sum().item() # waits for the device
-            return time.perf_counter()-start
-        works = [*_works(dtype),*_works(torch.float32)]
-        torch.set_num_threads(1) # several would wait for each other, where other programs run
-        try: least = [min(o) for o in zip(*[map(_time, works) for _ in range(4)])] # in turns
-        finally: torch.set_num_threads(threads)
-        return least[0]/least[2],least[1]/least[3]
+            return Timer('(x@x).sum().item()', globals=dict(x=x)) # `item` waits for the device
+        timers = _timer(dtype),_timer(torch.float32)
+        half,full = zip(*[[o.timeit(1).mean for o in timers] for _ in range(4)]) # in turns
+        return min(half)/min(full)
 
 _machine = Machine()
 
@@ -117,12 +106,6 @@ def pretend(
 
 # %% ../nbs/00a_devices.ipynb #b1a485dc
 def _short(dtype): return str(dtype).removeprefix('torch.')
-
-def _known_fault(machine, device, dtype, module):
-    "Why `device` can't compute a layer such as `module` in `dtype`, if `known_faults` says so"
-    for (part,fault_dtype),(kinds,why) in known_faults.items():
-        named = part==machine.kind(device) or part in machine.name(device)
-        if named and dtype==fault_dtype and isinstance(module, kinds): return why
 
 @lru_cache
 def _fault(machine, device, dtype, kind):
@@ -168,7 +151,7 @@ def _support(machine, device, dtype):
     if need is None: native = not fp8
     elif isinstance(need, tuple): native = has>=need
     else: native = not need.isdisjoint(has)
-    if native and kind=='cpu': native = _slowdown(machine, device, dtype)[0]<=slowest_native
+    if native and kind=='cpu': native = _slowdown(machine, device, dtype)<=slowest_native
     return 'native' if native else 'no' if fp8 else 'emulated'
 
 @lru_cache
@@ -184,7 +167,9 @@ def missing(
     "Why a layer such as `module` can't be computed in `dtype` on `device`, although others can"
     if support(device, dtype)=='no': return ''
     device,dtype = torch.device(device),as_dtype(dtype)
-    if why := _known_fault(_machine, device, dtype, module): return why
+    for (part,fault_dtype),(kinds,why) in known_faults.items():
+        named = part==_machine.kind(device) or part in _machine.name(device)
+        if named and dtype==fault_dtype and isinstance(module, kinds): return why
     kind = next((o for o in layers if isinstance(module, o)), None)
     return _fault(_machine, device, dtype, kind) if kind else ''
 
@@ -214,11 +199,8 @@ def emulation(
     device,dtype = torch.device(device),as_dtype(dtype)
     if support(device, dtype)!='emulated': return ''
     use = next((o for d,o in calls.items() if support(device, d)=='native'), 'to_fp32()')
-    name,times = _machine.name(device),zip(('a matrix product','a convolution'), _slowdown(_machine, device, dtype))
-    slower = ' and '.join(f'{what} takes {_magnitude(n)} times' for what,n in times if n>1.05)
-    if slower: slower += " as long as in float32, a training step less"
-    return (f"{name[0].upper()}{name[1:]} only emulates {_short(dtype)}: {slower or 'it is no faster than float32'}. "
-            f"Use {use}.")
-
-def _magnitude(n): # as it varies from one measurement to the next
-    return f'about {10**round(math.log10(n))}' if n>10**.5 else 'up to 3'
+    name,times = _machine.name(device),_slowdown(_machine, device, dtype)
+    size = f'about {10**round(math.log10(times))}' if times>10**.5 else 'up to 3' # measurements vary
+    slower = f"a matrix product takes {size} times as long as in float32, a training step less"
+    return (f"{name[0].upper()}{name[1:]} only emulates {_short(dtype)}: "
+            f"{slower if times>1.05 else 'it is no faster than float32'}. Use {use}.")

@@ -95,9 +95,9 @@ def test_bad_dtype(kind, dtype):
     with pytest.raises(ValueError, match=re.escape(str(dtype))): kind(dtype)
 
 without_effect = [
-    ('to_fp16', dict(loss_scale='torch', scale_wait=100), r"Use DynamicLossScale\.preset\('torch', period=100\)"),
-    ('to_fp16', dict(loss_scale='torch', dynamic=False), 'Leave it out'),
-    ('to_fp16', dict(loss_scale=DynamicLossScale(), max_loss_scale=8.), 'Set max_loss_scale=8.0 in that loss scale'),
+    ('to_fp16', dict(loss_scale='torch', scale_wait=100), r"use DynamicLossScale\.preset\('torch', period=100\)"),
+    ('to_fp16', dict(loss_scale='torch', dynamic=False), 'Leave out one of the two'),
+    ('to_fp16', dict(loss_scale=DynamicLossScale(), max_loss_scale=8.), 'set max_loss_scale=8.0 in that loss scale'),
     ('to_fp16', dict(loss_scale=1024., dynamic=False, headroom=3.), 'beside dynamic=False'),
     ('to_native_fp16', dict(init_scale='torch', growth_interval=100), 'period=100'),
     ('to_native_fp16', dict(init_scale=DynamicLossScale(), backoff_factor=.25), 'backoff=0.25')]

@@ -63,14 +63,8 @@ def _renamed(names, f, *args, **kwargs):
     except ValueError as e: msg = str(e)
     raise ValueError(re.sub('|'.join(rf'\b{o}\b' for o in names), lambda m: names[m[0]], msg))
 
-def _refuse_ignored(
-    init, # The constructor that has the options
-    names:dict, # Field of a loss scale -> its option, where the option has another name
-    fields:dict, # Field -> value of an option that has no effect
-    beside:str, # The argument that leaves them without effect
-    scale=None, # The loss scale or preset that has the fields, if there is one
-):
-    "Raise a `ValueError` if one of these options is not its default"
+def _refuse_ignored(init, names, fields, beside, scale=None):
+    "Raise a `ValueError` if an option of `init` for one of `fields`, without effect `beside` `scale`, isn't its default"
     for field,v in fields.items():
         k = names.get(field, field)
         if v==signature(init).parameters[k].default: continue

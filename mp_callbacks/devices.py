@@ -9,11 +9,10 @@ __all__ = ['native_with', 'layers', 'known_faults', 'inexact_kernels', 'slowest_
            'missing', 'inexact', 'device_name', 'emulation']
 
 # %% ../nbs/00a_devices.ipynb #d0a00004
-import math,re,torch
+import math,re,time,torch
 from contextlib import contextmanager,nullcontext
 from functools import lru_cache
 from torch import nn
-from torch.utils.benchmark import Timer
 
 from .dtypes import as_dtype,half_dtypes
 
@@ -22,8 +21,6 @@ native_with = { # by kind of device and dtype; a kind that isn't here, such as M
     ('cuda',torch.float16):       (5,3),
     ('cuda',torch.bfloat16):      (8,0),
     ('cuda',torch.float8_e4m3fn): (8,9),
-    ('xpu', torch.float16):       {'has_fp16'},
-    ('xpu', torch.bfloat16):      {'has_bfloat16_conversions'},
     ('cpu', torch.float16):       {'avx512_fp16','amx_fp16','fp16_arith'},
     ('cpu', torch.bfloat16):      {'avx512_bf16','amx_bf16','bf16','sve_bf16'}}
 
@@ -55,8 +52,7 @@ class Machine:
         "A version, or names of instructions"
         kind = self.kind(device)
         if kind=='cuda': return torch.cuda.get_device_capability(device)
-        if kind=='xpu': flags = torch.xpu.get_device_capability(device)
-        elif kind!='cpu': flags = {}
+        if kind!='cpu': flags = {}
         elif hasattr(torch.cpu, 'get_capabilities'): flags = torch.cpu.get_capabilities()
         else: flags = dict(avx512_bf16=torch.cpu._is_avx512_bf16_supported()) # older PyTorch has no public name for it
         return {k for k,v in flags.items() if v is True}
@@ -77,13 +73,16 @@ class Machine:
 
     def slowdown(self, device, dtype):
         "How many times as long as in float32 a matrix product takes"
-        n = 256 if device.type=='cpu' else 2048
-        def _timer(dtype): # on one thread: several would wait for each other, where other programs run
-            x = torch.ones(n, n, device=device, dtype=dtype)
-            return Timer('(x@x).sum().item()', globals=dict(x=x)) # `item` waits for the device
-        timers = _timer(dtype),_timer(torch.float32)
-        half,full = zip(*[[o.timeit(1).mean for o in timers] for _ in range(4)]) # in turns
-        return min(half)/min(full)
+        n,threads = 256 if device.type=='cpu' else 2048,torch.get_num_threads()
+        def _time(x):
+            start = time.perf_counter()
+            (x@x).sum().item() # waits for the device
+            return time.perf_counter()-start
+        xs = [torch.ones(n, n, device=device, dtype=o) for o in (dtype,torch.float32)]
+        torch.set_num_threads(1) # several would wait for each other, where other programs run
+        try: half,full = map(min, zip(*[map(_time, xs) for _ in range(4)])) # in turns
+        finally: torch.set_num_threads(threads)
+        return half/full
 
 _machine = Machine()
 
@@ -139,19 +138,15 @@ def support(
     dtype = as_dtype(dtype)
     try: device = torch.device(device)
     except (RuntimeError,TypeError): return 'no'
-    return _support(_machine, device, dtype)
-
-@lru_cache
-def _support(machine, device, dtype):
     fp8 = dtype==torch.float8_e4m3fn # no layer computes in it
-    if _fault(machine, device, torch.float32 if fp8 else dtype, nn.Linear): return 'no'
-    if dtype not in (*half_dtypes,torch.float8_e4m3fn): return 'native'
-    kind,has = machine.kind(device),machine.capability(device)
+    if _fault(_machine, device, torch.float32 if fp8 else dtype, nn.Linear): return 'no'
+    if not fp8 and dtype not in half_dtypes: return 'native'
+    kind,has = _machine.kind(device),_machine.capability(device)
     need = native_with.get((kind,dtype))
     if need is None: native = not fp8
     elif isinstance(need, tuple): native = has>=need
     else: native = not need.isdisjoint(has)
-    if native and kind=='cpu': native = _slowdown(machine, device, dtype)<=slowest_native
+    if native and kind=='cpu': native = _slowdown(_machine, device, dtype)<=slowest_native
     return 'native' if native else 'no' if fp8 else 'emulated'
 
 @lru_cache

@@ -11,7 +11,6 @@ __all__ = ['default_cap', 'default_headroom', 'loss_scale_presets', 'LossScale',
 # %% ../nbs/01_loss_scale.ipynb #c7996165
 import torch
 from dataclasses import dataclass,fields,replace
-from fastcore.basics import patch
 from math import frexp,inf
 from numbers import Integral,Real
 from .dtypes import map_tensors
@@ -160,11 +159,10 @@ class DynamicLossScale(LossScale):
 
     def _measured(self, amax):
         "The scale that leaves `headroom` above `amax`; `found` only if scaled `amax` is normal in float16"
-        if amax is None:
-            raise ValueError("amax=None must be the largest absolute gradient while `wants_amax` is true. "
-                             "Take it from prepare_grads(..., amax=True), or use headroom=None.")
+        if amax is None or not 0<=amax<inf:
+            raise ValueError(f"amax={amax!r} must be the largest absolute gradient while `wants_amax` is true. Take it "
+                             "from prepare_grads(..., amax=True), or use headroom=None; finite=False if it isn't finite.")
         amax,least = float(amax),_f16.tiny/self.loss_scale
-        if not 0<=amax<inf: raise ValueError(f'amax={amax!r} must be a number, at least 0. Use finite=False if not.')
         s = 2.**(frexp(_f16.max/max(amax, least)/2**self.headroom)[1]-1)
         return self._next(loss_scale=min(max(s, self.min_loss_scale), self.max_loss_scale), found=amax>=least)
 

@@ -63,15 +63,13 @@ def _renamed(names, f, *args, **kwargs):
     except ValueError as e: msg = str(e)
     raise ValueError(re.sub('|'.join(rf'\b{o}\b' for o in names), lambda m: names[m[0]], msg))
 
-def _refuse_ignored(init, names, fields, beside, scale=None):
-    "Raise a `ValueError` if an option of `init` for one of `fields`, without effect `beside` `scale`, isn't its default"
+def _refuse_ignored(init, names, fields, beside):
+    "Raise a `ValueError` if one of `fields`, which have no effect `beside` another option, isn't the default of `init`"
     for field,v in fields.items():
         k = names.get(field, field)
-        if v==signature(init).parameters[k].default: continue
-        way = "Leave out one of the two"
-        if isinstance(scale, str): way += f", or use DynamicLossScale.preset({scale!r}, {field}={v!r})"
-        elif scale is not None: way += f", or set {field}={v!r} in that loss scale"
-        raise ValueError(f"{k}={v!r} has no effect beside {beside}. {way}.")
+        if v!=signature(init).parameters[k].default: raise ValueError(
+            f"{k}={v!r} has no effect beside {beside}. Leave out one of the two, or set it in the loss scale itself, "
+            f"as in DynamicLossScale.preset('torch', {field}={v!r}).")
 
 # %% ../nbs/10d_callback.ipynb #c77ba444
 class MixedPrecision(PrecisionCallback):
@@ -100,8 +98,8 @@ class MixedPrecision(PrecisionCallback):
         fields = dict(max_loss_scale=max_loss_scale, factor=div_factor, period=scale_wait,
                       min_loss_scale=min_loss_scale, headroom=headroom)
         if not isinstance(loss_scale, Real):
-            _refuse_ignored(init, names, dict(dynamic=dynamic), f'loss_scale={loss_scale!r}')
-            _refuse_ignored(init, names, fields, f'loss_scale={loss_scale!r}', loss_scale)
+            if not dynamic: raise ValueError(f"dynamic=False has no effect beside {loss_scale=}. Leave it out.")
+            _refuse_ignored(init, names, fields, f'loss_scale={loss_scale!r}')
         elif not dynamic: _refuse_ignored(init, names, fields, 'dynamic=False')
         else:
             if loss_scale!=signature(init).parameters['loss_scale'].default: warn(
@@ -123,8 +121,7 @@ class MixedPrecision(PrecisionCallback):
     def check(self, learn):
         if self._model_to_half() is None:
             raise ValueError("MixedPrecision of mp_callbacks needs ModelToHalf: call learn.to_fp16() or to_bf16(), "
-                             "which add both. For autocast, which fastai's MixedPrecision() is, use "
-                             "NativeMixedPrecision() or learn.to_native_fp16().")
+                             "which add both. For fastai's MixedPrecision(), use NativeMixedPrecision().")
         super().check(learn)
         if self.flat_master and learn.opt is not None: check_flat(learn.opt)
 
@@ -163,7 +160,7 @@ class NativeMixedPrecision(PrecisionCallback):
         if isinstance(init_scale, Real): scaling = _renamed(names, DynamicLossScale, init_scale, **fields)
         else:
             scaling = _renamed(names, as_loss_scale, init_scale)
-            _refuse_ignored(NativeMixedPrecision.__init__, names, fields, f'init_scale={init_scale!r}', init_scale)
+            _refuse_ignored(NativeMixedPrecision.__init__, names, fields, f'init_scale={init_scale!r}')
         self._enabled = enabled and self._half_dtype==torch.float16
         super().__init__(scaling if self._enabled else StaticLossScale(), **kwargs)
 

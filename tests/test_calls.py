@@ -91,9 +91,9 @@ def test_unknown_argument(call, name, match):
         getattr(get_learner(), call)(**{name:2})
 
 without_effect = [
-    ('to_fp16', dict(loss_scale='torch', scale_wait=100), r"use DynamicLossScale\.preset\('torch', period=100\)"),
-    ('to_fp16', dict(loss_scale='torch', dynamic=False), 'Leave out one of the two'),
-    ('to_fp16', dict(loss_scale=DynamicLossScale(), max_loss_scale=8.), 'set max_loss_scale=8.0 in that loss scale'),
+    ('to_fp16', dict(loss_scale='torch', scale_wait=100), r"as in DynamicLossScale\.preset\('torch', period=100\)"),
+    ('to_fp16', dict(loss_scale='torch', dynamic=False), 'Leave it out'),
+    ('to_fp16', dict(loss_scale=DynamicLossScale(), max_loss_scale=8.), 'max_loss_scale=8.0'),
     ('to_fp16', dict(loss_scale=1024., dynamic=False, headroom=3.), 'beside dynamic=False'),
     ('to_native_fp16', dict(init_scale='torch', growth_interval=100), 'period=100'),
     ('to_native_fp16', dict(init_scale=DynamicLossScale(), backoff_factor=.25), 'backoff=0.25')]

@@ -33,7 +33,7 @@ layers = { # arguments of a small one, and shape of an input
     **{kind: ((4,4,3), (2,4,*[8]*n)) for kinds in _convs for n,kind in enumerate(kinds, 1)}}
 
 # What a try with small layers doesn't show
-known_faults = { # by kind of device or part of its name, and dtype; any modules: `nn.RNNBase` is no LSTMCell
+known_faults = { # by part of the name of a device, and dtype; any modules: `nn.RNNBase` is no LSTMCell
     ('GTX 16',torch.float16): (_convs[0], 'float16 convolutions on GTX 16 return nan')}
 inexact_kernels = {('cpu',nn.LayerNorm): 'CPU kernel is inexact'} # by type of device, with half-precision weights
 
@@ -160,8 +160,7 @@ def missing(
     if support(device, dtype)=='no': return ''
     device,dtype = torch.device(device),as_dtype(dtype)
     for (part,fault_dtype),(kinds,why) in known_faults.items():
-        named = part==_machine.kind(device) or part in _machine.name(device)
-        if named and dtype==fault_dtype and isinstance(module, kinds): return why
+        if part in _machine.name(device) and dtype==fault_dtype and isinstance(module, kinds): return why
     kind = next((o for o in layers if isinstance(module, o)), None)
     return _fault(_machine, device, dtype, kind) if kind else ''
 

@@ -42,14 +42,12 @@ def _inner(opt):
 def check_flat(
     opt, # Optimizer of a `Learner`
 ):
-    "Raise `ValueError` if flat steps can't run `opt`, and `TypeError` if it isn't a fastai optimizer"
+    "Raise `ValueError` if flat steps can't run `opt`"
     opt = _inner(opt)
     torch_opt = getattr(opt, 'opt', opt)
     if isinstance(torch_opt, torch.optim.Optimizer):
         raise ValueError(f"flat_master=True is for fastai's own optimizers. {type(torch_opt).__name__} does many "
             "parameters at once if made with foreach=True or fused=True: use that, and flat_master=False.")
-    if not all(hasattr(opt, o) for o in ('cbs','param_lists','hypers','state')):
-        raise TypeError(f"flat_master=True needs a fastai Optimizer, not a {type(opt).__name__}.")
     if not _is_elementwise(opt.step):
         raise ValueError(f"flat_master=True can't run {type(opt).__name__}: it replaces Optimizer.step. "
             "Use flat_master=False.")

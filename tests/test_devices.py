@@ -95,8 +95,10 @@ def test_emulation(name, dtype, other, use):
                       f'Use {use}.')
 
 @pytest.mark.parametrize('call', calls)
-def test_calls_say_it_once(call):
-    "At the call, and not again in the fits that follow"
+def test_calls_say_it_once(call, recwarn):
+    "At the call, and not again in the fits that follow; and nothing about native devices"
+    with pretend(machine('AMX')): getattr(get_learner(), call)().fit(1)
+    assert not recwarn.list
     learn = get_learner()
     with pretend(machine('AVX2')):
         with pytest.warns(UserWarning) as told:
@@ -105,11 +107,6 @@ def test_calls_say_it_once(call):
             learn.fit(1)
         assert [str(o.message).partition(':')[0] for o in told]==[
             f'This CPU only emulates {"b" if "bf16" in call else ""}float16']
-
-@pytest.mark.parametrize('call', calls)
-def test_calls_say_nothing_about_native(call, recwarn):
-    with pretend(machine('AMX')): getattr(get_learner(), call)().fit(1)
-    assert not recwarn.list
 
 def test_callbacks_say_it_too():
     "Where no call has added them; once, though there are two fits"
@@ -146,23 +143,16 @@ def test_forgets_a_lack_of_memory(error):
         m.full = False
         assert support('cpu', bf16)!='no'
 
-def test_no_random_numbers():
-    state = torch.get_rng_state()
-    with pretend(Machine()):
-        for dtype in (f32,f16,bf16):
-            for o in layers: missing('cpu', dtype, o(*layers[o][0], device='meta'))
-            support('cpu', dtype)
-            emulation('cpu', bf16)
-    assert torch.equal(state, torch.get_rng_state())
-
 @pytest.mark.parametrize('inside', [torch.no_grad, torch.inference_mode, lambda: torch.autocast('cpu', f16),
                                     lambda: torch.device('meta')])
 def test_whatever_is_on(inside):
-    "The answer doesn't depend on where the question is asked first"
-    def _answers():
-        return [support('cpu', bf16), *[missing('cpu', bf16, o(*layers[o][0], device='cpu')) for o in layers]]
+    "The answer doesn't depend on where the question is asked first, and takes no random numbers"
+    modules = [o(*layers[o][0]) for o in layers]
+    def _answers(): return [support('cpu', bf16), *[missing('cpu', bf16, o) for o in modules]]
+    state = torch.get_rng_state()
     with pretend(Machine()): want = _answers()
     with pretend(Machine()), inside(): assert _answers()==want
+    assert torch.equal(state, torch.get_rng_state())
 
 def test_this_machine():
     "Every layer computes in float32 here, so one that is missing in half precision isn't so for a mistake of the try"

@@ -103,9 +103,7 @@ def test_moved(mode):
 
 n,big = torch.tensor([1,2]),torch.tensor([1e5,1e-8]) # float16 can hold neither of the latter
 predictions = dict( # from a prediction, and back to it; more of them in nbs/00_dtypes.ipynb
-    tuple  = (lambda p: (p, None, 3, 'word', n),                     lambda o: o[0]),
     dict   = (lambda p: OrderedDict(b=[True,p], a=None),             lambda o: o['b'][1]),
-    L      = (lambda p: L(p, None),                                  lambda o: o[0]),
     data   = (lambda p: Data(p, 'word'),                             lambda o: o.a),
     image  = (lambda p: (TensorImage(p), SimpleNamespace(x=1)),      lambda o: o[0].as_subclass(torch.Tensor)),
     max    = (lambda p: p.max(1, keepdim=True),                      lambda o: o.values),
@@ -113,8 +111,7 @@ predictions = dict( # from a prediction, and back to it; more of them in nbs/00_
     others = (lambda p: (p.double(), p.to(torch.complex64), p.long(), p>0), lambda o: o[0].float()))
 inputs = dict( # the same for rows of numbers
     several = (lambda x: (None, x, n, n>1, big, x.double(), 'word', 3), lambda _,x,*__: x),
-    list    = (lambda x: ([big, (x, None)],),                           lambda t: t[1][0]),
-    dict    = (lambda x: (dict(x=x, n=n, s='word'),),                   lambda d: d['x']),
+    dict    = (lambda x: (dict(x=[x, (big, None)], n=n, s='word'),),    lambda d: d['x'][0]),
     data    = (lambda x: (Data(TensorImage(x), big),),                  lambda o: o.a.as_subclass(torch.Tensor)),
     half    = (lambda x: (x.half(),),                                   lambda x: x.float()),
     int     = (lambda x: ((x*4).long(),),                               lambda x: x.float()))

@@ -42,18 +42,19 @@ def options_of(
         def _call(*args, **kwargs):
             try: bound = sig.bind(*args, **kwargs)
             except TypeError as e:
-                hint = ''.join([_who_takes(k) for k in kwargs if k not in sig.parameters])
+                hint = ''.join([_who_takes(k, name) for k in kwargs if k not in sig.parameters])
                 raise TypeError(f"{name}(): {e}.{hint}") from None
             return f(**bound.arguments)
         _call.__signature__,_call.__delwrap__ = sig,source # fastcore's `docments` goes on there
         return _call
     return _with_options
 
-def _who_takes(k):
-    "The call that takes the option `k`, for the error of one that doesn't; empty if none does"
+def _who_takes(k, call):
+    "The call that takes the option `k`, for the error of another `call`; empty if none does"
     if k in ('amp_mode','dtype'): return (" The name of the call says it: to_fp16() or to_bf16(), and for autocast as "
                                           "in fastai learn.to_native_fp16() or learn.to_native_bf16().")
-    if k in ('keep', *signature(MixedPrecision).parameters): return f" It is an option of learn.to_fp16({k}=…)."
+    other = 'to_bf16' if 'bf16' in call and k=='flat_master' else 'to_fp16' # the other options are for a scale
+    if k in ('keep', *signature(MixedPrecision).parameters): return f" It is an option of learn.{other}({k}=…)."
     if k not in signature(NativeMixedPrecision).parameters: return ''
     return f" Autocast with a GradScaler, as in fastai, is learn.to_native_fp16({k}=…)."
 

@@ -10,7 +10,7 @@ __all__ = ['native_with', 'layers', 'known_faults', 'inexact_kernels', 'slowest_
 
 # %% ../nbs/00a_devices.ipynb #d0a00004
 import math,re,time,torch
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from torch import nn
 
@@ -21,27 +21,20 @@ native_with = { # by kind of device and dtype; a kind that isn't here, such as M
     ('cuda',torch.float16):       (5,3),
     ('cuda',torch.bfloat16):      (8,0),
     ('cuda',torch.float8_e4m3fn): (8,9),
-    ('xpu', torch.float16):       {'has_fp16'},
-    ('xpu', torch.bfloat16):      {'has_bfloat16_conversions'},
     ('cpu', torch.float16):       {'avx512_fp16','amx_fp16','fp16_arith'},
     ('cpu', torch.bfloat16):      {'avx512_bf16','amx_bf16','bf16','sve_bf16'}}
 
 # %% ../nbs/00a_devices.ipynb #d0a00009
+_convs = (nn.Conv1d,nn.Conv2d,nn.Conv3d),(nn.ConvTranspose1d,nn.ConvTranspose2d,nn.ConvTranspose3d)
+
 layers = { # arguments of a small one, and shape of an input
     nn.Linear: ((4,4), (2,4)),
-    nn.LSTM:   ((4,4), (3,2,4)),
-    nn.GRU:    ((4,4), (3,2,4)),
-    nn.RNN:    ((4,4), (3,2,4)),
-    nn.Conv1d: ((4,4,3), (2,4,8)),
-    nn.Conv2d: ((4,4,3), (2,4,8,8)),
-    nn.Conv3d: ((4,4,3), (2,4,8,8,8)),
-    nn.ConvTranspose1d: ((4,4,3), (2,4,8)),
-    nn.ConvTranspose2d: ((4,4,3), (2,4,8,8)),
-    nn.ConvTranspose3d: ((4,4,3), (2,4,8,8,8))}
+    **dict.fromkeys((nn.LSTM,nn.GRU,nn.RNN), ((4,4), (3,2,4))),
+    **{kind: ((4,4,3), (2,4,*[8]*n)) for kinds in _convs for n,kind in enumerate(kinds, 1)}}
 
 # What a try with small layers doesn't show
-known_faults = { # by kind of device or part of its name, and dtype; any modules: `nn.RNNBase` is no LSTMCell
-    ('GTX 16',torch.float16): ((nn.Conv1d,nn.Conv2d,nn.Conv3d), 'float16 convolutions on GTX 16 return nan')}
+known_faults = { # by part of the name of a device, and dtype; any modules: `nn.RNNBase` is no LSTMCell
+    ('GTX 16',torch.float16): (_convs[0], 'float16 convolutions on GTX 16 return nan')}
 inexact_kernels = {('cpu',nn.LayerNorm): 'CPU kernel is inexact'} # by type of device, with half-precision weights
 
 class Machine:
@@ -59,8 +52,7 @@ class Machine:
         "A version, or names of instructions"
         kind = self.kind(device)
         if kind=='cuda': return torch.cuda.get_device_capability(device)
-        if kind=='xpu': flags = torch.xpu.get_device_capability(device)
-        elif kind!='cpu': flags = {}
+        if kind!='cpu': flags = {}
         elif hasattr(torch.cpu, 'get_capabilities'): flags = torch.cpu.get_capabilities()
         else: flags = dict(avx512_bf16=torch.cpu._is_avx512_bf16_supported()) # older PyTorch has no public name for it
         return {k for k,v in flags.items() if v is True}
@@ -80,30 +72,24 @@ class Machine:
         res.float().sum().backward()
 
     def slowdown(self, device, dtype):
-        "How many times as long as in float32 a matrix product takes, and a convolution"
+        "How many times as long as in float32 a matrix product takes"
         n,threads = 256 if device.type=='cpu' else 2048,torch.get_num_threads()
-        def _works(dtype):
-            x = torch.ones(n, n, device=device, dtype=dtype)
-            images,weight = x.view(-1, 32, 16, 16),x.new_ones(32, 32, 3, 3)
-            return [lambda: x@x, lambda: nn.functional.conv2d(images, weight)]
-        def _time(f):
+        def _time(x):
             start = time.perf_counter()
-            f().sum().item() # waits for the device
+            (x@x).sum().item() # waits for the device
             return time.perf_counter()-start
-        works = [*_works(dtype),*_works(torch.float32)]
+        xs = [torch.ones(n, n, device=device, dtype=o) for o in (dtype,torch.float32)]
         torch.set_num_threads(1) # several would wait for each other, where other programs run
-        try: least = [min(o) for o in zip(*[map(_time, works) for _ in range(4)])] # in turns
+        try: half,full = map(min, zip(*[map(_time, xs) for _ in range(4)])) # in turns
         finally: torch.set_num_threads(threads)
-        return least[0]/least[2],least[1]/least[3]
+        return half/full
 
 _machine = Machine()
 
 @contextmanager
 def _undisturbed(device):
     "Inside a `with`, what is on where we are called is off: autocast, `no_grad`, inference mode"
-    autocast = torch.amp.is_autocast_available(device.type)
-    no_autocast = torch.autocast(device.type, enabled=False) if autocast else nullcontext()
-    with torch.inference_mode(False),torch.enable_grad(),no_autocast: yield
+    with torch.inference_mode(False),torch.enable_grad(),torch.autocast(device.type, enabled=False): yield
 
 @contextmanager
 def pretend(
@@ -118,12 +104,6 @@ def pretend(
 # %% ../nbs/00a_devices.ipynb #b1a485dc
 def _short(dtype): return str(dtype).removeprefix('torch.')
 
-def _known_fault(machine, device, dtype, module):
-    "Why `device` can't compute a layer such as `module` in `dtype`, if `known_faults` says so"
-    for (part,fault_dtype),(kinds,why) in known_faults.items():
-        named = part==machine.kind(device) or part in machine.name(device)
-        if named and dtype==fault_dtype and isinstance(module, kinds): return why
-
 @lru_cache
 def _fault(machine, device, dtype, kind):
     "Why `device` can't compute layers of this `kind` in `dtype`; empty if it can"
@@ -133,7 +113,6 @@ def _fault(machine, device, dtype, kind):
         try:
             with _undisturbed(device):
                 res = machine.forward(kind, device, dtype, input_dtype)
-                if not res.isfinite().all().item(): return f'{what} returns inf or nan'
                 if half and res.dtype not in (torch.float32,dtype): return f'autocast would use {_short(res.dtype)}'
                 lacks = 'no backward pass of'
                 machine.backward(res)
@@ -156,19 +135,15 @@ def support(
     dtype = as_dtype(dtype)
     try: device = torch.device(device)
     except (RuntimeError,TypeError): return 'no'
-    return _support(_machine, device, dtype)
-
-@lru_cache
-def _support(machine, device, dtype):
     fp8 = dtype==torch.float8_e4m3fn # no layer computes in it
-    if _fault(machine, device, torch.float32 if fp8 else dtype, nn.Linear): return 'no'
-    if dtype not in (*half_dtypes,torch.float8_e4m3fn): return 'native'
-    kind,has = machine.kind(device),machine.capability(device)
+    if _fault(_machine, device, torch.float32 if fp8 else dtype, nn.Linear): return 'no'
+    if not fp8 and dtype not in half_dtypes: return 'native'
+    kind,has = _machine.kind(device),_machine.capability(device)
     need = native_with.get((kind,dtype))
     if need is None: native = not fp8
     elif isinstance(need, tuple): native = has>=need
     else: native = not need.isdisjoint(has)
-    if native and kind=='cpu': native = _slowdown(machine, device, dtype)[0]<=slowest_native
+    if native and kind=='cpu': native = _slowdown(_machine, device, dtype)<=slowest_native
     return 'native' if native else 'no' if fp8 else 'emulated'
 
 @lru_cache
@@ -184,7 +159,8 @@ def missing(
     "Why a layer such as `module` can't be computed in `dtype` on `device`, although others can"
     if support(device, dtype)=='no': return ''
     device,dtype = torch.device(device),as_dtype(dtype)
-    if why := _known_fault(_machine, device, dtype, module): return why
+    for (part,fault_dtype),(kinds,why) in known_faults.items():
+        if part in _machine.name(device) and dtype==fault_dtype and isinstance(module, kinds): return why
     kind = next((o for o in layers if isinstance(module, o)), None)
     return _fault(_machine, device, dtype, kind) if kind else ''
 
@@ -214,11 +190,7 @@ def emulation(
     device,dtype = torch.device(device),as_dtype(dtype)
     if support(device, dtype)!='emulated': return ''
     use = next((o for d,o in calls.items() if support(device, d)=='native'), 'to_fp32()')
-    name,times = _machine.name(device),zip(('a matrix product','a convolution'), _slowdown(_machine, device, dtype))
-    slower = ' and '.join(f'{what} takes {_magnitude(n)} times' for what,n in times if n>1.05)
-    if slower: slower += " as long as in float32, a training step less"
-    return (f"{name[0].upper()}{name[1:]} only emulates {_short(dtype)}: {slower or 'it is no faster than float32'}. "
-            f"Use {use}.")
-
-def _magnitude(n): # as it varies from one measurement to the next
-    return f'about {10**round(math.log10(n))}' if n>10**.5 else 'up to 3'
+    name,times = _machine.name(device),_slowdown(_machine, device, dtype)
+    size = f'about {10**round(math.log10(times))}' if times>10**.5 else 'up to 3' # measurements vary
+    return (f"{name[0].upper()}{name[1:]} only emulates {_short(dtype)}: a matrix product takes {size} times as long "
+            f"as in float32, a training step less. Use {use}.")

@@ -42,14 +42,12 @@ def _inner(opt):
 def check_flat(
     opt, # Optimizer of a `Learner`
 ):
-    "Raise `ValueError` if flat steps can't run `opt`, and `TypeError` if it isn't a fastai optimizer"
+    "Raise `ValueError` if flat steps can't run `opt`"
     opt = _inner(opt)
     torch_opt = getattr(opt, 'opt', opt)
     if isinstance(torch_opt, torch.optim.Optimizer):
         raise ValueError(f"flat_master=True is for fastai's own optimizers. {type(torch_opt).__name__} does many "
             "parameters at once if made with foreach=True or fused=True: use that, and flat_master=False.")
-    if not all(hasattr(opt, o) for o in ('cbs','param_lists','hypers','state')):
-        raise TypeError(f"flat_master=True needs a fastai Optimizer, not a {type(opt).__name__}.")
     if not _is_elementwise(opt.step):
         raise ValueError(f"flat_master=True can't run {type(opt).__name__}: it replaces Optimizer.step. "
             "Use flat_master=False.")
@@ -60,12 +58,9 @@ def check_flat(
             "flat_master=False, or mark a stepper that treats each number by itself with stepper.elementwise=True.")
 
 # %% ../nbs/05_flat.ipynb #b0a4b5ba
-_portion_cpu = 2**15 # the tensors of a step (parameters, gradients, averages) then fit into a core's cache
-_portion_other = 2**22 # on an accelerator the number of kernels counts
-
 def _portion(device):
-    "Size of a flat tensor, in numbers"
-    return _portion_cpu if device.type=='cpu' else _portion_other
+    "Size of a flat tensor, in numbers: one of a CPU fits into a core's cache; elsewhere the number of kernels counts"
+    return 2**15 if device.type=='cpu' else 2**22
 
 def _layout(p, state, hyper):
     "Properties that all parameters in a flat tensor share, or None if `p` is not updated in a flat tensor"
@@ -81,20 +76,16 @@ def _layout(p, state, hyper):
     return tuple(res)
 
 # %% ../nbs/05_flat.ipynb #4f1c0a04
-def _loop(opt, group, params, state, closure):
+def _loop(opt, group, params, state):
     "Run the step of `opt` as if it had only `params`, in parameter group `group`, with state `state`"
     own = opt.param_lists,opt.state
     try:
         opt.param_lists,opt.state = [params if i==group else [] for i in range(len(opt.hypers))],state
-        type(opt).step(opt, closure)
+        type(opt).step(opt)
     finally: opt.param_lists,opt.state = own
 
 # %% ../nbs/05_flat.ipynb #a8a813ed
-def _scatter(flat, ts):
-    "Copy the numbers of `flat` into `ts`"
-    foreach_copy_(ts, _unflatten_dense_tensors(flat, ts))
-
-def _step_together(opt, group, params, closure):
+def _step_together(opt, group, params):
     "Update `params`, of parameter group `group`, as one flat tensor"
     states,data = [opt.state[p] for p in params],[p.data for p in params]
     flat = _flatten_dense_tensors(data)
@@ -102,7 +93,7 @@ def _step_together(opt, group, params, closure):
     own = {k:[s[k] for s in states] for k in states[0]}
     gathered = {k: _flatten_dense_tensors(vs) if isinstance(vs[0], Tensor) else vs[0] for k,vs in own.items()}
     state = dict(gathered)
-    _loop(opt, group, [flat], {flat:state}, closure)
+    _loop(opt, group, [flat], {flat:state})
     for k,v in state.items():
         vs = [v]*len(params)
         if isinstance(v, Tensor):
@@ -111,16 +102,16 @@ def _step_together(opt, group, params, closure):
                     "doesn't treat each number by itself. Use flat_master=False.")
             new = v is not gathered.get(k)
             vs = [torch.empty_like(p, dtype=v.dtype, device=v.device) for p in data] if new else own[k]
-            _scatter(v, vs)
+            foreach_copy_(vs, _unflatten_dense_tensors(v, vs))
         for s,o in zip(states,vs): s[k] = o
-    _scatter(flat, data)
+    foreach_copy_(data, _unflatten_dense_tensors(flat, data))
 
 # %% ../nbs/05_flat.ipynb #d123aba0
 @torch.no_grad()
 def _step_groups(opt, closure=None):
     "Do what `Optimizer.step` does, with small parameters in flat tensors"
     ids = [*map(id, chain(*opt.param_lists))]
-    if len({*ids})<len(ids): return type(opt).step(opt, closure)
+    if closure is not None or len({*ids})<len(ids): return type(opt).step(opt, closure)
     for group,(params,hyper) in enumerate(zip(opt.param_lists, opt.hypers)):
         as_they_are,together,sizes = [],defaultdict(list),defaultdict(int)
         for p in params:
@@ -129,8 +120,8 @@ def _step_groups(opt, closure=None):
             if layout is None: as_they_are.append(p)
             else: together[layout, sizes[layout]//_portion(p.device)].append(p)
             sizes[layout] += p.numel()
-        _loop(opt, group, as_they_are, opt.state, closure)
-        for ps in together.values(): _step_together(opt, group, ps, closure)
+        _loop(opt, group, as_they_are, opt.state)
+        for ps in together.values(): _step_together(opt, group, ps)
 
 _step_groups.elementwise = True # for `check_flat`, while it is installed
 

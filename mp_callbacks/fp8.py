@@ -167,13 +167,11 @@ def fp8_linear(
     """`F.linear` that rounds the factors of its three products to FP8: `x`, `weight` and the gradient of the result
 
     Any sizes: they are padded to multiples of 16. Raises `TypeError` for other dtypes, and `ValueError` for another
-    recipe, for sizes that don't fit, and without `emulate` on a device that has no FP8. Gradients are bit for bit those
-    of torchao's `Float8Linear`. As there, kernels with a scale for each row return bfloat16, also for a float32 `x`."""
+    recipe, and without `emulate` on a device that has no FP8. Gradients are bit for bit those of torchao's
+    `Float8Linear`. As there, kernels with a scale for each row return bfloat16, also for a float32 `x`."""
     recipe = get_recipe(recipe)
     if x.dtype not in (torch.float32,*half_dtypes):
         raise TypeError(f"x has the dtype {x.dtype}, which can't be rounded to FP8 here. Use x.float().")
-    if x.shape[-1]!=weight.shape[1]:
-        raise ValueError(f"x has {x.shape[-1]} numbers in its last dimension, and weight takes {weight.shape[1]}.")
     emulate = emulate or recipe.digits_only
     if not emulate and not torch.compiler.is_compiling(): check_fp8(x.device) # what has been asked can't be traced
     if not x.numel() or not weight.numel(): res = F.linear(x, weight.to(x.dtype)) # such as an expert without tokens

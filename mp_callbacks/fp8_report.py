@@ -9,7 +9,7 @@ __all__ = ['Fp8Report', 'measure_fp8']
 
 # %% ../nbs/09a_fp8_report.ipynb #f8a00015
 import math,torch
-import matplotlib.pyplot as plt,pandas as pd
+import pandas as pd
 from dataclasses import replace
 from torch import nn
 
@@ -67,14 +67,12 @@ class Fp8Report:
         ax=None, # Matplotlib axes to draw on; None: new ones
     ): # The axes
         "How far the largest number of each factor is above its median, and where this is too far for its format"
-        if ax is None: _,ax = plt.subplots(figsize=(6, 1.2+.25*len(self.layers)))
-        for name,color in zip(_factors, ('tab:blue','tab:green','tab:orange')):
-            ax.plot(self.table[f'{name} largest/median'], range(len(self.layers)), 'o', color=color, label=name)
-        for dtype in dict.fromkeys(self.formats.values()):
-            ax.axvline(_furthest(dtype), color='tab:red', ls=':' if dtype==torch.float8_e5m2 else '-',
-                       label=f'too far in {str(dtype).removeprefix("torch.float8_").removesuffix("fn")}')
-        ax.set(xscale='log', xlabel='largest/median', yticks=range(len(self.layers)), yticklabels=[*self.layers])
-        ax.invert_yaxis()
+        ratios = self.table.filter(like='largest/median').rename(columns=lambda o: o.partition(' ')[0])
+        ax = ratios[::-1].plot.barh(ax=ax, logx=True, figsize=(6, 1.2+.5*len(ratios)) if ax is None else None)
+        for dtype,style in {self.recipe.grad_dtype:':', torch.float8_e4m3fn:'-'}.items():
+            name = str(dtype).removeprefix('torch.float8_').removesuffix('fn')
+            ax.axvline(_furthest(dtype), color='tab:red', ls=style, label=f'too far in {name}')
+        ax.set_xlabel('largest/median')
         ax.legend(loc='lower center', bbox_to_anchor=(.5,1), ncols=3, frameon=False)
         return ax
 

@@ -11,7 +11,6 @@ __all__ = []
 import torch
 from contextlib import nullcontext
 from functools import wraps
-from inspect import signature
 
 from fastai.learner import Learner
 from fastcore.basics import patch
@@ -27,40 +26,39 @@ from .recorder import PrecisionRecorder
 from .looks import find_nonfinite,precision_plan,precision_report
 from .checkup import precision_checkup
 
-def _scale_options(callback):
-    "Names of the options of `callback` that are for a loss scale, which bfloat16 doesn't need"
-    others = {*signature(PrecisionCallback).parameters, 'flat_master', 'dtype', 'keep'}
-    return [*{*signature(callback).parameters}-others, 'rescue'] # bfloat16 overflows where float32 does
 
 # %% ../nbs/13_learner.ipynb #b17aa64d
-def _with_rules(learn, dtype, keep=(), fp8=None, **options):
-    return _set_precision(learn, MixedPrecision(**options), ModelToHalf(dtype, keep=keep, fp8=fp8))
-
 @patch
-@options_of(MixedPrecision.__init__, ModelToHalf.__init__, but=[*_scale_options(MixedPrecision), 'dtype', 'fp8'],
-            positional=['flat_master', 'clip'])
-def to_bf16(self:Learner, **kwargs)->Learner: # The same learner
+@options_of(MixedPrecision.__init__, ['flat_master', 'clip'], ['max_skips'])
+def to_bf16(self:Learner, *,
+    keep=(), # Modules to keep in float32, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
+    **kwargs
+)->Learner: # The same learner
     """Train in bfloat16, by autocast and three rules for what it leaves in float32: norms, lookups, owners
 
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
-    return _with_rules(self, torch.bfloat16, loss_scale=1, dynamic=False, **kwargs)
+    return _set_precision(self, MixedPrecision(1, dynamic=False, **kwargs), ModelToHalf(torch.bfloat16, keep=keep))
 
 # %% ../nbs/13_learner.ipynb #752affb0
 @patch
-@options_of(MixedPrecision.__init__, ModelToHalf.__init__, but=['dtype', 'fp8'],
-            positional=['loss_scale','flat_master','dynamic','max_loss_scale','div_factor','scale_wait','clip'])
-def to_fp16(self:Learner, **kwargs)->Learner: # The same learner
+@options_of(MixedPrecision.__init__,
+            ['loss_scale','flat_master','dynamic','max_loss_scale','div_factor','scale_wait','clip'],
+            ['min_loss_scale','headroom','max_skips','rescue'])
+def to_fp16(self:Learner, *,
+    keep=(), # Modules to keep in float32, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
+    **kwargs
+)->Learner: # The same learner
     """Train in float16 with loss scaling, by autocast and three rules for what it leaves in float32, see `to_bf16`
 
     Defaults are those of fastai's `to_non_native_fp16`, except for the start of the scale.
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
-    return _with_rules(self, torch.float16, **kwargs)
+    return _set_precision(self, MixedPrecision(**kwargs), ModelToHalf(torch.float16, keep=keep))
 
 # %% ../nbs/13_learner.ipynb #27fa3051
 @patch
-@options_of(NativeMixedPrecision.__init__, but=[*_scale_options(NativeMixedPrecision), 'dtype'])
+@options_of(NativeMixedPrecision.__init__, named=['keep', 'clip', 'max_skips'])
 def to_native_bf16(self:Learner, **kwargs)->Learner: # The same learner
     """Train in bfloat16, by autocast alone
 
@@ -70,8 +68,9 @@ def to_native_bf16(self:Learner, **kwargs)->Learner: # The same learner
 
 # %% ../nbs/13_learner.ipynb #2438314f
 @patch
-@options_of(NativeMixedPrecision.__init__, but=['dtype'],
-            positional=['init_scale','growth_factor','backoff_factor','growth_interval','enabled'])
+@options_of(NativeMixedPrecision.__init__,
+            ['init_scale','growth_factor','backoff_factor','growth_interval','enabled'],
+            ['keep','min_loss_scale','max_loss_scale','clip','max_skips','rescue'])
 def to_native_fp16(self:Learner, **kwargs)->Learner: # The same learner
     """Train in float16, by autocast alone, with the loss scaling of `torch.amp.GradScaler`, with its defaults
 
@@ -81,7 +80,7 @@ def to_native_fp16(self:Learner, **kwargs)->Learner: # The same learner
 
 # %% ../nbs/13_learner.ipynb #f8130001
 @patch
-@options_of(MixedPrecision.__init__, but=[*_scale_options(MixedPrecision), 'flat_master'], positional=['clip'])
+@options_of(MixedPrecision.__init__, ['clip'], ['max_skips'])
 def to_fp8(self:Learner,
     recipe:str='tensorwise', # 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp', see [fp8](09_fp8.ipynb#recipes)
     *,
@@ -93,7 +92,8 @@ def to_fp8(self:Learner,
 
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
-    return _with_rules(self, torch.bfloat16, keep, Fp8(recipe, emulate), loss_scale=1, dynamic=False, **kwargs)
+    return _set_precision(self, MixedPrecision(1, dynamic=False, **kwargs),
+                          ModelToHalf(torch.bfloat16, keep=keep, fp8=Fp8(recipe, emulate)))
 
 # %% ../nbs/13_learner.ipynb #b7c7f369
 @patch
@@ -146,72 +146,63 @@ Learner.find_nonfinite,Learner.precision_plan,Learner.precision_report = find_no
 Learner.precision_checkup = precision_checkup
 
 # %% ../nbs/13_learner.ipynb #1d558af3
-def _replaces(name):
-    "Decorator: what a function makes of fastai's own method `name` of `Learner` takes the method's place"
+def _wrap_method(
+    name, # Of one of fastai's own methods of `Learner`
+    f, # Function of this method, the learner and the method's arguments, that takes its place
+):
     plain = getattr(Learner, name)
     plain = getattr(plain, 'plain', plain) # also after a reload of this module
-    def _decorator(make):
-        new = wraps(plain)(make(plain))
-        new.plain = plain
-        setattr(Learner, name, new)
-    return _decorator
+    @wraps(plain)
+    def _method(self, *args, **kwargs): return f(plain, self, *args, **kwargs)
+    _method.plain = plain
+    setattr(Learner, name, _method)
 
-@_replaces('one_batch')
-def _in_batch(plain):
-    def _one_batch(self, *args, **kwargs):
-        cb = precision_callback(self)
-        try:
-            with open_batch(self), nullcontext() if cb is None else cb.batch(): return plain(self, *args, **kwargs)
-        except BaseException:
-            reset_ddp(self.model) # in float32, too: a look at a batch would send its gradients
-            raise
-    return _one_batch
+def _one_batch(plain, self, *args, **kwargs):
+    cb = precision_callback(self)
+    try:
+        with open_batch(self), nullcontext() if cb is None else cb.batch(): return plain(self, *args, **kwargs)
+    except BaseException:
+        reset_ddp(self.model) # in float32, too: a look at a batch would send its gradients
+        raise
 
-@_replaces('_with_events')
-def _in_backward_and_step(plain):
-    def _with_events(self, f, event_type, *args, **kwargs):
-        cb = precision_callback(self) if event_type in ('backward','step') else None
-        if cb is None: return plain(self, f, event_type, *args, **kwargs)
-        def _inside():
-            with cb.backward() if event_type=='backward' else cb.step(): f()
-        return plain(self, _inside, event_type, *args, **kwargs)
-    return _with_events
+def _with_events(plain, self, f, event_type, *args, **kwargs):
+    cb = precision_callback(self) if event_type in ('backward','step') else None
+    def _inside():
+        with cb.backward() if event_type=='backward' else cb.step(): f()
+    return plain(self, f if cb is None else _inside, event_type, *args, **kwargs)
+
+_wrap_method('one_batch', _one_batch)
+_wrap_method('_with_events', _with_events)
 
 # %% ../nbs/13_learner.ipynb #5d8c41e1
-@_replaces('create_opt')
-def _with_state(plain):
-    def _create_opt(self):
-        plain(self)
-        if (cb := precision_callback(self)) is not None: cb.state = cb.state
-    return _create_opt
+def _create_opt(plain, self):
+    plain(self)
+    if (cb := precision_callback(self)) is not None: cb.state = cb.state
+
+_wrap_method('create_opt', _create_opt)
 
 # %% ../nbs/13_learner.ipynb #9f650a0a
-@_replaces('to_contiguous')
-def _without_precision(plain):
-    def _to_contiguous(self, to_fp32=False):
-        plain(self, to_fp32=to_fp32)
-        return self.to_fp32() if to_fp32 else self
-    return _to_contiguous
+def _to_contiguous(plain, self, to_fp32=False):
+    plain(self, to_fp32=to_fp32)
+    return self.to_fp32() if to_fp32 else self
 
-@_replaces('__getattr__')
-def _with_a_hint(plain):
-    def _getattr(self, name):
-        try: return plain(self, name)
-        except AttributeError:
-            if name not in ('precision_recorder','mixed_precision'): raise
-            raise AttributeError(f"This learner trains in float32, and has no {name}. to_fp16(), to_bf16(), "
-                                 "to_native_fp16(), to_native_bf16() and to_fp8() add it.") from None
-    return _getattr
+_wrap_method('to_contiguous', _to_contiguous)
+
+def _getattr(plain, self, name):
+    try: return plain(self, name)
+    except AttributeError:
+        if name not in ('precision_recorder','mixed_precision'): raise
+        raise AttributeError(f"This learner trains in float32, and has no {name}. to_fp16(), to_bf16(), "
+                             "to_native_fp16(), to_native_bf16() and to_fp8() add it.") from None
+
+_wrap_method('__getattr__', _getattr)
 
 # %% ../nbs/13_learner.ipynb #c9d2f4b8
-def _whole(plain):
-    "`plain`, which raises a `ValueError` if it would write a part of the model"
-    def _write(self, *args, **kwargs):
-        if precision_callback(self) is not None and is_sharded(self.model):
-            raise ValueError(f"With FSDP2 each process has a part of the model, and learn.{plain.__name__} would write "
-                             "one part. Use get_state_dict of torch.distributed.checkpoint.state_dict.")
-        return plain(self, *args, **kwargs)
-    return _write
+def _write(plain, self, *args, **kwargs):
+    if precision_callback(self) is not None and is_sharded(self.model):
+        raise ValueError(f"With FSDP2 each process has a part of the model, and learn.{plain.__name__} would write one "
+                         "part. Use get_state_dict of torch.distributed.checkpoint.state_dict.")
+    return plain(self, *args, **kwargs)
 
-_replaces('save')(_whole)
-_replaces('export')(_whole)
+_wrap_method('save', _write)
+_wrap_method('export', _write)

@@ -11,7 +11,6 @@ __all__ = ['default_cap', 'default_headroom', 'loss_scale_presets', 'LossScale',
 # %% ../nbs/01_loss_scale.ipynb #c7996165
 import torch
 from dataclasses import dataclass,fields,replace
-from fastcore.basics import patch
 from math import frexp,inf
 from numbers import Integral,Real
 from .dtypes import map_tensors
@@ -26,6 +25,7 @@ default_headroom = 6. # powers of two above the first step's largest gradient in
 def _check(self, name, ok, need, kind=float):
     "Convert field `name` of the frozen `self` to `kind`. Raises a `ValueError` unless it is a number and `ok`."
     x = getattr(self, name)
+    if x is None and getattr(type(self), name) is None: return # its default
     is_number = isinstance(x, Integral if kind is int else Real) and not isinstance(x, bool)
     if not (is_number and ok(x)): raise ValueError(f'{name}={x!r} must be {need}')
     object.__setattr__(self, name, kind(x))
@@ -111,9 +111,8 @@ class DynamicLossScale(LossScale):
         _check_scale(self, 'min_loss_scale', '2.**-126 for almost no floor')
         _check_scale(self, 'max_loss_scale', '2.**127 for almost no cap')
         _check(self, 'factor', lambda x: 1<x<inf, 'a finite number above 1. Use StaticLossScale for a constant.')
-        if self.backoff is not None: _check(self, 'backoff', lambda x: 0<x<1, 'between 0 and 1. Use None for 1/factor.')
-        if self.headroom is not None:
-            _check(self, 'headroom', lambda x: 0<=x<=30, 'a number of powers of two, from 0 to 30. Use None for none.')
+        _check(self, 'backoff', lambda x: 0<x<1, 'between 0 and 1. Use None for 1/factor.')
+        _check(self, 'headroom', lambda x: 0<=x<=30, 'a number of powers of two, from 0 to 30. Use None for none.')
         for k,low in dict(counter=0, period=1, growth_delay=0, hysteresis=1, forgiven=0).items():
             _check(self, k, lambda x: x>=low, f'an int, at least {low}. Use {low} or more.', int)
         for k,words in dict(at_min='clip raise', at_max='clip keep', refill='growth finite backoff').items():
@@ -160,11 +159,10 @@ class DynamicLossScale(LossScale):
 
     def _measured(self, amax):
         "The scale that leaves `headroom` above `amax`; `found` only if scaled `amax` is normal in float16"
-        if amax is None:
-            raise ValueError("amax=None must be the largest absolute gradient while `wants_amax` is true. "
-                             "Take it from prepare_grads(..., amax=True), or use headroom=None.")
+        if amax is None or not 0<=amax<inf:
+            raise ValueError(f"amax={amax!r} must be the largest absolute gradient while `wants_amax` is true. Take it "
+                             "from prepare_grads(..., amax=True), or use headroom=None, or finite=False.")
         amax,least = float(amax),_f16.tiny/self.loss_scale
-        if not 0<=amax<inf: raise ValueError(f'amax={amax!r} must be a number, at least 0. Use finite=False if not.')
         s = 2.**(frexp(_f16.max/max(amax, least)/2**self.headroom)[1]-1)
         return self._next(loss_scale=min(max(s, self.min_loss_scale), self.max_loss_scale), found=amax>=least)
 

@@ -17,7 +17,7 @@ class Fake(Machine):
         no_forward={}, # Layer -> dtypes of the input that its forward pass raises for
         no_backward={}, # Layer -> dtypes that its backward pass raises for
         returns={}, # Pair of layer and dtype -> dtype that autocast uses
-        times={}, # Dtype -> how many times as long as in float32 a product takes; .5 for others, a convolution twice
+        times={}, # Dtype -> how many times as long as in float32 a product takes; .5 for others
     ):
         self.only,self.called,self.has,self.no_dtype = kind,name,capability,no_dtype
         self.no_forward,self.no_backward,self.returns,self.times = no_forward,no_backward,returns,times
@@ -26,7 +26,7 @@ class Fake(Machine):
     def kind(self, device): return self.only
     def name(self, device): return self.called
     def capability(self, device): return self.has
-    def slowdown(self, device, dtype): return self.times.get(dtype, .5),2*self.times.get(dtype, .5)
+    def slowdown(self, device, dtype): return self.times.get(dtype, .5)
 
     def forward(self, kind, device, dtype, input_dtype):
         self.tried.append((kind,dtype,input_dtype))
@@ -57,8 +57,7 @@ machines = {
     'ROCm':     lambda: Fake('rocm', 'AMD Instinct MI300X'),
     'MPS':      lambda: Fake('mps', 'this MPS'),
     'MPS, macOS 13': lambda: Fake('mps', 'this MPS', no_dtype={bf16}),
-    'XPU':      lambda: Fake('xpu', 'this XPU', {'has_fp16','has_bfloat16_conversions'}),
-    'XPU without bfloat16': lambda: Fake('xpu', 'this XPU', {'has_fp16'}, times={f16:1.5,bf16:1.5}),
+    'XPU':      lambda: Fake('xpu', 'this XPU'),
     'AVX2':     lambda: Fake('cpu', 'this CPU', **avx2),
     'AVX2-VNNI-2': lambda: Fake('cpu', 'this CPU', {'avx2','avx_vnni','avx_ne_convert'}, times={f16:9.,bf16:9.},
                                 no_backward={o:{f16,bf16} for o in convs}),

@@ -9,7 +9,6 @@ from torch import nn
 from fastai.optimizer import *
 from fastai.optimizer import l2_reg,sgd_step,weight_decay
 
-from mp_callbacks import flat
 from mp_callbacks.flat import flat_step
 from states import same
 from tracing import interrupted

@@ -10,13 +10,10 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-import mp_callbacks.fp8
 from fastai.learner import load_learner
 from learners import *
-from machines import Fake
-from mp_callbacks.devices import pretend
 from mp_callbacks.dtypes import half_dtypes
-from mp_callbacks.fp8 import Fp8,Fp8Recipe,check_fp8,fp8_linear,fp8_recipes,quantize
+from mp_callbacks.fp8 import Fp8,Fp8Recipe,fp8_linear,fp8_recipes,quantize
 from mp_callbacks.fp8_report import Fp8Report,measure_fp8
 
 bf16,recipes = torch.bfloat16,[*fp8_recipes]
@@ -198,8 +195,6 @@ def test_refused():
                        ('24 is no multiple of 16', lambda: ways(mlp(24))),
                        ('there is none', lambda: ways(nn.Sequential(nn.Conv2d(1,1,1)))),
                        ("keep={'2': 'bfloat16'} leaves no layer", lambda: in_fp8(learner(), keep={'2':'bfloat16'})),
-                       ('x has 33 numbers in its last dimension, and weight takes 32',
-                        lambda: grads_of('rowwise', x=torch.randn(8,33))),
                        ("recipe='row' must be one of", lambda: learner().to_fp8('row')),
                        (r"recipe=\['rowwise'\] must be one of", lambda: learner().to_fp8(['rowwise'])),
                        ('tolerance=-1 must be a positive number',
@@ -213,19 +208,13 @@ def test_refused():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='a GPU may have FP8')
 def test_without_the_hardware():
-    "An error that names what is needed, before anything has changed"
+    "An error that names what is needed, before anything has changed; which devices have it: test_devices"
     learn = learner()
     cbs = [*learn.cbs]
     with pytest.raises(ValueError, match=r'compute capability 8\.9.*to_bf16\(\), or emulate=True'): learn.to_fp8()
     assert [*learn.cbs]==cbs
     with half_precision(mlp(), bf16, fp8=Fp8()) as half:
         with pytest.raises(ValueError, match='device=cpu'): half.model(torch.randn(4,8))
-
-@pytest.mark.parametrize('capability,fine', [((8,0),False), ((8,6),False), ((8,9),True), ((9,0),True), ((12,0),True)])
-def test_hardware(capability, fine):
-    with pretend(Fake('cuda', 'NVIDIA A100', capability)):
-        if fine: return check_fp8('cuda')
-        with pytest.raises(ValueError, match=r'device=cuda \(NVIDIA A100\)'): check_fp8('cuda')
 
 # --- An ordinary learner
 
@@ -254,19 +243,16 @@ def test_checkpointing(reentrant):
     for o in (learn,plain): o.fit(1)
     assert all(map(torch.equal, weights(learn), weights(plain)))
 
-def test_hooks_and_subclasses():
-    "A layer's hooks run, also those that change its result; a `forward` of its own runs; so does a replaced one"
-    class Doubled(nn.Linear):
-        def forward(self, x): calls.append('own'); return super().forward(x)*2
+def test_hooks_and_replaced_forward():
+    "A layer's hooks run, also those that change its result; and so does a `forward` that somebody puts on it"
     calls,model = [],mlp()
     model[2].register_forward_hook(lambda module, args, out: calls.append(out.dtype) or out*0)
     model[2].register_forward_pre_hook(lambda module, args: calls.append('pre'))
     model[2].register_full_backward_hook(lambda module, grad_in, grad_out: calls.append('backward'))
-    model.insert(3, Doubled(32,32))
     half = half_precision(model, bf16, fp8=Fp8(emulate=True))
     with half: res = model(torch.randn(4,8))
     res.sum().backward()
-    assert calls==['pre',bf16,'own','backward']
+    assert calls==['pre',bf16,'backward']
     model[2].forward = lambda x: calls.append('replaced') or x
     with half: model(torch.randn(4,8))
     assert 'replaced' in calls
@@ -281,23 +267,17 @@ def test_back():
     assert learn.model(torch.randn(4,8)).dtype==torch.float32
 
 def test_resumes_exactly(tmp_path):
-    "In another learner too: there is no state of FP8 to save"
+    "In another learner too: there is no state of FP8 to save, and an exported model is a plain one"
     learn,other = (in_fp8(learner(path=tmp_path), clip=1.) for _ in range(2))
     learn.fit(2)
     learn.save('m')
+    learn.export('m.pkl')
+    loaded,x = load_learner(tmp_path/'m.pkl'),torch.ones(1,8)
+    assert loaded.model(x).equal(learn.model(x))
     learn.fit(2)
     other.load('m')
     other.fit(2, reset_opt=False)
     assert all(map(torch.equal, weights(learn), weights(other)))
-
-def test_exports(tmp_path):
-    "The file names no class of torchao, which this package never imports"
-    learn = in_fp8(learner(path=tmp_path))
-    learn.fit(1)
-    learn.export('m.pkl')
-    assert b'torchao' not in (tmp_path/'m.pkl').read_bytes()
-    loaded,x = load_learner(tmp_path/'m.pkl'),torch.ones(1,8)
-    assert loaded.model(x).equal(learn.model(x))
 
 def test_carried_along():
     "Whatever makes another `half_precision` keeps it"
@@ -392,13 +372,12 @@ def test_no_false_alarm(recipe):
 
 def test_report_looks_further():
     "A smaller tolerance takes out more layers, and only layers that are in FP8; where all would have to go, it says so"
-    kept = dict(keep=['norms.0'])
-    learn = in_fp8(learner(Net(), dls=get_dls(64)), **kept)
-    errors = [learn.precision_report(batches=1).error]
-    report = learn.precision_report(batches=1, tolerance=.95*errors[0])
+    learn = in_fp8(learner(Net(), dls=get_dls(64)), keep=['norms.0'])
+    error = learn.precision_report(batches=1).error
+    report = learn.precision_report(batches=1, tolerance=.95*error)
     assert 0<len(report.keep)<3 and {*report.keep}<={'layers.0','layers.1','layers.2'}
     other = in_fp8(learner(Net(), dls=get_dls(64)), keep={'norms.0':'float32', **report.keep})
-    assert other.precision_report(batches=1).error<=.95*errors[0]
+    assert other.precision_report(batches=1).error<=.95*error
     report = learn.precision_report(batches=1, tolerance=1e-5)
     assert report.keep is None and 'No choice of layers' in str(report)
 

@@ -2,6 +2,7 @@
 import pytest
 from fastai.callback import fp16
 from fastai.callback.channelslast import ChannelsLast
+from mp_callbacks.precision import is_precision
 from learners import *
 from states import *
 
@@ -11,15 +12,17 @@ to = {**{o: methodcaller(o) for o in (*calls, 'to_fp32', 'to_channelslast', 'to_
       'to_bf16 flat':           methodcaller('to_bf16', flat_master=True),
       'to_channelslast no amp': methodcaller('to_channelslast', use_amp=False),
       'to_contiguous fp32':     methodcaller('to_contiguous', to_fp32=True)}
+class Subclass(fp16.MixedPrecision): "As in somebody's own package"
+
 foreign = dict( # fastai's own methods, which ours have taken the place of, add its own callbacks
     amp        = lambda learn: learn.add_cb(fp16.MixedPrecision()),
     amp_bf16   = lambda learn: learn.add_cb(fp16.MixedPrecision('bf16')),
+    subclass   = lambda learn: learn.add_cb(Subclass()),
     non_native = lambda learn: learn.add_cbs([fp16.ModelToHalf(),fp16.NonNativeMixedPrecision()]))
 
 def kinds(learn):
     "Names of the callbacks that have to do with precision, and where they come from"
-    ours = PrecisionCallback,ModelToHalf,ChannelsLast
-    found = [type(cb) for cb in learn.cbs if isinstance(cb, ours) or type(cb).__module__==fp16.__name__]
+    found = [type(cb) for cb in learn.cbs if is_precision(cb) or isinstance(cb, ChannelsLast)]
     return sorted(o.__module__.split('.')[0]+'.'+o.__name__ for o in found)
 
 def quick(*names): return not any('contiguous' in o or 'no amp' in o for o in names)
@@ -53,6 +56,9 @@ def test_pair(a, b):
     learn.to_fp32().remove_cb(ChannelsLast)
     assert kinds(learn)==[] and [type(cb) for cb in learn.cbs]==[type(cb) for cb in plain.cbs]
     assert_plain(learn.model)
-    if learn.opt is not None: plain.fit(1)
+    assert not any(vars(p) or p._backward_hooks for p in learn.model.parameters())
+    if learn.opt is not None:
+        plain.fit(1)
+        assert vars(learn.opt).keys()==vars(plain.opt).keys()
     assert vars(learn).keys()==vars(plain).keys(), vars(learn).keys()^vars(plain).keys()
     learn.fit(1)

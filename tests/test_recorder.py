@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt,numpy as np,pytest
 from fastai.callback.tracker import *
 from fastai.callback.training import GradientAccumulation
 from learners import *
-from mp_callbacks.recorder import LogRow,count_outcomes,log_columns
+from mp_callbacks.recorder import LogRow,count_outcomes
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
@@ -28,8 +28,7 @@ class Cancel(Callback):
 def log(learn): return learn.precision_recorder.log
 def row(i, scale=4., norm=1., skipped=False, culprit='', loss=.5):
     finite = math.isfinite(norm)
-    skipped = skipped or not finite
-    return LogRow(step=i, scale=scale, norm=norm, finite=finite, skipped=skipped, culprit=culprit, loss=loss)
+    return LogRow(i, scale, norm, finite, skipped or not finite, False, culprit, loss)
 def recorder(*rows):
     res = PrecisionRecorder()
     res.rows = [*rows]
@@ -50,7 +49,7 @@ def test_log(mode):
     learn.fit(2, cbs=[probe:=Probe(),Overflow(2)])
     df = log(learn)
     stats,losses = zip(*probe.seen)
-    assert list(df)==[*log_columns] and len(df)==8
+    assert list(df)==[*LogRow._fields] and len(df)==8
     for o in ('step','scale','finite'): assert list(df[o])==[getattr(s, o) for s in stats]
     assert np.array_equal(df.norm, [s.norm for s in stats], equal_nan=True) and list(df.loss)==[*losses]
     assert list(df.skipped)==[i==2 for i in range(8)]==list(~df.finite)
@@ -109,7 +108,7 @@ def test_without_fastais_recorder():
     learn = get_learner(cbs=PrecisionRecorder(columns=True)).to_bf16()
     learn.remove_cb(Recorder)
     learn.fit(1)
-    assert len(log(learn))==4 and log(learn).loss.isna().all() and log(learn).norm.gt(0).all()
+    assert len(log(learn))==4 and log(learn).loss.isna().all()
 
 # --- The picture
 
@@ -154,7 +153,6 @@ def test_summary():
     assert said('none')==['No steps yet.']
     assert said('one')==['1 step, none skipped.', 'The loss scale was always 4.',
                          'The median gradient norm was 1, the largest 1 (step 0).']
-    assert said('bf16')[:2]==['5 steps, none skipped.', 'The loss scale was always 1.']
     assert said('fp16')==['4 steps, 2 skipped.',
         'The first skipped step was 0, the last 2. The longest run has length 1.',
         "The last parameter whose gradient wasn't finite was mostly a (1 of 2). For the cause: learn.find_nonfinite().",
@@ -188,8 +186,6 @@ def test_columns():
     assert [o['loss_scale'] for o in values(learn)]==log(learn).scale[[3,7]].tolist()
     learn.fit(1)
     assert learn.recorder.metric_names==names and values(learn)[0]['skipped']==0
-    learn.recorder.plot_loss()
-    plt.close('all')
 
 @pytest.mark.parametrize('mode', modes)
 def test_changes_nothing_else(mode):
@@ -210,17 +206,13 @@ def test_settings_of_fastais_recorder(kwargs):
     assert len(learn.recorder.log)==len(names) and values(learn)[0]['skipped']==1
     assert ('time' in names)==(names[-1]=='time')==kwargs.get('add_time', True)
 
-@pytest.mark.parametrize('monitor', ['valid_loss','mae','skipped'])
+@pytest.mark.parametrize('monitor', ['valid_loss','skipped'])
 def test_monitors(monitor, tmp_path):
-    "Callbacks that look for a column by its name find theirs, and may monitor ours"
+    "Callbacks that look for a column by its name find theirs, may monitor ours, and write them"
     learn = table(metrics=mae, path=tmp_path)
     saved = SaveModelCallback(monitor=monitor, comp=np.less)
-    learn.fit(3, cbs=[saved,EarlyStoppingCallback(monitor=monitor, comp=np.less, patience=3),Overflow(0,5)])
+    learn.fit(2, cbs=[saved,CSVLogger(),Overflow(1,5,6)])
     assert saved.best==min(o[monitor] for o in values(learn))
-
-def test_csv(tmp_path):
-    learn = table(path=tmp_path, metrics=mae)
-    learn.fit(2, cbs=[CSVLogger(),Overflow(1,5,6)])
     csv = pd.read_csv(tmp_path/'history.csv')
     assert list(csv)==learn.recorder.metric_names and list(csv.skipped)==[1,2]
     assert list(csv.loss_scale)==log(learn).scale[[3,7]].tolist() and csv.mae.between(0, 10).all()

@@ -3,7 +3,7 @@
 A case is a function of the rank. It runs in all processes, and compares what ranks have by `agree` and `differ`. All
 cases of a test run in the same processes, each in a new folder, because processes take seconds to start. After an error
 no other case runs, as the other ranks wait for the one that has failed."""
-import os,time,traceback,warnings
+import os,traceback,warnings
 from contextlib import contextmanager
 from datetime import timedelta
 from unittest.mock import patch as patched
@@ -114,14 +114,12 @@ def work(rank, world, path, cases):
     wait = timedelta(seconds=60)
     dist.init_process_group('gloo', init_method=f'file://{path}/init', timeout=wait, rank=rank, world_size=world)
     for i,case in enumerate(cases):
-        start = time.perf_counter()
         os.makedirs(f'{path}/{i}', exist_ok=True)
         os.chdir(f'{path}/{i}')
         try: case(rank)
         except Exception:
             (path/f'error{rank}').write_text(f'{shown(case)}\n{traceback.format_exc()}')
             break
-        if os.environ.get('TIMES') and rank==0: print(f'{time.perf_counter()-start:6.2f} {shown(case)}', flush=True)
     dist.destroy_process_group()
 
 def run_cases(path, cases, world=2):

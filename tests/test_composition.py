@@ -8,7 +8,6 @@ from functools import lru_cache
 from tempfile import TemporaryDirectory
 
 import matplotlib.pyplot as plt,pytest
-from fastai.callback.hook import ActivationStats
 from fastai.interpret import ClassificationInterpretation
 from fastai.vision.augment import Flip
 from fastai.vision.core import PILImageBW
@@ -41,31 +40,30 @@ def logged(learn): return [o[:2] for o in learn.recorder.values] # losses of tra
 images,labels = load_digits(return_X_y=True)
 images = (images.reshape(-1,8,8)*15.9).astype('uint8')
 
-def digits(bs=32):
+def digits():
     "Images of digits to classify, flipped at random while training"
     tfms,splits = [[At(images),PILImageBW.create], [At(labels),Categorize()]],[range(96),range(96,144)]
     kwargs = dict(after_item=ToTensor(), after_batch=[IntToFloatTensor(),Flip()], num_workers=0, device='cpu')
-    return Datasets(range(144), tfms, splits=splits).dataloaders(bs=bs, shuffle=False, **kwargs)
+    return Datasets(range(144), tfms, splits=splits).dataloaders(bs=32, shuffle=False, **kwargs)
 
 def classifier():
     torch.manual_seed(1)
     layers = nn.Linear(64,32,bias=False),nn.BatchNorm1d(32),nn.GELU(),nn.Linear(32,10)
     return nn.Sequential(nn.Flatten(), *layers) # not ReLU: rounding switches some of its units on or off
 
-def classify(make, model=None, **kwargs):
+def classify(make, **kwargs):
     "A learner that classifies digits"
-    if model is None: model = classifier()
-    return make(model, **{'dls':digits(), 'loss_func':CrossEntropyLossFlat(), **kwargs})
+    return make(classifier(), **{'dls':digits(), 'loss_func':CrossEntropyLossFlat(), **kwargs})
 
 def head_and_body(m): return [params(m[:-1]),params(m[-1:])]
 
 class When(Callback):
-    "Call `f` with the learner in `event` of training, whenever `at(learn)`"
-    def __init__(self, event, f, at=lambda learn: True, order=0):
-        self.f,self.at,self.order,self.any = f,at,order,event.endswith(('epoch','train'))
+    "Call `f` with the learner in `event` of training"
+    def __init__(self, event, f, order=0):
+        self.f,self.order = f,order
         setattr(self, event, self._when)
     def _when(self):
-        if (self.any or self.training) and self.at(self.learn): self.f(self.learn)
+        if self.training: self.f(self.learn)
 
 class Uphill(Callback):
     "From epoch 3 on every step makes it worse"
@@ -82,33 +80,6 @@ class Spoil(Callback):
         self.learn.xb = (self.x*float('inf'),)
 
 # --- Callbacks
-
-@row
-def gradient_accumulation(make):
-    "Three batches to a step, across epochs"
-    learn = make(cbs=GradientAccumulation(48))
-    steps = []
-    learn.fit(3, cbs=When('after_step', lambda o: steps.append(o.train_iter)))
-    return steps,[went(learn),logged(learn)]
-
-@row
-def left_overs(make):
-    "Gradients that were accumulated for a step that never came are unscaled, and are added to those of the next fit"
-    learn = make()
-    learn.fit(1, cbs=GradientAccumulation(48)) # the fourth batch is left over
-    grads = [flat([p.grad for p in learn.model.parameters()])]
-    learn.fit(1)
-    return None,[went(learn),*grads,logged(learn)]
-
-@row
-def gradient_clip(make):
-    learn = make(cbs=GradientClip(.05))
-    norms = []
-    class Norm(Callback):
-        order = 20
-        def before_step(self): norms.append(flat([p.grad for p in self.model.parameters()]).norm().item())
-    learn.fit(2, cbs=Norm())
-    return [o<=.05 for o in norms],[went(learn),norms,logged(learn)]
 
 @row
 def mixed_data(make):
@@ -144,71 +115,6 @@ def trackers(make):
         near += [went(learn),logged(learn)]
     return lrs,near
 
-@row
-def terminate_on_nan(make):
-    "The fit ends with the batch whose loss isn't a number"
-    class Bad(Callback):
-        def before_batch(self):
-            if self.training and self.train_iter==5: self.learn.xb = (self.x*float('nan'),)
-    learn = make(cbs=[Bad(),TerminateOnNaNCallback()])
-    seen = []
-    learn.fit(3, cbs=When('before_batch', lambda o: seen.append(o.train_iter)))
-    return seen,[logged(learn)]
-
-@row
-def activation_stats(make):
-    learn = make(cbs=ActivationStats(with_hist=True))
-    learn.fit(2)
-    stats = learn.activation_stats
-    moments = [stats.layer_stats(i)[j] for i in range(3) for j in (0,1)]
-    return [len(stats.stats), *(o['hist'].shape for s in stats.stats for o in s)],[*moments,went(learn)]
-
-@row
-def bn_freeze(make):
-    "The statistics of frozen batch norms don't move"
-    learn = classify(make, splitter=head_and_body, train_bn=False, cbs=BnFreeze())
-    learn.freeze()
-    norm = learn.model[2]
-    before = norm.running_mean.clone()
-    learn.fit(1)
-    frozen = torch.equal(norm.running_mean, before)
-    learn.unfreeze()
-    learn.fit(1)
-    return [frozen,torch.equal(norm.running_mean, before)],[went(learn),logged(learn),norm.running_mean]
-
-@row
-def channels_last(make):
-    "A convolution's weights are laid out so in the optimizer and in the model"
-    torch.manual_seed(1)
-    layers = nn.Conv2d(1,4,3),nn.GELU(),nn.Conv2d(4,4,3,stride=2),nn.Flatten(),nn.Linear(16,10)
-    learn = classify(make, nn.Sequential(*layers), cbs=ChannelsLast())
-    strides = []
-    learn.fit(2, cbs=When('after_pred', lambda o: strides.append(o.model[2].weight.stride())))
-    return [strides,learn.model[2].weight.stride()],[went(learn),logged(learn)]
-
-class Recurrent(nn.Module):
-    """Remembers from batch to batch, until it is reset; returns the last layer and, for regularisation, all
-    activations, as fastai's own do"""
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.inp,self.hid,self.out,self.resets = nn.Linear(8,16),nn.Linear(16,16),nn.Linear(16,1),0
-        self.reset()
-    def reset(self): self.h,self.resets = torch.zeros(16, 16),self.resets+1
-    def forward(self, x):
-        seq = []
-        for i in range(3):
-            self.h = torch.tanh(self.inp(x)+self.hid(self.h[:len(x)]))
-            seq.append(self.h)
-        self.h,seq = self.h.detach(),torch.stack(seq, 1)
-        return self.out(seq[:,-1]),seq,seq*.9
-
-@row
-def rnn(make):
-    learn = make(Recurrent(), cbs=rnn_cbs(alpha=2., beta=1.))
-    learn.fit(3)
-    return learn.model.resets,[went(learn),logged(learn)]
-
 class EMA(Callback):
     """As in many users' code: an exponential average of the weights after each step that was taken, which stands in for
     them in validation"""
@@ -224,18 +130,9 @@ class EMA(Callback):
 
 @row
 def ema(make):
-    "Also one that is copied into the weights and back, number by number, and one of accumulated steps"
-    class Copied(EMA):
-        def swap(self):
-            with torch.no_grad():
-                for a,p in zip(self.avg, self.model.parameters()): new = a.clone(); a.copy_(p); p.copy_(new)
-    same,near = [],[]
-    for cbs in ([EMA(),Spoil(2,3,5)], [Copied()], [EMA(),GradientAccumulation(32)]):
-        learn = make(cbs=cbs)
-        learn.fit(3)
-        same.append(cbs[0].n)
-        near += [went(learn),flat(cbs[0].avg)-learn.start,[o[1] for o in logged(learn)]]
-    return same,near
+    learn = make(cbs=[avg := EMA(),Spoil(2,3,5)])
+    learn.fit(3)
+    return avg.n,[went(learn),flat(avg.avg)-learn.start,[o[1] for o in logged(learn)]]
 
 # --- Ways to fit
 
@@ -271,41 +168,15 @@ def freeze_between(make):
         moved.append([not torch.equal(a, b) for a,b in zip(weights(learn), before)])
     return moved,[went(learn),logged(learn)]
 
-@row
-def freeze_in_a_batch(make):
-    """Frozen in one event of the second batch, unfrozen in one of the fourth: which parameters moved in which batch?"""
-    same,near = [],[]
-    for freeze,unfreeze,order in (('before_batch','before_batch',0), ('after_batch','before_batch',30),
-                                  ('before_batch','after_batch',30), ('before_step','before_batch',0)):
-        learn = make(splitter=head_and_body)
-        before = weights(learn)
-        def see(o):
-            same.append([not torch.equal(a, b) for a,b in zip(weights(o), before)])
-            before[:] = weights(o)
-        learn.fit(2, cbs=[When(freeze, lambda o: o.freeze(), lambda o: o.train_iter==1, order),
-                          When(unfreeze, lambda o: o.unfreeze(), lambda o: o.train_iter==3, order),
-                          When('after_batch', see, order=20)])
-        near += [went(learn),logged(learn)]
-    return same,near
-
 # --- Looking at the learner in a fit and afterwards
 
 @row
 def predict_in_a_fit(make):
-    "After each epoch, by the learner's own method and by what a callback collects while validating"
+    "After each epoch, by the learner's own method, after the fit, and by what a callback collects while validating"
     learn,preds,fetch = make(norm=True),[],FetchPredsCallback()
     learn.fit(2, cbs=When('after_train', lambda o: preds.append(o.get_preds(inner=True)[0])))
     learn.fit(1, cbs=fetch)
-    return None,[went(learn),*preds,fetch.preds[0]]
-
-@row
-def validate_between(make):
-    learn = make(norm=True)
-    res = []
-    for _ in range(3):
-        learn.fit(1)
-        res += [learn.validate()[0],learn.validate(0)[0],learn.get_preds()[0],learn.loss_func(*learn.get_preds())]
-    return None,[went(learn),*res]
+    return None,[went(learn),*preds,fetch.preds[0],learn.get_preds()[0],learn.validate()[0]]
 
 @row
 def looks_at_a_classifier(make):
@@ -338,7 +209,7 @@ def off(a, b):
 
 turns = in_turns(rows, modes) # the one mode of each row that isn't slow
 
-@pytest.mark.parametrize('name,mode', crossed(rows, modes, fast=lambda name,mode: mode==turns[name]))
+@pytest.mark.parametrize('name,mode', crossed(rows, modes, fast=lambda name,mode: mode==turns[name], thin=3))
 def test_row(name, mode, tmp_path):
     (same32,near32),(same,near) = in_float32(name),rows[name](partial(make, mode, tmp_path))
     assert plain(same)==plain(same32)
@@ -368,28 +239,22 @@ def test_lr_find(mode, tmp_path):
     assert off(losses[:n], losses32[:n])<roundoff[mode]
     for a,b in zip(got, want, strict=True): assert .5<a/b<2, (got, want)
 
-high = dict(fp16=dict(max_loss_scale=2.**24, headroom=None), native_fp16=dict(init_scale=2.**24),
-            fp16_static=dict(loss_scale=2.**10))
-
 class Cancelled(Callback):
     "How many steps were skipped, as `lr_find` leaves no rows in the recorder"
     n = 0
     def after_cancel_step(self): self.n += 1
 
-bads = in_turns(modes, [(1,2,3),(0,)])
-@pytest.mark.parametrize('mode,bad', [slow_unless(m=='fp16', m, bad) for m,bad in bads.items()], ids=str)
-def test_lr_find_overflow(mode, bad, tmp_path):
+def test_lr_find_overflow(tmp_path):
     """Batches that overflow in the beginning, whether for their data or for the scale, don't end the search; and the
     scale is again what it was"""
     cancelled = Cancelled()
-    learn = make(None, tmp_path, norm=True, cbs=[Spoil(*bad),cancelled])
-    modes[mode](learn, **high.get(mode, {}))
-    learn.create_opt()
+    learn = make(None, tmp_path, norm=True, cbs=[Spoil(1,2,3),cancelled])
+    learn.to_fp16(max_loss_scale=2.**24, headroom=None).create_opt()
     before,scale = settled(learn),learn.mixed_precision.loss_scale
     got = learn.lr_find(suggest_funcs=suggest_funcs, show_plot=False)
     assert settled(learn)==before and learn.mixed_precision.loss_scale==scale
     assert all(1e-7<=o<=10 for o in got) and len(learn.recorder.losses)>50, got
-    assert cancelled.n>=len(bad)+(mode in ('fp16','native_fp16')) and not len(learn.precision_recorder.log)
+    assert cancelled.n>3 and not len(learn.precision_recorder.log)
     learn.remove_cb(Spoil)
     loss = learn.validate()[0]
     learn.fit(4)

@@ -1,23 +1,21 @@
 """What only a CUDA device can show: its kernels, its memory, and when the host waits for it
 
 Tests marked `results` look at numbers that the device has computed."""
-import gc,warnings
+import warnings
 from contextlib import contextmanager
 from functools import cache,partial
 
 import pytest
 import torch
-from fastai.basics import DataLoader,DataLoaders,Learner,MSELossFlat,load_learner,noop,set_seed
+from fastai.basics import DataLoader,DataLoaders,Learner,MSELossFlat,noop,set_seed
 from fastai.callback.core import Callback
 from fastai.optimizer import OptimWrapper
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mp_callbacks.all import *
-from mp_callbacks.cast import node_bytes
 from mp_callbacks.devices import pretend
 from mp_callbacks.fp8 import fp8_linear,fp8_recipes
-from mp_callbacks.grads import prepare_grads
 from mp_callbacks.modules import named_modules
 from machines import machine
 from test_policy import norm_errors,norm_of,norms
@@ -60,12 +58,8 @@ class Everything(nn.Module):
         x = x + checkpoint(self.mlp, x, use_reentrant=False)
         return self.head(x.mean(1))
 
-class Pairs(list):
-    def new_empty(self): return Pairs() # `export` leaves the data behind
-
 def flattened(*layers): return nn.Sequential(nn.Flatten(), *layers)
 def layer_normed(): return flattened(nn.Linear(768,64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64,1))
-def batch_normed(): return flattened(nn.Linear(768,8), nn.BatchNorm1d(8), nn.Linear(8,1))
 
 fused_adamw = partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))
 
@@ -73,7 +67,7 @@ def get_learner(model=Everything, cbs=None, bs=32, n=256, **kwargs):
     set_seed(1)
     x = torch.randn(n,3,16,16)
     y = x.mean((1,2,3))[:,None]*20
-    dls = DataLoaders.from_dsets(Pairs(zip(x,y)), Pairs(zip(x,y)), bs=bs, device='cuda', num_workers=0)
+    dls = DataLoaders.from_dsets([*zip(x,y)], [*zip(x,y)], bs=bs, device='cuda', num_workers=0)
     learn = Learner(dls, model(), loss_func=MSELossFlat(), cbs=cbs, **{'lr':3e-3, **kwargs})
     learn.logger,learn.create_mbar = noop,False
     return learn
@@ -117,72 +111,6 @@ def test_norm_kernels(kind, args, shape, dtype):
     row,errors = norm_errors(norm_of(kind, args, dtype).cuda(), shape, dtype)
     assert row.compute!='float32' and all(e<torch.finfo(dtype).eps for e in errors.values()), errors
 
-class Saved(torch.autograd.graph.saved_tensors_hooks):
-    "The dtypes of the tensors that autograd saves meanwhile, and how many numbers they have"
-    def __init__(self):
-        self.seen = []
-        super().__init__(lambda t: (self.seen.append((t.dtype,t.numel())), t)[1], lambda t: t)
-    def __enter__(self): super().__enter__(); return self
-
-# before, an RMS norm was made of other operations
-half_kinds = [nn.LayerNorm,nn.GroupNorm]+[nn.RMSNorm]*hasattr(torch.ops.aten, '_fused_rms_norm')
-def new_norm(kind): return kind(*((4,64) if kind is nn.GroupNorm else (64,)))
-
-def between_layers(kind):
-    "A norm between two linear layers, and rows with long sums"
-    net = nn.Sequential(nn.Linear(64,64), new_norm(kind), nn.Linear(64,64)).cuda()
-    return net,torch.randn(8192,64, device='cuda')*20
-
-@pytest.mark.parametrize('dtype', halves)
-@pytest.mark.parametrize('kind', half_kinds)
-def test_norm_saves_no_float32_copy(kind, dtype):
-    net,x = between_layers(kind)
-    def _saved(keep):
-        with half_precision(net, dtype, keep),Saved() as saved: net(x)
-        return [o for o in saved.seen if o[0]==torch.float32 and o[1]>=x.numel()]
-    assert not _saved(())
-    assert _saved('1') # the other way
-
-@results
-@pytest.mark.parametrize('dtype', halves)
-@pytest.mark.parametrize('kind', half_kinds)
-def test_gradients_of_a_norm(kind, dtype):
-    """A layer, group or RMS norm reads half precision and adds up in float32; gradients of its weights are float32,
-    without a loss of range or of long sums"""
-    net,x = between_layers(kind)
-    net.double()(x.double()).mean().backward()
-    want = [p.grad.clone() for p in net.parameters()]
-    net.float().zero_grad()
-    with half_precision(net, dtype): (net(x).mean()*2.**10).backward()
-    for p,o in zip(net.parameters(), want):
-        assert p.grad.dtype==torch.float32 and (p.grad/2**10-o).norm()<.05*o.norm()
-
-@results
-@pytest.mark.parametrize('dtype', halves)
-@pytest.mark.parametrize('kind', half_kinds)
-def test_small_numbers_in_a_norm(kind, dtype):
-    "What is added to the variance is as small as in float32"
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Identity(), new_norm(kind), nn.Linear(64,64)).cuda()
-    x = torch.randn(64,64, device='cuda')*.03
-    seen = []
-    net[1].register_forward_hook(lambda m,i,o: seen.append(o.detach().double()))
-    x = x.to(dtype)
-    net[1].double()(x.double())
-    net.float()
-    with half_precision(net, dtype): net(x)
-    assert (seen[1]-seen[0]).norm()<torch.finfo(dtype).eps*seen[0].norm()
-
-@results
-def test_norm_keeps_float32_input():
-    net = nn.Sequential(nn.Linear(4,8), nn.LayerNorm(8), nn.Linear(8,1)).cuda()
-    with torch.no_grad(): net[0].weight.mul_(1e6)
-    x = torch.randn(5,4, device='cuda')
-    ref = net(x)
-    for keep in ('0', (nn.LayerNorm,'0')):
-        with half_precision(net, torch.float16, keep=keep): res = net(x)
-        torch.testing.assert_close(res, ref, atol=1e-2, rtol=1e-2)
-
 @contextmanager
 def counting_syncs():
     res = []
@@ -194,14 +122,6 @@ def counting_syncs():
             yield res
             res += [str(w.message) for w in ws if 'synchronizing CUDA operation' in str(w.message)]
     finally: torch.cuda.set_sync_debug_mode('default')
-
-@pytest.mark.parametrize('clip', [None,1.])
-def test_prepare_grads_waits_once(clip):
-    dtypes = torch.float32,torch.float16,torch.float32,torch.bfloat16
-    ps = [nn.Parameter(torch.randn(10, device='cuda', dtype=d)) for d in dtypes]
-    for p in ps: p.grad = torch.ones_like(p)
-    with counting_syncs() as syncs: prepare_grads(ps, 2., clip)
-    assert len(syncs)==1
 
 class CountSyncs(Callback):
     "Syncs in each training batch: with the data on the device, those of fastai and ours"
@@ -234,33 +154,6 @@ def test_one_host_sync_per_step(mode, kwargs, opt):
     base,ours = syncs_per_batch('to_fp32', opt),syncs_per_batch(mode, opt, **kwargs)
     assert all(o-b<=1 for o,b in zip(ours,base)), (ours,base)
 
-@pytest.mark.parametrize('mode', modes)
-def test_out_of_memory_in_the_forward(mode):
-    class Greedy(Callback):
-        def after_pred(self):
-            if self.training and self.train_iter==2: torch.empty(1<<50, device='cuda')
-    learn = getattr(get_learner(cbs=Greedy()), mode)()
-    with pytest.raises(torch.OutOfMemoryError): learn.fit(1)
-    healthy(learn)
-    learn.remove_cb(Greedy)
-    learn.fit(1)
-    healthy(learn)
-
-@pytest.mark.parametrize('mode', modes)
-def test_save_load_export_predict(mode, tmp_path):
-    def _new(): return getattr(get_learner(batch_normed, path=tmp_path), mode)()
-    learn = _new()
-    learn.fit(2)
-    learn.save('a')
-    before = learn.get_preds()[0]
-    other = _new().load('a')
-    torch.testing.assert_close(other.get_preds()[0], before)
-    a,b = (o.mixed_precision for o in (other,learn))
-    assert a.state==b.state
-    learn.export('e.pkl')
-    cpu = load_learner(tmp_path/'e.pkl')
-    assert {(p.device.type,p.dtype) for p in cpu.model.parameters()}=={('cpu',torch.float32)}
-
 class Recurrent(nn.Module):
     "Two layers, both ways"
     def __init__(self):
@@ -269,22 +162,6 @@ class Recurrent(nn.Module):
     def forward(self, x): # rows, each with 3 channels of 16
         return self.head(self.rnn(x.transpose(1,2).flatten(2))[0].mean(1))
 
-@pytest.mark.skipif(not torch.backends.cudnn.enabled, reason='needs cuDNN')
-@pytest.mark.parametrize('mode,kwargs', [*((o,{}) for o in modes), ('to_fp16',dict(flat_master=True))])
-def test_recurrent_weights_lie_together(mode, kwargs):
-    "cuDNN finds them in one piece of memory, in a fit and after it, and has nothing to warn about"
-    def _places(): return {o.untyped_storage().data_ptr() for o in learn.model.rnn._flat_weights}
-    learn,seen = getattr(get_learner(Recurrent), mode)(**kwargs),[]
-    hook = learn.model.register_forward_hook(lambda *_: seen.append(len(_places())))
-    with warnings.catch_warnings():
-        warnings.filterwarnings('error', message='RNN module weights are not part of single contiguous chunk')
-        learn.fit(2)
-        learn.validate()
-    hook.remove()
-    healthy(learn)
-    assert {*seen}=={1}
-    assert len(_places())==1
-
 @pytest.mark.parametrize('mode', modes)
 def test_recurrent_layers_compute_in_what_they_should(mode):
     "Autocast makes them float16 whatever it was asked for: beside bfloat16 they are float32"
@@ -292,25 +169,6 @@ def test_recurrent_layers_compute_in_what_they_should(mode):
     learn.model.rnn.register_forward_hook(lambda m,args,res: seen.append(res[0].dtype))
     learn.fit(1)
     assert {*seen}=={torch.float16 if 'fp16' in mode else torch.float32}
-
-@results
-@pytest.mark.parametrize('mode', modes)
-def test_recurrent_layers_beside_bfloat16_bear_large_inputs(mode):
-    class Huge(Callback):
-        def before_batch(self): self.learn.xb = (self.xb[0]*1e6,)
-    learn = getattr(get_learner(Recurrent, cbs=Huge()), mode)()
-    learn.fit(1)
-    assert (learn.precision_recorder.log.finite==('bf16' in mode)).all()
-
-@pytest.mark.parametrize('mode', modes)
-def test_channels_last(mode):
-    def _model():
-        return nn.Sequential(nn.Conv2d(3,8,3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8,1))
-    learn = getattr(get_learner(_model), mode)()
-    learn.model.to(memory_format=torch.channels_last)
-    learn.fit(2)
-    assert learn.model[0].weight.is_contiguous(memory_format=torch.channels_last)
-    healthy(learn)
 
 def test_half_saves_memory():
     "A transformer without batch norm: half the activations, and no float32 copies of them"
@@ -322,40 +180,13 @@ def test_half_saves_memory():
             self.out = nn.Linear(256,1)
         def forward(self, x): return self.out(self.blocks(self.inp(x.flatten(1))[:,None].expand(-1,128,-1)).mean(1))
     peak = {}
-    for mode in ('to_fp32','to_bf16','to_native_bf16'):
+    for mode in ('to_fp32','to_bf16'):
         learn = getattr(get_learner(Deep, bs=64, n=128), mode)()
         torch.cuda.reset_peak_memory_stats()
         learn.fit(1)
         peak[mode] = torch.cuda.max_memory_allocated()
         del learn
     assert peak['to_bf16']<.8*peak['to_fp32'], peak
-
-def big(): return flattened(nn.Linear(768,2048), *[nn.Linear(2048,2048) for _ in range(8)], nn.Linear(2048,1))
-
-@pytest.mark.parametrize('mode', ['to_fp16','to_bf16'])
-def test_bytes_per_parameter(mode):
-    """Of a model that is nearly all parameters, by CUDA's count: half a byte more than in float32 at most, beside the
-    gradients in half precision of one node of the cast"""
-    peak = {}
-    for k in ('to_fp32','to_fp32',mode): # the first leaves cuBLAS its workspaces
-        before = torch.cuda.memory_allocated()
-        learn = getattr(get_learner(big, opt_func=fused_adamw, lr=1e-4, bs=8, n=32), k)()
-        torch.cuda.reset_peak_memory_stats()
-        learn.fit(2)
-        healthy(learn)
-        n = sum(p.numel() for p in learn.model.parameters())
-        peak[k] = (torch.cuda.max_memory_allocated()-before)/n
-        del learn
-        gc.collect()
-    assert peak[mode]<peak['to_fp32']+node_bytes/n+.5, peak
-
-@results
-@pytest.mark.parametrize('mode', modes)
-def test_compiled_model(mode):
-    learn = getattr(get_learner(lambda: torch.compile(layer_normed())), mode)()
-    learn.fit(2)
-    healthy(learn)
-    assert learn.recorder.values[-1][0]<learn.recorder.values[0][0]
 
 class Graphs:
     "In a `with`: how often CUDA's graphs were recorded and replayed"

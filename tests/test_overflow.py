@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 inf,nan = float('inf'),float('nan')
 def fp16_flat(learn, **kwargs): return modes['fp16'](learn, flat_master=True, clip=1., **kwargs)
 precisions = dict(modes, fp16_flat=fp16_flat)
-each_mode = pytest.mark.parametrize('mode', crossed(precisions, fast=lambda o: o in ('fp16_flat','native_bf16')))
+some_modes = pytest.mark.parametrize('mode', ['fp16_flat','native_bf16'])
 dynamic = 'fp16','fp16_flat','native_fp16'
 no_measure = {o: dict(headroom=None) for o in ('fp16','fp16_flat')} # a start that measures no gradients
 
@@ -89,9 +89,8 @@ causes = dict( # and what is said of them
     # finite, but its squares are not; a bias of one number has no square
     big_norm = (lambda: InSteps(fill(1e25)), no_grads.replace('bias','weight')))
 turns = in_turns(causes, precisions)
-turns['big_data'] = 'fp16'
-each_cause = pytest.mark.parametrize('mode,cause', [slow_unless(m==turns[c], m, c)
-    for m in precisions for c in causes if c!='big_data' or 'fp16' in m]) # others have the range for it
+turns['big_data'] = 'fp16' # others have the range for it
+each_cause = pytest.mark.parametrize('cause,mode', turns.items())
 
 @each_cause
 def test_for_ever(mode, cause):
@@ -117,10 +116,9 @@ def test_for_ever(mode, cause):
     assert not same(model_and_opt(learn), before)
     assert math.isfinite(learn.validate()[0])
 
-@pytest.mark.parametrize('mode', [slow_unless(m=='fp16', m) for m in precisions])
-def test_by_default(mode):
+def test_by_default():
     "A warning within 50 skipped steps, an error within 500, and neither before 25"
-    learn,seen = make(mode, 600),[]
+    learn,seen = make('fp16', 600),[]
     count = InSteps(lambda learn: seen.append(len(told)), event='after_step')
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter('always')
@@ -130,15 +128,7 @@ def test_by_default(mode):
     assert 25<len(seen)+1<=500 and f'{len(seen)+1} steps in a row were skipped, since step 0, ' in str(e.value)
     for o in ('data','learning rate'): assert o in str(e.value) # what one can do there
 
-@pytest.mark.parametrize('mode', crossed(dynamic, fast=lambda o: o=='native_fp16'))
-def test_a_start_from_2_to_24(mode):
-    "To come down from the highest scale to 1 is no reason to worry"
-    high = dict(init_scale=2.**24) if mode=='native_fp16' else dict(max_loss_scale=2.**24, headroom=None)
-    learn = make(mode, 40, **high)
-    assert heard(learn.fit, 1, cbs=InSteps(fill(inf), range(24)))==([],None)
-    assert learn.mixed_precision.loss_scale==1
-
-@each_mode
+@some_modes
 def test_over_many_fits(mode):
     "Steps are counted over fits, validation and predictions: many short fits that never step don't pass unheard"
     learn,cb = make(mode, 1, max_skips=34),InSteps(fill(inf))
@@ -153,39 +143,12 @@ def test_over_many_fits(mode):
     told,e = heard(learn.fit, 3)
     assert len(told)==1 and 'since step 34, ' in str(e)
 
-@each_mode
+@some_modes
 def test_a_good_step_between(mode):
     "Steps that are skipped now and then are no reason to speak"
     learn = make(mode, 90, max_skips=30)
     assert heard(learn.fit, 1, cbs=InSteps(fill(inf), {i for i in range(90) if i%30!=29}))==([],None)
     assert learn.mixed_precision.state.skips==0
-
-@pytest.mark.parametrize('call', calls)
-def test_max_skips_below_what_was_skipped(call, tmp_path):
-    "A lower `max_skips`, by a second call or for a checkpoint, is exceeded at once and not passed over"
-    learn = get_learner(dls=DataLoaders([batch]*40, [batch]), path=tmp_path)
-    getattr(learn, call)().fit(1, cbs=InSteps(fill(inf)))
-    learn.save('model')
-    again = get_learner(dls=DataLoaders([batch]*40, [batch]), path=tmp_path)
-    getattr(again, call)(max_skips=20).load('model')
-    getattr(learn, call)(max_skips=20)
-    for o in (learn, again):
-        told,e = heard(o.fit, 1, cbs=InSteps(fill(inf)))
-        assert e is not None and len(told)<=1
-
-@each_mode
-def test_warnings_as_errors(mode):
-    "With warnings turned into errors the learner is as healthy afterwards"
-    learn = make(mode, 40)
-    learn.create_opt()
-    before = model_and_opt(learn)
-    with warnings.catch_warnings():
-        warnings.simplefilter('error', UserWarning)
-        with pytest.raises(UserWarning, match='32 steps in a row'): learn.fit(1, cbs=InSteps(fill(inf)))
-    assert same(model_and_opt(learn), before)
-    healthy(learn)
-    assert heard(learn.fit, 1)==([],None)
-    assert not same(model_and_opt(learn), before)
 
 # --- Overflow now and then
 
@@ -219,7 +182,7 @@ def reference(finite, init, lo, hi, factor, backoff, period):
     return res
 
 @pytest.mark.parametrize('i', range(len(settings)))
-@pytest.mark.parametrize('mode', crossed(dynamic, fast=lambda o: o!='fp16'))
+@pytest.mark.parametrize('mode', ['fp16_flat','native_fp16'])
 def test_random_sequences(mode, i):
     "At each step the scale is what it should be: within floor and cap, grown only on successes in a row, a divisor"
     o = {**dict(init=2.**10, lo=1., hi=2.**24, factor=2., period=3), **settings[i]}

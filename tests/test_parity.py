@@ -34,7 +34,7 @@ roundoff = dict(fp16=2**-11, fp16_static=2**-11, native_fp16=2**-11, bf16=2**-8,
 tolerance = {k:4*u for k,u in roundoff.items()}
 
 quick = 'sgd adam ranger fused'.split()
-most_modes = pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','native_bf16')))
+some_modes = pytest.mark.parametrize('mode', ['fp16','native_bf16'])
 
 def make(opt, mode=None, **kwargs):
     "A learner with batch norm that steps with `opt`, in `mode`, or in float32"
@@ -57,7 +57,7 @@ def in_float32(opt):
 
 def quick_pair(opt, mode): return opt=='adam' or opt in quick and mode=='fp16'
 
-@pytest.mark.parametrize('opt,mode', crossed(optimizers, modes, fast=quick_pair))
+@pytest.mark.parametrize('opt,mode', crossed(optimizers, modes, fast=quick_pair, thin=4))
 def test_follows_float32(opt, mode):
     start,end,loss = in_float32(opt)
     learn = make(opt, mode)
@@ -67,23 +67,7 @@ def test_follows_float32(opt, mode):
     assert roundoff[mode]/10<off<tolerance[mode] # nearer would not be half precision
     assert abs(learn.validate()[0]/loss-1)<tolerance[mode]
 
-# --- Loss scaling alone
-
-def scaled(learn): return learn.add_cbs([ModelToHalf('bf16'),MixedPrecision(max_loss_scale=2.**10)])
-
-def others(names):
-    "The callbacks of fastai that are ordered around loss scaling"
-    return [dict(acc=lambda: GradientAccumulation(32), clip=lambda: GradientClip(.1))[o]() for o in names]
-
-@pytest.mark.parametrize('around', [(), ('acc',), ('clip',), ('acc','clip')], ids='+'.join)
-@pytest.mark.parametrize('opt', crossed(optimizers, fast=lambda o: o in ('adam','fused')))
-def test_scaling_alone(opt, around):
-    "A power of two times the loss, and the gradients divided by it, change no bit of weights and losses in bfloat16"
-    def run(to):
-        learn = to(make(opt, cbs=others(around)))
-        for _ in range(2): learn.fit(2)
-        return model_and_opt(learn),list(learn.recorder.losses),learn.validate()[0]
-    assert same(run(scaled), run(modes['bf16']))
+# --- What fastai's callbacks do with gradients
 
 @pytest.mark.parametrize('mode', modes)
 def test_clip(mode):
@@ -96,7 +80,7 @@ def test_clip(mode):
     assert (b.precision_recorder.log.norm>.1).all()
     assert torch.allclose(*[torch.tensor(o.precision_recorder.log.norm.values) for o in (a,b)], rtol=1e-4)
 
-@most_modes
+@some_modes
 def test_accumulation(mode):
     "Two batches of 16 with GradientAccumulation are one of 32, in half precision too"
     def _make(bs, *cbs): return get_learner(opt_func=SGD, lr=.05, dls=get_dls(bs=bs), cbs=cbs)
@@ -114,17 +98,10 @@ class StepsOff(Callback):
         self.count += 1
         if self.count%2: raise CancelBatchException
 
-class SkipsBackward(Callback):
-    "The batch in which the step is taken after all has no backward pass of its own"
-    order = 0
-    def before_backward(self):
-        if self.iter%2: raise CancelBackwardException
-
-@pytest.mark.parametrize('cbs', [(StepsOff,),(StepsOff,SkipsBackward)], ids=['','without_backward'])
-@most_modes
-def test_own_accumulation(mode, cbs):
+@some_modes
+def test_own_accumulation(mode):
     "A callback after ours may put a step off: gradients as they are then, unscaled, and what is added, scaled, fit"
-    learn,plain = [get_learner(opt_func=SGD, lr=.02, cbs=[o() for o in cbs]) for _ in range(2)]
+    learn,plain = [get_learner(opt_func=SGD, lr=.02, cbs=StepsOff()) for _ in range(2)]
     start = flat(weights(learn))
     modes[mode](learn)
     for o in (learn,plain): o.fit(4)
@@ -132,7 +109,6 @@ def test_own_accumulation(mode, cbs):
 
 # --- Updates far below the resolution of half precision
 
-@lru_cache(None)
 def crawl(mode):
     "Weights before and after twenty fits with a very small learning rate"
     learn = get_learner(opt_func=SGD, lr=2.5e-7, dls=get_dls(n=32))
@@ -141,7 +117,7 @@ def crawl(mode):
     for _ in range(20): learn.fit(1)
     return start,flat(weights(learn))
 
-@pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o=='fp16'))
+@pytest.mark.parametrize('mode', ['fp16','native_bf16'])
 def test_tiny_updates(mode):
     """Twenty short fits move the weights as float32 does, each by less than half precision could tell
 
@@ -186,19 +162,9 @@ def twins(opt, mode, path, **kwargs):
     return [modes[mode](get_learner(Net(), path=path/name, opt_func=opt_func, lr=lr, wd=.1, splitter=halves),
                         flat_master=is_flat, **kwargs) for is_flat,name in kinds]
 
-def tensors_in_a_step(learn):
-    "How many tensors do the functions of fastai's optimizer get in an epoch?"
-    seen = []
-    def _count(p, **kwargs): seen.append(p)
-    _count.elementwise = True
-    learn.opt.cbs.append(_count)
-    learn.fit(1)
-    learn.opt.cbs.remove(_count)
-    return len(seen)
-
 def quick_flat(opt, mode): return (opt,mode) in (('adam','fp16'),('ranger','bf16'))
 
-@pytest.mark.parametrize('opt,mode', crossed(elementwise, flat_modes, fast=quick_flat))
+@pytest.mark.parametrize('opt,mode', crossed(elementwise, flat_modes, fast=quick_flat, thin=3))
 def test_flat_master(opt, mode, tmp_path):
     """Bit for bit: discriminative rates, decay exclusions, frozen groups, an unused layer, fit after fit, save and
     load, a skipped step, an interrupt, accumulation and clipping"""
@@ -219,11 +185,8 @@ def test_flat_master(opt, mode, tmp_path):
             interrupted,
             lambda o: o.fit(1, cbs=[GradientAccumulation(32), GradientClip(.1)]),
             lambda o: o.fit(1, reset_opt=True))
-    each,few = map(tensors_in_a_step, both)
-    assert few<each # it did step flat
 
-refused = dict(lamb=(Lamb, 'lamb_step'), larc=(Larc, 'larc_layer_lr'), adamw=(wrapped(), 'AdamW'),
-               foreach=(wrapped(foreach=True), 'AdamW'))
+refused = dict(lamb=(Lamb, 'lamb_step'), larc=(Larc, 'larc_layer_lr'), adamw=(wrapped(), 'AdamW'))
 
 @pytest.mark.parametrize('opt,match', refused.values(), ids=refused)
 def test_flat_master_refused(opt, match, tmp_path):

@@ -7,6 +7,7 @@ been stepped on then, and others not. And what is in a file: plain numbers, whic
 import inspect,warnings
 from contextlib import nullcontext
 from functools import lru_cache
+from multiprocessing import get_context
 
 import pytest
 from interpreters import paste
@@ -42,11 +43,7 @@ precisions = dict(
     native_fp16 = lambda learn: learn.to_native_fp16(start, growth_interval=wait),
     native_bf16 = lambda learn: learn.to_native_bf16())
 dynamic = 'fp16','fp16_value','fp16_flat','native_fp16'
-combos = [(m,o) for m in precisions for o in optimizers
-          if (m,o)!=('fp16_flat','adamw') and (m!='fp16_value' or o=='adam')]
-each_combo = pytest.mark.parametrize('mode,opt', [slow_unless(m=='fp16_value' or m=='fp16', m, o) for m,o in combos])
-quick = 'fp16_flat','native_fp16','bf16'
-each_mode  = pytest.mark.parametrize('mode', crossed(precisions, fast=lambda o: o in quick))
+some_modes = pytest.mark.parametrize('mode', ['fp16_flat','native_fp16','bf16'])
 
 def make(path, mode=None, opt='adam', **kwargs):
     learn = get_learner(norm=True, dls=make_dls(batches), opt_func=optimizers[opt], path=Path(path), **kwargs)
@@ -94,7 +91,9 @@ def whole(mode, opt, way):
 
 # --- Stopping them
 
-stops = [(e,o) for e in (*before_the_step,'after_batch') for o in (-50,80) if (e,o)!=('before_step',80)]
+# After the check of the gradients nobody sees a step that is skipped. Before us in `after_step` it is half done.
+stops = [(e,o) for e in (*before_the_step,'after_step','after_batch') for o in (-50,80)
+         if (e,o) not in (('before_step',80), ('after_step',-50))]
 
 class Stop(Callback):
     "Interrupt step `k` of the run in `event`, when `before` steps were done before this fit"
@@ -123,34 +122,21 @@ def resume(path, mode, opt, way, files):
         res[f] = everything(learn)
     torch.save(res, Path(path)/'resumed')
 
-def assert_resumes(forked, path, want, **kwargs):
+def assert_resumes(path, want, *args):
     "Another process gets from each of the files to what is in `want`"
-    here = str(Path(__file__).parent)
-    forked(f'import sys; sys.path.insert(0, {here!r})\n'
-           f'from test_resume import resume; resume({str(path)!r}, **{kwargs})', path)
+    process = get_context(start_method).Process(target=resume, args=(path,*args))
+    process.start()
+    process.join()
+    assert not process.exitcode
     for f,res in torch.load(path/'resumed').items(): assert not changes(res, want), f
 
 # --- Exact resume
 
-@pytest.mark.parametrize('event,order,done', [('before_step', 80, False), ('after_step', 80, True)])
-@pytest.mark.parametrize('mode', [slow_unless(o in ('fp16_flat','native_fp16'), o) for o in precisions])
-def test_stopped_around_the_step(mode, event, order, done, tmp_path):
-    "Just before the optimizer steps nothing of this batch has happened, just after it all has, the scale's growth too"
-    states = whole(mode, 'adam', 'fit')
-    for at in (0,1,2,5,6,n_steps-1): # numbers 2 and 6 are those that overflow in any precision
-        learn = make(tmp_path, mode)
-        if not stopped(learn, 'fit', 0, event, order, at): # the step was skipped, so nobody comes after the check
-            assert event=='before_step'
-            continue
-        k = at+done
-        assert not changes(everything(learn), states[k]), at
-        go_on(learn, 'fit', k)
-        assert not changes(everything(learn), states[-1]), at
-
 in_short = [('fp16_flat','ranger','fit'), ('native_fp16','adam','start_epoch')]
-ways = [(m,o,'fit') for m,o in combos]+[(m,'adam','start_epoch') for m in precisions]
-@pytest.mark.parametrize('mode,opt,way', [slow_unless(o in in_short, *o) for o in ways])
-def test_stopped_at_each_step(mode, opt, way, forked, tmp_path):
+slowly = [('fp16_value','adam','fit'), ('native_bf16','ranger','fit'), ('bf16','adamw','fit'),
+          ('fp16_static','adam','fit'), ('fp16','adamw','start_epoch')]
+@pytest.mark.parametrize('mode,opt,way', [slow_unless(o in in_short, *o) for o in in_short+slowly])
+def test_stopped_at_each_step(mode, opt, way, tmp_path):
     "A run that goes on, at once, loaded into the same learner or in another process, ends where the whole one does"
     states = whole(mode, opt, way)
     learn,k = make(tmp_path, mode, opt),0
@@ -171,10 +157,10 @@ def test_stopped_at_each_step(mode, opt, way, forked, tmp_path):
             assert not changes(everything(learn), states[i]), i
             go_on(learn, way, i)
             assert not changes(everything(learn), states[-1]), i
-    assert_resumes(forked, tmp_path, states[-1], mode=mode, opt=opt, way=way, files=files)
+    assert_resumes(tmp_path, states[-1], mode, opt, way, files)
 
-@each_mode
-def test_save_model_callback(mode, forked, tmp_path):
+@some_modes
+def test_save_model_callback(mode, tmp_path):
     "What `SaveModelCallback` saves in the middle of a fit is whole too"
     states = whole(mode, 'adam', 'start_epoch')
     learn = make(tmp_path, mode)
@@ -182,9 +168,9 @@ def test_save_model_callback(mode, forked, tmp_path):
     assert not changes(everything(learn), states[-1]) # it does no harm
     files = {f'model_{e}':(e+1)*n_batch for e in range(n_epoch-1)}
     assert sorted(o.name for o in (tmp_path/'models').iterdir())==sorted(f'model_{e}.pth' for e in range(n_epoch))
-    assert_resumes(forked, tmp_path, states[-1], mode=mode, opt='adam', way='start_epoch', files=files)
+    assert_resumes(tmp_path, states[-1], mode, 'adam', 'start_epoch', files)
 
-@each_mode
+@some_modes
 def test_best_model_with_its_scale(mode, tmp_path, capsys):
     "The best model, here that of the first epoch, comes back at the end of a fit, with its optimizer and its scale"
     states = whole(mode, 'adam', 'start_epoch')
@@ -200,30 +186,6 @@ def finished(path, mode, opt='adam', **kwargs):
     learn = make(path, mode, opt, **kwargs)
     go_on(learn, 'fit', 0)
     return learn
-
-def test_default_path(tmp_path, monkeypatch):
-    "A learner without a path of its own saves where fastai does, below the working directory, and nothing else"
-    monkeypatch.chdir(tmp_path)
-    learn = get_learner().to_bf16()
-    learn.fit(1)
-    assert learn.path==Path('.') and learn.save('model')==Path('models/model.pth')
-    assert [o.name for o in Path('models').iterdir()]==['model.pth']
-    want = weights(learn)
-    learn.lr_find(show_plot=False, num_it=6)
-    learn.fit(1)
-    learn.load('model')
-    assert not changes(weights(learn), want)
-
-@each_combo
-def test_nothing_but_data(mode, opt, tmp_path):
-    "A file loads with what fastai holds to be safe, and even with less; our part of it is plain numbers"
-    finished(tmp_path, mode, opt).save('model')
-    file = tmp_path/'models/model.pth'
-    with torch.serialization.safe_globals([] if opt=='adamw' else [L]): state = torch.load(file, weights_only=True)
-    assert set(state)=={'model','opt'}
-    hypers = state['opt']['hypers' if 'hypers' in state['opt'] else 'param_groups'][0]
-    ours = {k:v for k,v in hypers.items() if k.startswith('mp_')}
-    assert ours['mp_steps']==n_steps and all(type(o) in (float,int,bool) for o in ours.values()) # loggers log them
 
 plain_code = f"""import sys,torch,warnings
 from fastai.basics import *
@@ -261,7 +223,7 @@ def test_plain_fastai(tmp_path):
         assert precision_state(learn)==before and not torch.equal(learn.model[0].weight, model['0.weight'])
         learn.fit(1)
 
-@each_mode
+@some_modes
 def test_files_without_optimizer(mode, tmp_path):
     "Weights alone: neither saving nor loading them says anything about the scale"
     learn = finished(tmp_path, mode)
@@ -277,8 +239,7 @@ def test_files_without_optimizer(mode, tmp_path):
         assert not changes(weights(new), weights(learn))
         assert not changes(leaves([opt_state(new), precision_state(new)]), before)
 
-@pytest.mark.parametrize('mode,opt,other', [('fp16','adam','adamw'), ('native_fp16','adamw','adam'),
-                                            ('fp16_flat','ranger','adam')])
+@pytest.mark.parametrize('mode,opt,other', [('fp16','adam','adamw'), ('native_fp16','adamw','adam')])
 def test_another_optimizer(mode, opt, other, tmp_path):
     "If the optimizer state can't be loaded, the scale isn't either"
     finished(tmp_path, mode, other).save('model')
@@ -287,16 +248,6 @@ def test_another_optimizer(mode, opt, other, tmp_path):
     before = precision_state(learn)
     with pytest.warns(UserWarning, match='Could not load the optimizer state'): learn.load('model')
     assert precision_state(learn)==before
-
-def test_a_load_that_fails(tmp_path):
-    "A load that raises changes neither scale nor optimizer"
-    learn = finished(tmp_path, 'fp16')
-    (tmp_path/'models').mkdir()
-    (tmp_path/'models/model.pth').write_bytes(b'no checkpoint')
-    before = everything(learn)
-    with pytest.raises(Exception): learn.load('model')
-    assert not changes(everything(learn), before)
-    learn.fit(1)
 
 # --- Into other settings
 

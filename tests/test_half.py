@@ -1,6 +1,6 @@
 """`half_precision` in a loop written by hand: what a `with` does, and what is left after it, in any order, after an
 exception, in copies; how layers compute in it, and what it refuses"""
-import copy,io,pickle,weakref
+import copy,pickle,weakref
 from contextlib import nullcontext
 
 import pytest,torch
@@ -10,10 +10,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from cases import *
 from mp_callbacks.grads import prepare_grads
 from mp_callbacks.half import half_precision
-from mp_callbacks.modules import StandIn,named_modules,parameter_name
+from mp_callbacks.modules import named_modules,parameter_name
 from mp_callbacks.ways import is_norm
 from learners import Callback,get_learner
 from states import *
@@ -51,8 +50,7 @@ def backward(model, half=None):
 
 # --- The loop
 
-@pytest.mark.parametrize('dtype', [f16,bf16])
-@pytest.mark.parametrize('copies', [True,False])
+@pytest.mark.parametrize('dtype,copies', [(f16,True),(bf16,True),(bf16,False)])
 def test_trains(dtype, copies):
     "To nearly the loss that float32 reaches; and an overflow is found"
     def fit(scale, half):
@@ -120,27 +118,9 @@ def test_off_in_any_order(first, last):
         assert torch.equal(model(x), plain)
         assert_plain(model)
 
-def test_off_below_somebody_elses_function():
-    "It stays there and calls through; the next `with` computes in half precision again, and also comes off"
-    model,x,seen = nn.Sequential(nn.Linear(4,4), nn.Linear(4,1)),torch.ones(2,4),[]
-    plain,half = model(x),half_precision(model, bf16)
-    model[0].register_forward_hook(lambda m,a,res: seen.append(res.dtype))
-    with half:
-        old = model.forward
-        model.forward = theirs = lambda x: old(x)
-        model(x)
-    for _ in range(3):
-        assert torch.equal(model(x), plain) and vars(model)['forward'] is theirs
-        with half: model(x)
-    assert seen==[bf16]+[torch.float32,bf16]*3
-    model.forward = old # put back, as who wraps a function does
-    assert torch.equal(model(x), plain)
-    with half: assert not torch.equal(model(x), plain)
-    assert torch.equal(model(x), plain) and 'forward' not in vars(model)
-
 class Stop(BaseException): pass
 
-@pytest.mark.parametrize('where', [0,4,5,'loss','backward'])
+@pytest.mark.parametrize('where', ['module','loss','backward'])
 def test_exceptions(where):
     "From a module, the loss or the backward pass: nothing stays behind, and the next batch is right"
     model,(x,y) = net().eval(),data()
@@ -148,7 +128,7 @@ def test_exceptions(where):
     want = backward(model, half)
     def stop(*_): raise Stop
     with pytest.raises(Stop), half:
-        if isinstance(where, int): hook = model[where].register_forward_hook(stop)
+        if where=='module': hook = model[4].register_forward_hook(stop)
         pred = model(x)
         if where=='loss': stop()
         hook = model[3].weight.register_hook(stop)
@@ -157,21 +137,6 @@ def test_exceptions(where):
     assert_plain(model)
     model.zero_grad()
     assert same(backward(model, half), want)
-
-def test_interrupted_while_it_begins(monkeypatch):
-    "Ctrl-C between two stand-ins: nothing stays on, now or after the next `with`"
-    model = nn.Sequential(nn.Linear(4,4), nn.Linear(4,1))
-    half,own,installed = half_precision(model, bf16),StandIn.install,[]
-    def install(self):
-        installed.append(self)
-        if len(installed)==2: raise KeyboardInterrupt
-        return own(self)
-    monkeypatch.setattr(StandIn, 'install', install)
-    with pytest.raises(KeyboardInterrupt), half: pass
-    assert not half.installed
-    assert_plain(model)
-    with half: model(torch.ones(2,4))
-    assert_plain(model)
 
 # --- A model that has changed
 
@@ -243,12 +208,7 @@ def test_float32_inside():
 
 def by_pickle(model): return pickle.loads(pickle.dumps(model))
 
-def by_save(model):
-    torch.save(model, f := io.BytesIO())
-    f.seek(0)
-    return torch.load(f, weights_only=False)
-
-@pytest.mark.parametrize('how', [copy.deepcopy,by_pickle,by_save])
+@pytest.mark.parametrize('how', [copy.deepcopy,by_pickle])
 def test_copied_inside(how):
     "A copy made inside the `with` is an ordinary float32 model with its own parameters, and computes as any other"
     model,(x,_) = net().eval(),data()
@@ -266,30 +226,15 @@ def test_copied_inside(how):
     assert_plain(other)
 
 @pytest.mark.parametrize('again', [copy.deepcopy,by_pickle])
-@pytest.mark.parametrize('inside', [False,True])
-def test_half_precision_copied(again, inside):
-    "With its model and settings, on or off"
+def test_half_precision_copied(again):
+    "With its model and settings, also while it is on"
     half = half_precision(nn.Sequential(nn.Linear(2,2), nn.Linear(2,1)), bf16, keep='1')
-    with half if inside else nullcontext(): other = again(half)
-    assert other.model is not half.model and other.settings.keys()==half.settings.keys() and other.keep=='1'
-    assert other.policy().equals(half.policy())
+    with half: other = again(half)
     x = torch.ones(2,2)
     with half: want = half.model(x)
+    assert other.model is not half.model and other.policy().equals(half.policy())
     with other: assert torch.equal(other.model(x), want)
     for o in (half,other): assert_plain(o.model)
-    other = again(half)
-    other.install()
-    assert other.installed and torch.equal(other.model(x), want)
-
-def test_replace_carries_all_settings():
-    class Mine(half_precision):
-        def __init__(self, model, dtype=f16, keep=(), copies=True, extra=None):
-            self.extra = extra
-            super().__init__(model, dtype, keep, copies)
-    half = Mine(net(), bf16, extra='kept')
-    for o in (half.replace(keep='0'), half.keeping(['0']), copy.deepcopy(half)):
-        assert type(o) is Mine and o.extra=='kept' and o.dtype==bf16
-    assert half.keeping(['0']).ways['0'].why=='keep'!=half.ways['0'].why
 
 @pytest.mark.skipif(torch.__version__<'2.7', reason='torch.export of PyTorch 2.6 takes no function as `forward`')
 def test_exported_inside():
@@ -317,10 +262,10 @@ wraps = dict(
     ddp        = lambda m: DistributedDataParallel(m),
     both       = lambda m: torch.compile(DistributedDataParallel(m), backend='eager'))
 
-# compiling takes time: some forms of `keep`
-fast = [(w,f) for w in wraps for f in keeps if f=='dict' and w!='in_place' or w in ('plain','checkpoint')]
+# each form with the plain model, and each wrapper with a dict
+keep_cases = [(w,f) for w in wraps for f in keeps if w=='plain' or f=='dict']
 
-@pytest.mark.parametrize('wrap,form', crossed(wraps, keeps, fast=lambda *o: o in fast))
+@pytest.mark.parametrize('wrap,form', keep_cases)
 def test_keep(wrap, form, one_process):
     "Means the same modules, by the names that they have in the model that was compiled or wrapped"
     torch._dynamo.reset()
@@ -401,11 +346,10 @@ def plain_weight(m):
 def linear(m, x, weight, bias=None, **kwargs): return F.linear(x, weight, bias)
 
 @pytest.mark.parametrize('make,function,change', [
-    (lambda: nn.Linear(8,8), linear, None), (lambda: nn.Linear(8,8,bias=False), linear, None),
+    (lambda: nn.Linear(8,8), linear, None),
     # PyTorch 2.6 would take the eps of bfloat16
     (lambda: nn.RMSNorm(8), lambda m,x,weight: F.rms_norm(x, (8,), weight, torch.finfo(f32).eps), None),
     (lambda: nn.GroupNorm(2,8), lambda m,x,weight,bias: F.group_norm(x, 2, weight, bias), None),
-    (lambda: nn.GroupNorm(2,8,affine=False), lambda m,x: F.group_norm(x, 2), None),
     (lambda: nn.Linear(8,8), lambda *args, **kwargs: linear(*args, **kwargs)*2, own_forward),
     (lambda: nn.Linear(8,8), linear, another_parameter),
     (lambda: nn.Linear(8,8), lambda m,x,bias: F.linear(x, m.weight.to(bf16), bias), plain_weight)])

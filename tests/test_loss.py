@@ -47,28 +47,6 @@ def test_sees_float32(mode):
     want = torch.full((16,8), 1+1e-3*(1-2e-2)**4)
     torch.testing.assert_close(learn.model[0].weight.detach(), want, rtol=0, atol=1e-6)
 
-@pytest.mark.parametrize('use_reentrant', [False,True])
-@each_mode
-def test_checkpointed(mode, use_reentrant):
-    "Layers that compute again in the backward pass do so as in the forward pass: weights are as without checkpoints"
-    from torch.utils.checkpoint import checkpoint
-    class Twice(nn.Module):
-        def __init__(self, again):
-            super().__init__()
-            self.body,self.head,self.again,self.dtypes = mlp()[:4],mlp()[4],again,[]
-        def _body(self, x):
-            x = self.body[0](x)
-            self.dtypes.append(x.dtype)
-            return self.body[1:](x)
-        def forward(self, x):
-            x.requires_grad_() # the reentrant kind needs an input that does
-            return self.head(checkpoint(self._body, x, use_reentrant=use_reentrant) if self.again else self._body(x))
-    learn,plain = (modes[mode](get_learner(Twice(o))) for o in (True,False))
-    for o in (learn,plain): o.fit_one_cycle(1)
-    assert len(learn.model.dtypes)==12 and len(plain.model.dtypes)==8 # four batches, twice, and four of validation
-    assert {*learn.model.dtypes}=={*plain.model.dtypes}=={torch.bfloat16 if 'bf16' in mode else torch.float16}
-    assert all(map(torch.equal, weights(learn), weights(plain)))
-
 @each_mode
 def test_gan(mode):
     "fastai's GANLearner, whose loss calls one of its two models"
@@ -115,10 +93,6 @@ def penalty_loss(learn, pred, y):
     with torch.enable_grad(): g, = torch.autograd.grad(learn.model(x).sum(), x, create_graph=True)
     return F.mse_loss(pred, y)+(g.norm(dim=1)-1).square().mean()
 
-def running_loss(learn, pred, y):
-    "A total that starts as a tensor with gradients"
-    return learn.model.new(torch.zeros(1))[0]+F.mse_loss(pred, y)
-
 def feature_loss(learn, pred, y):
     "Features of a network that is not frozen, and that only a plain function has"
     if not hasattr(learn, 'features'):
@@ -136,8 +110,8 @@ class Adversarial(Callback):
         self.learn.loss = self.loss_grad.clone()
 
 nobodys = dict(penalty=(Places,penalty_loss,[]), forces=(Forces,plain_loss,[]),
-               perturbed=(Places,plain_loss,[Adversarial]), total=(Places,running_loss,[]),
-               hidden=(Hidden,plain_loss,[]), features=(Places,feature_loss,[]))
+               perturbed=(Places,plain_loss,[Adversarial]), hidden=(Hidden,plain_loss,[]),
+               features=(Places,feature_loss,[]))
 
 class Gradients(Callback):
     "What the tensors in `model.seen` have as gradients, after each backward pass"

@@ -123,16 +123,12 @@ class Clamped(nn.Linear):
         return super().forward(x)
 
 class Codebook(nn.Embedding):
-    "Rows, and a buffer of means, that follow the inputs next to them, in place of which they are returned"
-    def __init__(self, *args):
-        super().__init__(4, 8)
-        self.register_buffer('means', torch.randn(4, 8))
-        self.weight.requires_grad_(False)
+    "Rows that follow the inputs next to them, in place of which they are returned"
+    def __init__(self, *args): super().__init__(4, 8); self.weight.requires_grad_(False)
     def forward(self, x):
         nearest = torch.cdist(x.detach().float(), self.weight).argmin(1)
-        for i in nearest.unique():
-            for o in (self.weight.data,self.means): o[i].lerp_(x.detach()[nearest==i].float().mean(0), .5)
-        return x+(super().forward(nearest)+self.means[nearest]-x).detach()
+        for i in nearest.unique(): self.weight.data[i].lerp_(x.detach()[nearest==i].float().mean(0), .5)
+        return x+(super().forward(nearest)-x).detach()
 
 def between(kind): return lambda: nn.Sequential(nn.Linear(8,8), kind(8, 8), nn.Linear(8,1))
 
@@ -285,16 +281,13 @@ def test_torch_func(f):
         backward(model, x)
 
 def test_inference_mode():
-    "A prediction in it is no obstacle to training; nor is a model that was made in it"
+    "A prediction in it is no obstacle to training"
     model,x = Model(),data()
     want = model(x)
     with half_precision(model, bf16) as half:
         for mode in (torch.inference_mode,torch.no_grad,torch.inference_mode,torch.enable_grad):
             for _ in range(2):
                 with mode(): assert close(model(x), want, .02)
-        with torch.inference_mode(): built = Model()
-    with half_precision(built, bf16),torch.inference_mode():
-        for _ in range(2): assert close(built(x), want, .02)
     want = grads(Model(), nullcontext(), times=1)[0]
     for got in grads(model, half): assert all(close(got[k], want[k], .05) for k in want)
 

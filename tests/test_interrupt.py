@@ -10,9 +10,10 @@ each_mode = pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in (
 def by_hand(learn):
     with torch.no_grad(): learn.model(learn.xb[0])
 
-@pytest.mark.parametrize('look', [by_hand,Learner.validate])
-@each_mode
-def test_look_inside_a_batch(look, mode):
+looks = [('fp16',by_hand),('native_bf16',Learner.validate)]
+
+@pytest.mark.parametrize('mode,look', crossed(modes, [by_hand,Learner.validate], fast=lambda *o: o in looks))
+def test_look_inside_a_batch(mode, look):
     "Where float32 can be validated in the middle of a batch, so can each precision, with the same effect; or predict"
     def run(mode, event):
         learn = get_learner(opt_func=SGD, lr=.05)

@@ -32,22 +32,6 @@ def test_follows_float32(loss_func, mode):
     assert apart(trained(mode, loss_func), trained(None, loss_func), start) < (.1 if 'bf16' in mode else .02)
 
 @each_mode
-def test_sees_float32(mode):
-    "The loss finds the real parameters, and what it asks of them is computed in float32"
-    seen,learn = [],get_learner()
-    real = list(learn.model.parameters())
-    def _loss(pred, y):
-        seen.append([p is q for p,q in zip(learn.model.parameters(),real)])
-        return 1e3*(learn.model[0].weight-1).pow(2).sum() + 0*pred.mean()
-    learn.loss_func,learn.opt_func = _loss,SGD
-    with torch.no_grad(): learn.model[0].weight.fill_(1.001) # bfloat16 takes this for 1
-    modes[mode](learn, **dict(fp16=dict(max_loss_scale=1.), native_fp16=dict(init_scale=1.)).get(mode, {}))
-    learn.fit(1, lr=1e-5)
-    assert all(map(all, seen)) and len(seen)==8
-    want = torch.full((16,8), 1+1e-3*(1-2e-2)**4)
-    torch.testing.assert_close(learn.model[0].weight.detach(), want, rtol=0, atol=1e-6)
-
-@each_mode
 def test_gan(mode):
     "fastai's GANLearner, whose loss calls one of its two models"
     g = torch.Generator().manual_seed(0)
@@ -93,14 +77,6 @@ def penalty_loss(learn, pred, y):
     with torch.enable_grad(): g, = torch.autograd.grad(learn.model(x).sum(), x, create_graph=True)
     return F.mse_loss(pred, y)+(g.norm(dim=1)-1).square().mean()
 
-def feature_loss(learn, pred, y):
-    "Features of a network that is not frozen, and that only a plain function has"
-    if not hasattr(learn, 'features'):
-        torch.manual_seed(2)
-        learn.features = nn.Linear(1,4)
-        learn.model.seen += learn.features.parameters()
-    return F.mse_loss(learn.features(pred), learn.features(y))
-
 class Adversarial(Callback):
     "A perturbation of the input, whose loss is added in `after_loss`"
     def after_loss(self):
@@ -110,8 +86,7 @@ class Adversarial(Callback):
         self.learn.loss = self.loss_grad.clone()
 
 nobodys = dict(penalty=(Places,penalty_loss,[]), forces=(Forces,plain_loss,[]),
-               perturbed=(Places,plain_loss,[Adversarial]), hidden=(Hidden,plain_loss,[]),
-               features=(Places,feature_loss,[]))
+               perturbed=(Places,plain_loss,[Adversarial]), hidden=(Hidden,plain_loss,[]))
 
 class Gradients(Callback):
     "What the tensors in `model.seen` have as gradients, after each backward pass"

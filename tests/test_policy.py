@@ -28,7 +28,7 @@ class Tokens(nn.Module):
     def forward(self, x): return (x*3).long().clamp(-4,3)+4
 
 class Mean(nn.Module):
-    def forward(self, x): return (x[0] if isinstance(x, tuple) else x).mean(1)
+    def forward(self, x): return x.mean(1)
 
 class Attention(nn.Module):
     "Adds up, multiplies and has a parameter, outside the layers that it is made of"
@@ -51,9 +51,7 @@ def tokens(): return dict(tok=Tokens(), emb=nn.Embedding(8,8))
 models = dict(
     mlp         = lambda: seq(body=mlp_body(), head=nn.Linear(16,1)),
     conv        = lambda: seq(image=Image(), body=conv_body(), flat=nn.Flatten(), head=nn.Linear(32,1)),
-    transformer = lambda: seq(**tokens(), own=Attention(8), layer=encoder(), mean=Mean(), head=nn.Linear(8,1)),
-    lstm        = lambda: seq(**tokens(), body=nn.LSTM(8,8,batch_first=True), mean=Mean(), norm=nn.LayerNorm(8),
-                              head=nn.Linear(8,1)))
+    transformer = lambda: seq(**tokens(), own=Attention(8), layer=encoder(), mean=Mean(), head=nn.Linear(8,1)))
 
 def model(name):
     torch.manual_seed(3)
@@ -175,7 +173,7 @@ def test_refused(keep, error, match):
 @pytest.mark.parametrize('half', [f16,bf16])
 def test_what_stays_float32_anyway(half):
     "A wide pattern that reaches a parametrization, or a layer without a kernel: the table says why they don't follow"
-    net = seq(rnn=nn.LSTM(8,8,batch_first=True), mean=Mean(), bn=nn.BatchNorm1d(8),
+    net = seq(rnn=nn.LSTM(8,8), bn=nn.BatchNorm1d(8),
               lin=nn.utils.parametrizations.orthogonal(nn.Linear(8,8)), head=nn.Linear(8,1))
     def rows(): return {r.module:(r.why,r.compute) for r in policy(net, half, {'*':str(half)}).itertuples()}
     with pretend(machine('AVX2')): assert rows()['rnn']==(f'no {short(half)} LSTM on this CPU','float32')
@@ -183,10 +181,6 @@ def test_what_stays_float32_anyway(half):
         assert rows()['rnn'][1]==('bfloat16' if half==bf16 else 'float32')
     assert rows()['lin.parametrizations.weight']==('parametrization','float32')
     assert rows()['bn']==('kernel takes float32 weights',short(half)) and rows()['head'][1]==short(half)
-    net.rnn = nn.RNN(8,8,batch_first=True) # which every device has
-    o = half_precision(net, half, {'*':half})
-    with Watch(net) as seen, o: net(torch.randn(4,3,8)).sum().backward()
-    agrees(o.policy(), seen, net, half)
 
 def test_odd_parameters():
     "Only float32 parameters are cast; the table has the dtype of the others"
@@ -206,20 +200,6 @@ def test_only_a_layer(make):
     with half_precision(net, bf16): res = net(torch.ones(2,4))
     assert {o.dtype for o in floats(res)}=={f32} and 'forward' not in vars(net)
     assert policy(net, bf16).module.to_list()==['']
-
-def test_tied():
-    "A weight may be half precision in one place and float32 in another, and gets its gradient from both"
-    net = seq(emb=nn.Embedding(6,8), mid=nn.Linear(8,8), out=nn.Linear(8,6,bias=False))
-    net.mid.weight = nn.Parameter(torch.randn(8,8))
-    net.out.weight = net.emb.weight
-    ids = torch.tensor([1,2])
-    net(ids).pow(2).sum().backward()
-    want = net.emb.weight.grad.clone()
-    net.zero_grad()
-    half = half_precision(net, bf16, {'out':'f32'})
-    with Watch(net) as seen, half: net(ids).pow(2).sum().backward()
-    agrees(half.policy(), seen, net, bf16)
-    assert (net.emb.weight.grad-want).norm()<.05*want.norm()
 
 def test_rules_of_the_user_and_more():
     "`keeping`: whatever rules the user has, more modules in float32 change nothing else"
@@ -241,9 +221,7 @@ def test_functional():
 
 # --- Norms: what the rules say of their kernels, on this machine
 
-norms = [(nn.BatchNorm1d,(64,),(4096,64)), (nn.BatchNorm2d,(16,),(32,16,8,8)), (nn.BatchNorm3d,(8,),(8,8,4,8,8)),
-         (nn.InstanceNorm1d,(16,1e-5,.1,True,True),(64,16,64)), (nn.InstanceNorm2d,(16,1e-5,.1,True,True),(32,16,8,8)),
-         (nn.InstanceNorm3d,(8,1e-5,.1,True,True),(8,8,4,8,8)), (nn.GroupNorm,(4,64),(4096,64)),
+norms = [(nn.BatchNorm2d,(16,),(32,16,8,8)), (nn.InstanceNorm2d,(16,1e-5,.1,True,True),(32,16,8,8)),
          (nn.GroupNorm,(4,16),(32,16,8,8)), (nn.RMSNorm,(64,),(4096,64)), (nn.LayerNorm,(64,),(4096,64)),
          ('timm.layers.LayerNorm',(64,),(4096,64)), ('timm.layers.LayerNorm2d',(16,),(32,16,8,8)),
          ('timm.layers.GroupNorm',(16,4),(32,16,8,8)), ('timm.layers.GroupNorm1',(16,),(32,16,8,8)),

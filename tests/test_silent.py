@@ -82,24 +82,6 @@ def test_last_words():
     with pytest.raises(FloatingPointError, match='3 steps in a row were skipped'):
         learn.fit(1, cbs=[Callback(after_loss=infinite),Callback(after_batch=stop)])
 
-def test_scaler_of_somebody_else():
-    "Another scale in `learn.scaler` doesn't change the gradients"
-    def _norms(cb):
-        learn = get_learner(cbs=cb).to_native_fp16(init_scale=1024.)
-        learn.fit(1)
-        return learn.precision_recorder.log.norm.tolist()
-    def update(cb):
-        if cb.training and cb.train_iter>0: cb.learn.scaler.update(4096.)
-    assert _norms(Callback(after_loss=update))==_norms(None)
-
-def test_names_in_the_model():
-    "A model's attributes aren't taken for the learner's"
-    model = mlp()
-    model.lr_finder = model.model_resetter = 'mine'
-    learn = get_learner(model).to_bf16()
-    learn.fit(1)
-    assert len(learn.precision_recorder.log)==4
-
 def test_hints_are_calls_that_work():
     hints = [(r'learn\.to_bf16\(flat_master=…\)',   lambda: get_learner().to_native_bf16(flat_master=True)),
              (r'learn\.to_fp16\(flat_master=…\)',   lambda: get_learner().to_native_fp16(flat_master=True)),

@@ -42,15 +42,12 @@ diff = '```diff\n-a = 1\n+a = 2\n\n for b in c:\n+    b\n```'
 def test_text(dialect, text, want): assert pages.to_dialect(text, dialect)==want
 
 def test_code_of_the_site():
-    "What is folded, and what a diff leads to, to copy; formulas; what is printed"
+    "What is folded, and what a diff leads to, to copy; formulas"
     assert site.code('x = 1', 'Data')=='??? example "Data"\n\n    ```python\n    x = 1\n    ```'
     new = pages.to_dialect(diff, site).partition('??? example')[2]
     assert new.splitlines()[2:]==['    ```python','    a = 2','','    for b in c:','        b','    ```']
     math = pages.to_dialect('$x^2$ costs $5 or $6', site)
     assert math.startswith('<math') and math.endswith('</math> costs $5 or $6')
-    # sentences wrap on a narrow screen, columns don't, also if they are printed together
-    both = site.text('Two rows:\n\na    b\n1    2\n\nSo it is.\n\nReally.')
-    assert ['.prose' in o for o in re.findall('^``` {.*', both, re.M)]==[True,False,True] and 'is.\n\nReally' in both
 
 class Pair(NamedTuple):
     "Two"

@@ -32,10 +32,6 @@ def test_hooks(mode):
 
 # --- What a skipped step puts back
 
-def assign(b):
-    b.data = torch.full((b.numel()+1,), 9.)
-    return b
-
 def first_row(b):
     b[0].mul_(2)
     return b
@@ -44,7 +40,6 @@ buffers = dict( # what it is, and a function that changes it or returns another 
     late         = (lambda: None, lambda b: torch.ones(4)),
     replaced     = (lambda: torch.arange(4.), lambda b: b*2),
     grows        = (lambda: torch.arange(4.), lambda b: b.resize_(b.numel()+1).fill_(9)),
-    assigned     = (lambda: torch.arange(4.), assign),
     sparse       = (lambda: torch.eye(4).to_sparse(), lambda b: b.mul_(2)),
     expanded     = (lambda: torch.arange(3.)[None].expand(4,3), first_row))
 

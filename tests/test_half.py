@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from mp_callbacks.grads import prepare_grads
 from mp_callbacks.half import half_precision
@@ -112,8 +111,6 @@ def test_exceptions(where):
 changes = dict(
     added      = lambda m: m.append(nn.Linear(1,1)),
     replaced   = lambda m: m.__setitem__(3, nn.Linear(8,8)),
-    inside     = lambda m: m[5].__setitem__(0, nn.Linear(8,8)),
-    removed    = lambda m: m.__delitem__(2),
     new_weight = lambda m: setattr(m[3], 'weight', nn.Parameter(torch.randn(8,8))),
     frozen     = lambda m: m[0].requires_grad_(False),
     loaded     = lambda m: m.load_state_dict({k:v*.9 for k,v in m.state_dict().items()}))
@@ -129,15 +126,6 @@ def test_model_changed(change):
         changes[change](model)
         return backward(model, None if fresh else half)
     assert same(run(False), run(True))
-
-def test_model_no_longer_float32():
-    model = net()
-    half = half_precision(model, bf16)
-    with pytest.raises(ValueError, match=r'no float32 parameters \(torch.float64\)'):
-        model.double()
-        with half: pass
-    backward(model.float(), half)
-    assert_plain(model)
 
 # --- Autocast
 

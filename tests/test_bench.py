@@ -29,12 +29,12 @@ def run(script, out, *args):
     return path,found
 
 scripts = dict( # its options, and some of what it measures
-    step         = ('', 'step_ms'),
-    gpu          = ('', 'step_ms syncs'),
+    step         = ('--tensors 10', 'step_ms'),
+    gpu          = ('--only train syncs mpx', 'step_ms syncs'),
     distributed  = ('', 'step_ms first last'),
     host         = ('', 'step_us operations'),
-    families     = ('', 'whole'),
-    fp8          = ('', 'taken_out'),
+    families     = ('--only torchvision', 'whole'),
+    fp8          = ('--only products report', 'taken_out'),
     first_minute = ('', 's venv_mb'),
     quality      = ('--tasks diabetes --seeds 1 --device cpu', 'loss'),
     train        = ('--only mlp --loops fastai --processes 1', 'step_ms cpu_ms faults'),

@@ -9,23 +9,23 @@ import pytest
 bench = Path(__file__).parent.parent/'bench'
 columns = ['run','part','case','size','loop','opt','precision','turn','metric','value','note']
 
-def rows(path):
-    "The header and the rows of the csv file at `path`, without its comments"
-    with path.open(newline='') as f: header,*res = csv.reader(o for o in f if not o.startswith('#'))
-    return header,[dict(zip(header,o)) for o in res]
-
 def failed(o): return o['metric'] in ('error','oom')
+
+def call(script, *args):
+    "What `script` prints with these arguments"
+    cmd = [sys.executable, '-W', 'ignore', str(bench/f'{script}.py'), *args]
+    res = subprocess.run(cmd, capture_output=True, text=True)
+    assert res.returncode==0, res.stderr[-2000:]
+    return res.stdout
 
 def run(script, out, *args):
     "Run `script` with toy sizes; the path of its csv file and its rows"
-    cmd = [sys.executable, '-W', 'ignore', str(bench/f'{script}.py'), '--tiny', '--out', str(out), *args]
-    res = subprocess.run(cmd, capture_output=True, text=True)
-    assert res.returncode==0, res.stderr[-2000:]
+    call(script, '--tiny', '--out', str(out), *args)
     path, = out.glob(f'{script}*_tiny.csv')
-    comment = path.read_text().splitlines()[0]
+    comment,*lines = path.read_text().splitlines()
     assert all(o in comment for o in (f'{script}.py --tiny', 'torch', 'fastai', 'cores'))
-    header,found = rows(path)
-    assert header==columns
+    found = [*csv.DictReader(o for o in lines if o[:1]!='#')]
+    assert [*found[0]]==columns
     return path,found
 
 scripts = dict( # its options, and some of what it measures
@@ -54,10 +54,7 @@ def test_script(script, tmp_path):
 
 @pytest.mark.slow
 def test_report():
-    cmd = [sys.executable, '-W', 'ignore', str(bench/'report.py'), '--tiny', '--turns', '1']
-    res = subprocess.run(cmd, capture_output=True, text=True)
-    assert res.returncode==0, res.stderr[-2000:]
-    table = [o.split(' | ') for o in res.stdout.splitlines() if o.startswith('| ')][2:]
+    table = [o.split(' | ') for o in call('report', '--tiny', '--turns', '1').splitlines() if o.startswith('| ')][2:]
     assert [o[1] for o in table]==['bf16','fp16','bf16','bf16','fp16'] # convolutions in bfloat16 only
 
 @pytest.mark.slow
@@ -67,6 +64,5 @@ def test_tables_are_of_the_csv(name, tmp_path):
     csv,md = [bench/f'results/{name}_cpu.{o}' for o in ('csv','md')]
     (tmp_path/csv.name).write_text(csv.read_text())
     nothing = dict(step=['--tensors', '--elements'], quality=['--device', 'cpu']).get(name, ['--only'])
-    cmd = [sys.executable, '-W', 'ignore', str(bench/f'{name}.py'), '--out', str(tmp_path), *nothing]
-    subprocess.run(cmd, check=True)
+    call(name, '--out', str(tmp_path), *nothing)
     assert (tmp_path/md.name).read_text()==md.read_text() and (tmp_path/csv.name).read_text()==csv.read_text()

@@ -153,21 +153,16 @@ def test_rule_is_keep():
     assert dtypes({'body':'bf16'})==dict.fromkeys(['body.a','body.norm','body.b','head'], 'bfloat16')
     assert dtypes({})==dtypes(())
 
-f32_or_f16 = r"computes in torch.bfloat16, and must compute in float32 or torch.float16. Use 'float32'"
 bad = [({'nothing.*':'f32'},         ValueError, r"'nothing.\*' matches no module. The model has image"),
-       (['head','nothing'],          ValueError, r"keep='nothing' matches no module"),
-       ({'head':'bf16'},             ValueError, f32_or_f16),
-       ({'head':'f64'},              ValueError, "computes in torch.float64.* Use 'float32'"),
+       ({'head':'bf16'},             ValueError, "computes in torch.bfloat16, and must compute in .* Use 'float32'"),
        ({'head':'c=f32'},            ValueError, r"keep=\{'head': 'c=f32'\} is not a dtype"),
        ('*',                         ValueError, 'nothing is left.*Keep less'),
-       (3,                           TypeError,  'keep=3 must be a module type.* Use keep=\\(\\)'),
-       ({nn.Linear:'f32'},           TypeError,  'must have name patterns as keys'),
        ([is_norm, {'head':'f32'}],   TypeError,  'must be a module type, a name pattern'),
        ([nn.Linear(2, 2)], TypeError, "keep has a module, Linear, and needs its name or type. Use keep='its name'")]
 
 @pytest.mark.parametrize('keep,error,match', bad)
 def test_refused(keep, error, match):
-    "With what is wrong and a way out; that a call leaves the learner as it was is tested in `test_inputs`"
+    "With what is wrong and a way out; more of them are in the cells of the notebook"
     with pytest.raises(error, match=match): half_precision(model('conv'), f16, keep)
 
 @pytest.mark.parametrize('half', [f16,bf16])
@@ -183,14 +178,13 @@ def test_what_stays_float32_anyway(half):
     assert rows()['bn']==('kernel takes float32 weights',short(half)) and rows()['head'][1]==short(half)
 
 def test_odd_parameters():
-    "The table has their dtype; that only float32 parameters are cast is tested in `test_inputs`"
+    "The table has their dtype"
     net = seq(f64=nn.Linear(2,2).double(), bf16=nn.Linear(2,2).bfloat16(), f32=nn.Linear(2,2))
     net.register_parameter('count', nn.Parameter(torch.tensor([1,2]), requires_grad=False))
     rows = {r.module:(r.size,r.params) for r in policy(net, f16).itertuples()}
     assert rows=={'': (2,'int64'), 'f64': (6,'float64'), 'bf16': (6,'bfloat16'), 'f32': (6,'float32')}
 
-@pytest.mark.parametrize('make', [lambda: nn.LayerNorm(4), lambda: nn.GroupNorm(2,4), lambda: nn.Linear(4,4),
-                                  lambda: nn.LSTM(4,4)])
+@pytest.mark.parametrize('make', [lambda: nn.LayerNorm(4), lambda: nn.Linear(4,4), lambda: nn.LSTM(4,4)])
 def test_only_a_layer(make):
     "A model that is one module returns float32, and is as it was afterwards"
     net = make()

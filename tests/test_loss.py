@@ -5,12 +5,13 @@ from learners import *
 
 each_mode = pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','bf16','native_fp16')))
 
-def trained(mode, loss_func, epochs=3, **kwargs):
-    "A learner and how it was made, after a few epochs with `loss_func(learn)`, in `mode` or in float32"
-    learn = get_learner(**kwargs)
+@lru_cache(None)
+def trained(mode, loss_func):
+    "A learner after a few epochs with `loss_func(learn)`, in `mode` or in float32"
+    learn = get_learner()
     learn.loss_func = loss_func(learn)
     if mode: modes[mode](learn)
-    learn.fit(epochs)
+    learn.fit(3)
     return learn
 
 def decay(learn):

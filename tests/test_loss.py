@@ -1,11 +1,11 @@
 "What a loss may do: look at the weights, call a part of the model or all of it, train one model against another"
-import pytest
+import functools,pytest
 from fastai.vision.gan import GANLearner
 from learners import *
 
 each_mode = pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','bf16','native_fp16')))
 
-@lru_cache(None)
+@functools.cache
 def trained(mode, loss_func):
     "A learner after a few epochs with `loss_func(learn)`, in `mode` or in float32"
     learn = get_learner()

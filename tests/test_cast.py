@@ -92,10 +92,7 @@ def test_memory_format():
 
 class Written(Model):
     "Writes into the weights of a layer before it computes"
-    def __init__(self, write, frozen=False):
-        super().__init__()
-        self.write = write
-        self.b.requires_grad_(not frozen)
+    def __init__(self, write): super().__init__(); self.write = write
     def forward(self, x):
         x = self.a(x).tanh()
         with torch.no_grad(): self.write(self.b)
@@ -104,10 +101,7 @@ class Written(Model):
 def mul(m): m.weight.mul_(1.5)
 def mul_data(m): m.weight.data.mul_(1.5)
 def assign_data(m): m.weight.data = m.weight.data*1.5
-def replace(m): m.weight = nn.Parameter(m.weight*1.5, requires_grad=m.weight.requires_grad)
-def restored(m):
-    "Spectral weights as some GANs have them: another weight for this use"
-    m.weight.copy_(m.weight/m.weight.norm())
+def replace(m): m.weight = nn.Parameter(m.weight*1.5)
 
 class Momentum(nn.Module):
     "As much code of momentum encoders does it: in place, through `.data`"
@@ -129,31 +123,25 @@ class Clamped(nn.Linear):
         return super().forward(x)
 
 class Codebook(nn.Embedding):
-    "Rows, and a buffer of means, that follow the inputs next to them, in place of which they are returned"
-    def __init__(self, *args):
-        super().__init__(4, 8)
-        self.register_buffer('means', torch.randn(4, 8))
-        self.weight.requires_grad_(False)
+    "Rows that follow the inputs next to them, in place of which they are returned"
+    def __init__(self, *args): super().__init__(4, 8); self.weight.requires_grad_(False)
     def forward(self, x):
         nearest = torch.cdist(x.detach().float(), self.weight).argmin(1)
-        for i in nearest.unique():
-            for o in (self.weight.data,self.means): o[i].lerp_(x.detach()[nearest==i].float().mean(0), .5)
-        return x+(super().forward(nearest)+self.means[nearest]-x).detach()
+        for i in nearest.unique(): self.weight.data[i].lerp_(x.detach()[nearest==i].float().mean(0), .5)
+        return x+(super().forward(nearest)-x).detach()
 
 def between(kind): return lambda: nn.Sequential(nn.Linear(8,8), kind(8, 8), nn.Linear(8,1))
 
-writes = {(o.__name__,frozen): partial(Written, o, frozen) for o in (mul,mul_data,assign_data,replace,restored)
-          for frozen in (False,True) if (o,frozen)!=(mul_data,False)} # see `test_limit_of_data`
-kinds = {**writes, 'momentum':Momentum, 'clamped':between(Clamped), 'codebook':between(Codebook)}
+kinds = dict(mul=partial(Written, mul), assign_data=partial(Written, assign_data), replace=partial(Written, replace),
+             momentum=Momentum, clamped=between(Clamped), codebook=between(Codebook))
 
-@pytest.mark.parametrize('copies', [True,False])
 @pytest.mark.parametrize('kind', kinds)
-def test_written(kind, copies):
+def test_written(kind):
     "The layer computes with what was written, in the same call, and the model keeps it; without gradients, too"
     def run(half):
         torch.manual_seed(0)
         model,x,seen = kinds[kind](),data(),[]
-        around = half_precision(model, bf16, copies=copies) if half else nullcontext()
+        around = half_precision(model, bf16) if half else nullcontext()
         for i in range(4):
             with around, torch.set_grad_enabled(i!=2):
                 loss = model(x).square().mean()
@@ -166,14 +154,6 @@ def test_written(kind, copies):
         assert_plain(model)
         return seen
     for got,want,tol in zip(run(True), run(False), [.01,.05]*4, strict=True): assert close(got, want, tol), kind
-
-def test_cast_in_vain():
-    "What could not be used once is not cast ahead again"
-    model = Written(mul)
-    half = half_precision(model, bf16)
-    for together in ([],[6],[4],[4]):
-        with half,Casts() as seen: model(data()).sum()
-        assert seen.together==together
 
 def test_limit_of_data():
     "A trained weight that is written in place through `.data` counts from the next call on, as the page says"
@@ -190,23 +170,14 @@ def test_limit_of_data():
 # --- Which layers a call uses, and how
 
 class Frozen(Model):
-    "Freezes a layer between two uses of it, and trains it again"
+    "Freezes one layer between two uses of it, and another, trained when it was cast, before the first"
     def forward(self, x):
+        self.b.requires_grad_(False)
         x = self.b(self.a(x).tanh()).tanh()
-        self.b.requires_grad_(False)
-        x = self.b(x).tanh()
         self.a.requires_grad_(False)
-        self.a(x)
-        for m in (self.a,self.b): m.requires_grad_(True)
-        return self.c(x)
-
-class FrozenFirst(Model):
-    "A weight that was trained when it was cast is frozen when it is used"
-    def forward(self, x):
-        x = self.a(x).tanh()
-        self.b.requires_grad_(False)
-        x = self.b(x).tanh()
         self.b.requires_grad_(True)
+        x = self.b(self.a(x).tanh()).tanh()
+        self.a.requires_grad_(True)
         return self.c(x)
 
 class Repeated(Model):
@@ -249,7 +220,7 @@ class Energy(Model):
             energy = super().forward(x).sum()
             return torch.autograd.grad(energy, x, create_graph=True)[0]
 
-models = [Model,Frozen,FrozenFirst,Repeated,CallsItself,Tied,NoGrad,OnlyBiases,Hyper,Energy]
+models = [Model,Frozen,Repeated,CallsItself,Tied,NoGrad,OnlyBiases,Hyper,Energy]
 
 @pytest.mark.parametrize('make', models)
 def test_same_as_autocast(make): check(make, tol=.05)
@@ -310,16 +281,13 @@ def test_torch_func(f):
         backward(model, x)
 
 def test_inference_mode():
-    "A prediction in it is no obstacle to training; nor is a model that was made in it"
+    "A prediction in it is no obstacle to training"
     model,x = Model(),data()
     want = model(x)
     with half_precision(model, bf16) as half:
         for mode in (torch.inference_mode,torch.no_grad,torch.inference_mode,torch.enable_grad):
             for _ in range(2):
                 with mode(): assert close(model(x), want, .02)
-        with torch.inference_mode(): built = Model()
-    with half_precision(built, bf16),torch.inference_mode():
-        for _ in range(2): assert close(built(x), want, .02)
     want = grads(Model(), nullcontext(), times=1)[0]
     for got in grads(model, half): assert all(close(got[k], want[k], .05) for k in want)
 
@@ -450,7 +418,7 @@ def test_interrupted():
     def batch():
         with half: timed(model, x)
     n = 1
-    while interrupted(batch, n, 'cast.py', 'ways.py', '_whole'):
+    while interrupted(batch, n, 'cast.py', 'ways.py', '_whole', 'install'):
         assert not half.installed
         assert_plain(model)
         assert same(grads(model, half, timed, times=1)[0], want), n

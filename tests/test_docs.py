@@ -11,7 +11,6 @@ import pytest
 from fastcore.nbio import read_nb
 import mp_callbacks.learner # adds the calls
 from interpreters import paste
-from test_notebooks import yours
 
 pytest.importorskip('latex2mathml', reason='needs the docs extra')
 root = Path(__file__).resolve().parent.parent
@@ -43,15 +42,12 @@ diff = '```diff\n-a = 1\n+a = 2\n\n for b in c:\n+    b\n```'
 def test_text(dialect, text, want): assert pages.to_dialect(text, dialect)==want
 
 def test_code_of_the_site():
-    "What is folded, and what a diff leads to, to copy; formulas; what is printed"
+    "What is folded, and what a diff leads to, to copy; formulas"
     assert site.code('x = 1', 'Data')=='??? example "Data"\n\n    ```python\n    x = 1\n    ```'
     new = pages.to_dialect(diff, site).partition('??? example')[2]
     assert new.splitlines()[2:]==['    ```python','    a = 2','','    for b in c:','        b','    ```']
     math = pages.to_dialect('$x^2$ costs $5 or $6', site)
     assert math.startswith('<math') and math.endswith('</math> costs $5 or $6')
-    # sentences wrap on a narrow screen, columns don't, also if they are printed together
-    both = site.text('Two rows:\n\na    b\n1    2\n\nSo it is.\n\nReally.')
-    assert ['.prose' in o for o in re.findall('^``` {.*', both, re.M)]==[True,False,True] and 'is.\n\nReally' in both
 
 class Pair(NamedTuple):
     "Two"
@@ -72,18 +68,6 @@ def test_symbols():
     assert rows(both)==[r'| `x` | <code>int&#124;str</code> |  | What \| which |',
         '| `keep` |  | `len` | Another `Pair` |', '| *returns* | `int` |  | Their number |']
 
-class Output(dict):
-    def __getattr__(self, k): return self[k]
-
-@pytest.mark.parametrize('out,want', [
-    (dict(data={'text/html':'<style>p{}</style><table border="1" class="dataframe">\n  <td>1</td></table>'}),
-     '<table><td>1</td></table>'),
-    (dict(data={'image/png':'AAAA', 'text/plain':'Figure'}), '3 bytes'),
-    (dict(output_type='stream', name='stdout', text='hi\n'), '```text\nhi\n```'),
-    (dict(output_type='stream', name='stderr', text='hi\n'), None)])
-def test_outputs(out, want):
-    assert pages.output(Output(dict(output_type='display_data')|out), github, lambda o: f'{len(o)} bytes')==want
-
 def test_sidebar():
     "Each page has its place in it; a beginner's parts have at most seven"
     found = [o for part in pages.sidebar.values() for o in part]
@@ -92,32 +76,6 @@ def test_sidebar():
     for names,match in (([*found, 'x.md'], 'x.md: not in the sidebar. Add it'),
                         ([o for o in found if o!='half.md'], 'half.md: in `nav`.* no such page')):
         with pytest.raises(SystemExit, match=match): pages.check_sidebar(names)
-    heads = re.findall('^## (.*)', pages.name_index(site)[2], re.M) # on the page of all names internals are the last
-    assert {'half','inside (internal)'}<={*heads}
-    assert [o.endswith(' (internal)') for o in heads]==sorted(o.endswith(' (internal)') for o in heads)
-
-def test_root_files(tmp_path):
-    "Links of a file in the repository's root lead to pages of the site, or else to the repository"
-    (tmp_path/'X.md').write_text('# Title\n\n> About\n\n[a](nbs/00_dtypes.ipynb#policy) [b](CHANGELOG.md) '
-                                 '[c](tests/conftest.py) [d](https://x.org) `[e](f)`\n')
-    title,desc,md = pages.convert_file(tmp_path/'X.md', site)
-    assert (title,desc)==('Title', 'About')
-    assert md.strip()==('[a](dtypes.md#policy) [b](CHANGELOG.md) '
-                        f'[c]({pages.blob}tests/conftest.py) [d](https://x.org) `[e](f)`')
-
-class Talk:
-    "A callback"
-    _methods = ['before_fit']
-    def before_fit(self): "An event"
-    def say(self, word, times=2): "Say `word`"
-    def quiet(self): pass
-    @property
-    def log(self): "All | that\n\nwas said"
-
-def test_members():
-    table = pages.member_table(Talk, 'Talk', {'Talk.log'}, github).splitlines()
-    assert table[2:]==['| `say(word, times)` | Say `word` |', r'| [`log`](#talk.log) | All \| that |']
-    assert pages.member_table(Pair, 'Pair', set(), github)==''
 
 # --- What the notebooks need
 
@@ -129,47 +87,9 @@ def test_colab(name):
     "What users read can be run in Colab: it installs this package before anything runs, and the page has no such cell"
     assert cells(name, 'code')[0]==f'#| hide\n#| eval: false\n{pages.install}'
 
-# How the blocks of code in README and how-tos that are not cells are run, by page and beginning: a step of .ci/run, or
-# a function of a test file
-block = re.compile(r'^```(\w+)\n(.*?)^```', re.M|re.S)
-several,diffs = 'tests/test_docs.py::test_several_gpus','tests/test_from_other_libraries.py::test_both_sides'
-run_by = {'index': {
-        'python -m mp_callbacks':      '.ci/run::demo runs',
-        'git clone':                   '.ci/run::make test',
-        'pip install git+':            '.ci/run::wheel installs'},
-    'howto/which_precision': {
-        'python -m mp_callbacks':      '.ci/run::demo runs'},
-    'howto/accumulation_and_clipping': {
-        'learn.to_bf16(clip=1.)':      'tests/test_docs.py::test_block'},
-    'howto/from_other_libraries': {o: diffs for o in ('-from', '+from', '-import', ' from')},
-    'howto/less_memory': {
-        'from torch.utils.checkpoint': 'tests/test_docs.py::test_block'},
-    'howto/other_trainers': {
-        'import pytorch_lightning':    'tests/test_docs.py::test_lightning'},
-    'howto/several_gpus': {
-        'pip install':                 'tests/test_packaging.py::test_requirements',
-        'from torch.distributed.fsdp': several,
-        'from fastai.vision':          several,
-        'class Checkpoint':            several,
-        'import torch.distributed':    several,
-        'from datetime':               several,
-        'from accelerate.utils':       several}}
-
-def runners(file):
-    "What can run a block: the steps of .ci/run, the functions of a test file"
-    text = (root/file).read_text(encoding='utf-8')
-    if file=='.ci/run': return re.findall("^step '(.+?)'", text, re.M)
-    return [o.name for o in ast.parse(text).body if isinstance(o, ast.FunctionDef)]
-
-@pytest.mark.parametrize('name', [o for o in nbs if re.match('index|howto/', o)])
-def test_blocks_are_run(name):
-    found = [code for md in cells(name, 'markdown') for _,code in block.findall(md)]
-    for code in found:
-        how = [v for k,v in run_by.get(name, {}).items() if code.startswith(k)]
-        assert how, f'Make a cell of this block, or say in `run_by` what runs it:\n{code}'
-        file,_,runner = how[0].partition('::')
-        assert runner in runners(file), how
-    assert [k for k in run_by.get(name, {}) if not any(o.startswith(k) for o in found)]==[], 'no such block'
+def blocks(name):
+    "The blocks of Python on the page `name` that are not cells"
+    return re.findall(r'^```python\n(.*?)^```', '\n'.join(cells(name, 'markdown')), re.M|re.S)
 
 starts = { # page -> what its only block needs
     'howto/accumulation_and_clipping': 'from learners import *\nlearn = get_learner()',
@@ -177,15 +97,19 @@ starts = { # page -> what its only block needs
 
 @pytest.mark.parametrize('name', starts)
 def test_block(name):
-    (_,code), = [o for md in cells(name, 'markdown') for o in block.findall(md)]
+    code, = blocks(name)
     exec(f'{starts[name]}\n{code}', {})
+
+def test_blocks_are_run():
+    "by `test_block`, or by a test of their own below; `test_from_other_libraries` runs diffs, .ci/run the commands"
+    found = {o for o in nbs if re.match('index|howto/', o) and blocks(o)}
+    assert found=={*starts,'howto/several_gpus','howto/other_trainers'}
 
 @pytest.mark.slow
 def test_several_gpus(tmp_path):
     "The Python blocks of that page, in order, in one process that has a learner as in the example"
     pytest.importorskip('accelerate')
-    found = [o for md in cells('howto/several_gpus', 'markdown') for o in block.findall(md)]
-    blocks = [code for lang,code in found if lang=='python']
+    found = blocks('howto/several_gpus')
     start = """from distributed import get_dls,get_model as new_model # fastai has a `get_model`, too
 import fastai.callback.progress as progress
 dls,model = get_dls(64),new_model()
@@ -195,8 +119,8 @@ progress.defaults.callbacks.remove(progress.ProgressCallback)
 dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
 model = nn.Sequential(OrderedDict(layers=nn.Sequential(new_model())))
 """
-    of_shards = [o for o in blocks if 'fully_shard' in o or 'dcp.save' in o]
-    code = start+''.join(o for o in blocks if o not in of_shards)
+    of_shards = [o for o in found if 'fully_shard' in o or 'dcp.save' in o]
+    code = start+''.join(o for o in found if o not in of_shards)
     code += sharded+'learn.fit(1)\n'.join(of_shards)+'learn.fit(1)\ndist.destroy_process_group()'
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(root/'examples'), str(root)])}
     subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env=env, check=True, timeout=300)
@@ -246,6 +170,8 @@ def defined(tree):
                     res |= {*getattr(mod, '__all__', [k for k in vars(mod) if k[0]!='_'])}
     return res
 
+yours = {'howto/from_other_libraries': ['model','train_dl','valid_dl']} # what readers have, as the page says
+
 @pytest.mark.parametrize('name', nbs)
 def test_names_are_shown(name):
     "Pasted into an interpreter, without the hidden cells, no name is missing"
@@ -257,7 +183,7 @@ def test_names_are_shown(name):
 def test_lightning(tmp_path):
     "The block for Lightning, after the page's cells: the sick model is found, and the cured one trains"
     pytest.importorskip('pytorch_lightning')
-    (_,code), = [o for md in cells('howto/other_trainers', 'markdown') for o in block.findall(md)]
+    code, = blocks('howto/other_trainers')
     end = """
 train(*new(YesNo32))
 try: train(*new())

@@ -78,13 +78,6 @@ def test_figures(page, pattern, values):
     shown,values = figures(pattern, text(page)),values()
     assert shown==tuple(f'{v:.{len(o.partition(".")[2])}f}' for o,v in zip(shown, values, strict=True))
 
-def test_docments():
-    "The option says for which optimizer it is faster, and the figures agree"
-    source = (root/'mp_callbacks/callback.py').read_text()
-    assert "flat_master:bool=False, # Step small tensors as one? Faster with fastai's Adam" in source
-    plain,flat = step_cost('240 tensors', 10**5, ('ours','fastai','fp16'), ('ours','flat','fp16'))
-    assert flat<plain
-
 ms_in_text = re.compile(r'(?<![\w.])\d[\d.,]* ?(?:ms|milliseconds)\b')
 @pytest.mark.parametrize('page', [*pages, 'README.md', 'bench/README.md'])
 def test_no_other_times(page):

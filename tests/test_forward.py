@@ -26,33 +26,17 @@ def test_hooks(mode):
                 batch = {i:g for o,i,g in seen if o==what}
                 assert len(batch)==6 and {g.dtype for g in batch.values()}=={torch.float32}
                 for p in self.model.parameters(): assert torch.equal(batch[id(p)]/self.scale, p.grad)
-            assert len(seen)==2*6
             seen.clear()
     learn.fit(1, cbs=Look())
     assert learn.mixed_precision.state.steps==4
 
 # --- What a skipped step puts back
 
-def assign(b):
-    b.data = torch.full((b.numel()+1,), 9.)
-    return b
-
-def double(b): return b.mul_(2)
-
 buffers = dict( # what it is, and a function that changes it or returns another one
     late         = (lambda: None, lambda b: torch.ones(4)),
     replaced     = (lambda: torch.arange(4.), lambda b: b*2),
-    longer       = (lambda: torch.zeros(0), lambda b: torch.cat([b,torch.ones(1)])),
     grows        = (lambda: torch.arange(4.), lambda b: b.resize_(b.numel()+1).fill_(9)),
-    assigned     = (lambda: torch.arange(4.), assign),
-    points       = (lambda: torch.arange(4.), lambda b: b.set_(torch.full((2,3), 9.))),
-    csr          = (lambda: torch.eye(4).to_sparse_csr(), double),
-    coo          = (lambda: torch.eye(4).to_sparse(), double),
-    coo_pattern  = (lambda: torch.eye(4).to_sparse(), lambda b: b.add_(torch.ones(4,4).to_sparse())),
-    quantized    = (lambda: torch.quantize_per_tensor(torch.arange(4.), .1, 0, torch.qint8),
-                    lambda b: b.copy_(torch.ones(4))),
-    complex      = (lambda: torch.ones(4, dtype=torch.cfloat), double),
-    bool         = (lambda: torch.ones(4, dtype=torch.bool), lambda b: b.fill_(False)))
+    sparse       = (lambda: torch.eye(4).to_sparse(), lambda b: b.mul_(2)))
 
 class Holds(nn.Module):
     "Changes a buffer in each training batch, beside one that shares its storage if it can"
@@ -61,13 +45,13 @@ class Holds(nn.Module):
         make,self.change = buffers[kind]
         self.layer = nn.Linear(8,1)
         self.register_buffer('held', held := make())
-        if held is not None and held.layout is torch.strided and not held.is_quantized:
+        if held is not None and held.layout is torch.strided:
             self.register_buffer('same', held.view(held.shape), persistent=False)
     def forward(self, x):
         if self.training: self.held = self.change(self.held)
         return self.layer(x)
 
-def dense(model): return [o.dequantize() if o.is_quantized else o.detach().to_dense().clone() for o in model.buffers()]
+def dense(model): return [o.detach().to_dense().clone() for o in model.buffers()]
 
 @pytest.mark.parametrize('kind', buffers)
 def test_buffers_are_put_back(kind):
@@ -97,17 +81,8 @@ def test_new_buffers():
     learn.fit(1, cbs=InfiniteAt(0))
     assert skipped(learn)==1 and learn.model.mean.isfinite().all()
 
-def test_buffer_from_inference_mode():
-    "Nothing can be written to it, so a copy takes its place"
-    model = mlp()
-    with torch.inference_mode(): model.register_buffer('table', torch.arange(3.).expand(2,3))
-    learn = get_learner(model).to_bf16()
-    learn.fit(1, cbs=InfiniteAt(1))
-    assert skipped(learn)==1 and model.table.tolist()==[[0,1,2]]*2
-
-@pytest.mark.parametrize('mode,event', crossed(halves, ['before_train','before_batch','after_batch'],
-                         fast=lambda mode,event: mode=='bf16'))
-def test_grown_block(mode, event):
+@pytest.mark.parametrize('event', ['before_batch','after_batch'])
+def test_grown_block(event):
     "A block that a callback appends in the fit is put back after a skipped step, and `keep` holds for it"
     class Grows(Callback):
         order,run_valid,dtypes = -30,False,[]
@@ -121,7 +96,7 @@ def test_grown_block(mode, event):
             if not self.learn.step_stats.finite: self.after_skip = [o.clone() for o in self.block.buffers()]
     learn,cb = get_learner(opt_func=partial(OptimWrapper, opt=torch.optim.SGD)),Grows()
     setattr(cb, event, cb.grow)
-    modes[mode](learn, keep=nn.BatchNorm1d).fit(2, cbs=[cb,InfiniteAt(5 if event=='after_batch' else 4)])
+    learn.to_bf16(keep=nn.BatchNorm1d).fit(2, cbs=[cb,InfiniteAt(5 if event=='after_batch' else 4)])
     assert skipped(learn)==1 and {*cb.dtypes}=={torch.float32}
     assert all(map(torch.equal, cb.after_skip, nn.BatchNorm1d(16).buffers()))
     assert all(o.isfinite().all() for o in cb.block.buffers()) and cb.block[1].running_mean.any()
@@ -141,15 +116,13 @@ class Keeps(nn.Module):
         if kind=='buffer': self.register_buffer('h', torch.zeros(16,8))
         elif kind=='list': self.h = [(torch.zeros(16,8),0)]
         elif kind=='dict': self.h = dict(last=[torch.zeros(16,8)])
-        elif kind!='later': self.h = torch.zeros(16,8)
-        self.seen = getattr(self, 'h', None) # the same list or dict
+        else: self.h = torch.zeros(16,8)
+        self.seen = self.h # the same list or dict
     def kept(self):
-        if self.kind=='later' and not hasattr(self, 'h'): return torch.zeros(16,8)
         if self.kind=='list': return self.h[0][0]
         return self.h['last'][0] if self.kind=='dict' else self.h
     def keep(self, h):
-        if self.kind=='later' and not hasattr(self, 'h'): self.register_buffer('h', h)
-        elif self.kind=='list': self.h[0] = h,1
+        if self.kind=='list': self.h[0] = h,1
         elif self.kind=='dict': self.h['last'][0] = h
         else: self.h = h
     def forward(self, x):
@@ -165,7 +138,7 @@ class Float32(Callback):
         assert {k for k,o in self.model.state_dict().items() if o.dtype!=torch.float32}=={'scale'}
     after_pred = after_loss = after_step = after_batch = after_train = after_validate = after_fit = look
 
-kinds = 'attribute buffer later list dict'.split()
+kinds = 'attribute buffer list dict'.split()
 
 @pytest.mark.parametrize('mode,kind', crossed(halves, kinds, fast=lambda mode,kind: mode=='bf16' or kind=='attribute'))
 def test_state_is_float32(mode, kind, tmp_path):
@@ -178,7 +151,7 @@ def test_state_is_float32(mode, kind, tmp_path):
     assert learn.model(numbers(16)[0]).dtype==torch.float32
     file = learn.save('kept')
     with torch.serialization.safe_globals([L]): assert torch.load(file)['model']['outer.bias'].dtype==torch.float32
-    if kind!='later': get_learner(Keeps(kind), path=tmp_path, opt_func=learn.opt_func).to_fp32().load('kept').fit(1)
+    get_learner(Keeps(kind), path=tmp_path, opt_func=learn.opt_func).to_fp32().load('kept').fit(1)
     learn.to_fp32().fit(1)
     assert math.isfinite(learn.recorder.values[-1][1])
 

@@ -218,10 +218,10 @@ def test_without_the_hardware():
 
 # --- An ordinary learner
 
-def test_interrupts(monkeypatch):
-    import test_interrupt
-    monkeypatch.setitem(modes, 'fp8', in_fp8)
-    test_interrupt.test_exceptions('fp8')
+def test_interrupts(monkeypatch, tmp_path):
+    import test_faults
+    monkeypatch.setitem(test_faults.precisions, 'fp8', in_fp8)
+    test_faults.test_faults('fp8', ('train','forward',0), tmp_path)
 
 @pytest.mark.parametrize('recipe', crossed(recipes, fast=lambda o: o=='rowwise'))
 def test_learns(recipe):

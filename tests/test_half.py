@@ -1,6 +1,6 @@
 """`half_precision` in a loop written by hand: what a `with` does, and what is left after it, in any order, after an
 exception, in copies; how layers compute in it, and what it refuses"""
-import copy,io,pickle,weakref
+import copy,pickle,weakref
 from contextlib import nullcontext
 
 import pytest,torch
@@ -8,14 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
-from cases import *
 from mp_callbacks.grads import prepare_grads
 from mp_callbacks.half import half_precision
-from mp_callbacks.modules import StandIn,named_modules,parameter_name
 from mp_callbacks.ways import is_norm
-from learners import Callback,get_learner
+from learners import get_learner
 from states import *
 
 f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
@@ -51,8 +48,7 @@ def backward(model, half=None):
 
 # --- The loop
 
-@pytest.mark.parametrize('dtype', [f16,bf16])
-@pytest.mark.parametrize('copies', [True,False])
+@pytest.mark.parametrize('dtype,copies', [(f16,True),(bf16,True),(bf16,False)])
 def test_trains(dtype, copies):
     "To nearly the loss that float32 reaches; and an overflow is found"
     def fit(scale, half):
@@ -75,21 +71,6 @@ def test_trains(dtype, copies):
     loss,inside,pred = fit(2.**10, lambda model: half_precision(model, dtype, copies=copies))
     assert loss<full+.05 and (inside,pred)==(dtype,f32)
 
-def test_parameters_never_move():
-    "In hooks, and inside and outside of `forward`, they are float32 and the optimizer's"
-    class Looks(nn.Linear):
-        def forward(self, x): look(self); return super().forward(x)
-    def look(m, *_): seen.append([*m.parameters()])
-    model,seen = net(),[]
-    model[3] = Looks(8,8)
-    model[3].register_forward_pre_hook(look)
-    model[3].register_forward_hook(look)
-    params = [*model[3].parameters()]
-    with half_precision(model, bf16):
-        model(data()[0]).sum().backward()
-        look(model[3])
-    assert len(seen)==4 and all(identical(o, params) for o in seen)
-
 # --- Entering and leaving
 
 def test_enter_again():
@@ -105,42 +86,9 @@ def test_enter_again():
         assert not half.installed and torch.equal(model(x), plain)
         assert_plain(model)
 
-@pytest.mark.parametrize('first,last', [(0,1),(1,0)])
-def test_off_in_any_order(first, last):
-    "Of two objects for one model the one that was switched on last computes"
-    model,(x,_) = net().eval(),data()
-    plain,halves = model(x),[half_precision(model, o) for o in (bf16,f16)]
-    with half_precision(copy.deepcopy(model), halves[last].dtype) as alone: want = alone.model(x)
-    for _ in range(2):
-        for o in halves: o.install()
-        assert all(o.installed for o in halves) and not torch.equal(model(x), plain)
-        halves[first].remove()
-        assert torch.equal(model(x), want) and halves[last].installed and not halves[first].installed
-        halves[last].remove()
-        assert torch.equal(model(x), plain)
-        assert_plain(model)
-
-def test_off_below_somebody_elses_function():
-    "It stays there and calls through; the next `with` computes in half precision again, and also comes off"
-    model,x,seen = nn.Sequential(nn.Linear(4,4), nn.Linear(4,1)),torch.ones(2,4),[]
-    plain,half = model(x),half_precision(model, bf16)
-    model[0].register_forward_hook(lambda m,a,res: seen.append(res.dtype))
-    with half:
-        old = model.forward
-        model.forward = theirs = lambda x: old(x)
-        model(x)
-    for _ in range(3):
-        assert torch.equal(model(x), plain) and vars(model)['forward'] is theirs
-        with half: model(x)
-    assert seen==[bf16]+[torch.float32,bf16]*3
-    model.forward = old # put back, as who wraps a function does
-    assert torch.equal(model(x), plain)
-    with half: assert not torch.equal(model(x), plain)
-    assert torch.equal(model(x), plain) and 'forward' not in vars(model)
-
 class Stop(BaseException): pass
 
-@pytest.mark.parametrize('where', [0,4,5,'loss','backward'])
+@pytest.mark.parametrize('where', ['module','loss','backward'])
 def test_exceptions(where):
     "From a module, the loss or the backward pass: nothing stays behind, and the next batch is right"
     model,(x,y) = net().eval(),data()
@@ -148,7 +96,7 @@ def test_exceptions(where):
     want = backward(model, half)
     def stop(*_): raise Stop
     with pytest.raises(Stop), half:
-        if isinstance(where, int): hook = model[where].register_forward_hook(stop)
+        if where=='module': hook = model[4].register_forward_hook(stop)
         pred = model(x)
         if where=='loss': stop()
         hook = model[3].weight.register_hook(stop)
@@ -158,28 +106,11 @@ def test_exceptions(where):
     model.zero_grad()
     assert same(backward(model, half), want)
 
-def test_interrupted_while_it_begins(monkeypatch):
-    "Ctrl-C between two stand-ins: nothing stays on, now or after the next `with`"
-    model = nn.Sequential(nn.Linear(4,4), nn.Linear(4,1))
-    half,own,installed = half_precision(model, bf16),StandIn.install,[]
-    def install(self):
-        installed.append(self)
-        if len(installed)==2: raise KeyboardInterrupt
-        return own(self)
-    monkeypatch.setattr(StandIn, 'install', install)
-    with pytest.raises(KeyboardInterrupt), half: pass
-    assert not half.installed
-    assert_plain(model)
-    with half: model(torch.ones(2,4))
-    assert_plain(model)
-
 # --- A model that has changed
 
 changes = dict(
     added      = lambda m: m.append(nn.Linear(1,1)),
     replaced   = lambda m: m.__setitem__(3, nn.Linear(8,8)),
-    inside     = lambda m: m[5].__setitem__(0, nn.Linear(8,8)),
-    removed    = lambda m: m.__delitem__(2),
     new_weight = lambda m: setattr(m[3], 'weight', nn.Parameter(torch.randn(8,8))),
     frozen     = lambda m: m[0].requires_grad_(False),
     loaded     = lambda m: m.load_state_dict({k:v*.9 for k,v in m.state_dict().items()}))
@@ -195,15 +126,6 @@ def test_model_changed(change):
         changes[change](model)
         return backward(model, None if fresh else half)
     assert same(run(False), run(True))
-
-def test_model_no_longer_float32():
-    model = net()
-    half = half_precision(model, bf16)
-    with pytest.raises(ValueError, match=r'no float32 parameters \(torch.float64\)'):
-        model.double()
-        with half: pass
-    backward(model.float(), half)
-    assert_plain(model)
 
 # --- Autocast
 
@@ -243,12 +165,7 @@ def test_float32_inside():
 
 def by_pickle(model): return pickle.loads(pickle.dumps(model))
 
-def by_save(model):
-    torch.save(model, f := io.BytesIO())
-    f.seek(0)
-    return torch.load(f, weights_only=False)
-
-@pytest.mark.parametrize('how', [copy.deepcopy,by_pickle,by_save])
+@pytest.mark.parametrize('how', [copy.deepcopy,by_pickle])
 def test_copied_inside(how):
     "A copy made inside the `with` is an ordinary float32 model with its own parameters, and computes as any other"
     model,(x,_) = net().eval(),data()
@@ -264,32 +181,6 @@ def test_copied_inside(how):
     with torch.no_grad(): other[0].weight.zero_()
     assert torch.equal(model(x), want) and not torch.equal(other(x), want)
     assert_plain(other)
-
-@pytest.mark.parametrize('again', [copy.deepcopy,by_pickle])
-@pytest.mark.parametrize('inside', [False,True])
-def test_half_precision_copied(again, inside):
-    "With its model and settings, on or off"
-    half = half_precision(nn.Sequential(nn.Linear(2,2), nn.Linear(2,1)), bf16, keep='1')
-    with half if inside else nullcontext(): other = again(half)
-    assert other.model is not half.model and other.settings.keys()==half.settings.keys() and other.keep=='1'
-    assert other.policy().equals(half.policy())
-    x = torch.ones(2,2)
-    with half: want = half.model(x)
-    with other: assert torch.equal(other.model(x), want)
-    for o in (half,other): assert_plain(o.model)
-    other = again(half)
-    other.install()
-    assert other.installed and torch.equal(other.model(x), want)
-
-def test_replace_carries_all_settings():
-    class Mine(half_precision):
-        def __init__(self, model, dtype=f16, keep=(), copies=True, extra=None):
-            self.extra = extra
-            super().__init__(model, dtype, keep, copies)
-    half = Mine(net(), bf16, extra='kept')
-    for o in (half.replace(keep='0'), half.keeping(['0']), copy.deepcopy(half)):
-        assert type(o) is Mine and o.extra=='kept' and o.dtype==bf16
-    assert half.keeping(['0']).ways['0'].why=='keep'!=half.ways['0'].why
 
 @pytest.mark.skipif(torch.__version__<'2.7', reason='torch.export of PyTorch 2.6 takes no function as `forward`')
 def test_exported_inside():
@@ -317,10 +208,10 @@ wraps = dict(
     ddp        = lambda m: DistributedDataParallel(m),
     both       = lambda m: torch.compile(DistributedDataParallel(m), backend='eager'))
 
-# compiling takes time: some forms of `keep`
-fast = [(w,f) for w in wraps for f in keeps if f=='dict' and w!='in_place' or w in ('plain','checkpoint')]
+# each form with the plain model, and each wrapper with a dict
+keep_cases = [(w,f) for w in wraps for f in keeps if w=='plain' or f=='dict']
 
-@pytest.mark.parametrize('wrap,form', crossed(wraps, keeps, fast=lambda *o: o in fast))
+@pytest.mark.parametrize('wrap,form', keep_cases)
 def test_keep(wrap, form, one_process):
     "Means the same modules, by the names that they have in the model that was compiled or wrapped"
     torch._dynamo.reset()
@@ -362,18 +253,6 @@ def test_an_error_is_freed():
     except RuntimeError: del x
     assert gone() is None
 
-def test_names_of_culprits(one_process):
-    "Those that `keep` takes, in the record, in warnings and in what the doctor finds"
-    model = DistributedDataParallel(checkpointed(nn.Sequential(nn.Linear(8,8), nn.Linear(8,1))))
-    assert [*named_modules(model)]==['','0','1'] and parameter_name(model, [*model.parameters()][-1])=='1.bias'
-    learn = get_learner(model).to_bf16(max_skips=4)
-    spoil = Callback(before_step=lambda cb: [*cb.model.parameters()][-1].grad.fill_(float('nan')))
-    spoil.order = 5
-    with pytest.raises(FloatingPointError, match='The gradient of 1.bias was the first'): learn.fit(1, cbs=spoil)
-    assert {*learn.precision_recorder.log.culprit}=={'1.bias'}
-    with torch.no_grad(): [*model.parameters()][0].fill_(float('nan'))
-    assert learn.find_nonfinite().module=='0'
-
 # --- What can't be
 
 FSDP1 = type('FullyShardedDataParallel', (nn.Linear,), {})
@@ -401,11 +280,8 @@ def plain_weight(m):
 def linear(m, x, weight, bias=None, **kwargs): return F.linear(x, weight, bias)
 
 @pytest.mark.parametrize('make,function,change', [
-    (lambda: nn.Linear(8,8), linear, None), (lambda: nn.Linear(8,8,bias=False), linear, None),
-    # PyTorch 2.6 would take the eps of bfloat16
-    (lambda: nn.RMSNorm(8), lambda m,x,weight: F.rms_norm(x, (8,), weight, torch.finfo(f32).eps), None),
+    (lambda: nn.Linear(8,8), linear, None),
     (lambda: nn.GroupNorm(2,8), lambda m,x,weight,bias: F.group_norm(x, 2, weight, bias), None),
-    (lambda: nn.GroupNorm(2,8,affine=False), lambda m,x: F.group_norm(x, 2), None),
     (lambda: nn.Linear(8,8), lambda *args, **kwargs: linear(*args, **kwargs)*2, own_forward),
     (lambda: nn.Linear(8,8), linear, another_parameter),
     (lambda: nn.Linear(8,8), lambda m,x,bias: F.linear(x, m.weight.to(bf16), bias), plain_weight)])
@@ -424,18 +300,14 @@ def test_layers(make, function, change):
         assert res.equal(want) and same(grads(model), wanted)
 
 def test_called_by_name():
-    "A layer computes the same, and a norm returns the dtype of its input; an integer beside that doesn't count"
-    class Label(nn.GroupNorm):
-        def forward(self, x, y): return super().forward(x)+y.view(-1,1)*0
+    "A layer computes the same, and a norm returns the dtype of its input"
     class Named(nn.Module):
         def __init__(self):
             super().__init__()
-            self.lin,self.layer,self.group,self.head = nn.Linear(4,4),nn.LayerNorm(4),Label(2,4),nn.Linear(4,1)
-        def forward(self, x):
-            x = self.layer(input=self.lin(input=x))
-            return self.head(self.group(x, y=torch.ones(len(x), dtype=torch.long)))
+            self.lin,self.layer,self.head = nn.Linear(4,4),nn.LayerNorm(4),nn.Linear(4,1)
+        def forward(self, x): return self.head(self.layer(input=self.lin(input=x)))
     model,(x,_) = Named(),data()
     want,seen,half = model(x),watched(model),half_precision(model, bf16)
     for _ in range(2):
         with half: assert torch.allclose(model(x), want, atol=.05)
-        assert {seen[n] for n in ('lin','layer','group','head')}=={bf16}
+        assert {seen[n] for n in ('lin','layer','head')}=={bf16}

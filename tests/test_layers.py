@@ -1,11 +1,10 @@
 """The layout is the architecture, and what an import does
 
 Numbers of notebooks are layers, imports point to lower ones, only one module changes fastai, a class is one piece, no
-module uses a private name of another, and none unpickles. Lines are short, in the tests, too, and no helper of theirs
-stands twice. What a module imports, anywhere in it, is found by grimp, the library below import-linter; its contracts
-would repeat the order that the numbers have."""
+module uses a private name of another, and none unpickles. Lines are short, in the tests, too. What a module imports,
+anywhere in it, is found by grimp, the library below import-linter; its contracts would repeat the order that the
+numbers have."""
 import ast,functools,json,re,subprocess,sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,7 @@ def imports():
     "Module -> what it imports, ours without the package's name"
     grimp = pytest.importorskip('grimp', reason='needs the dev extra')
     graph = grimp.build_graph(pkg.name, include_external_packages=True, cache_dir=None)
-    found = {o:graph.find_modules_directly_imported_by(f'{pkg.name}.{o}') for o in layers}
+    found = {o:graph.find_modules_directly_imported_by(f'{pkg.name}.{o}') for o in layers.keys()|by_hand-{'__init__'}}
     return {k:{o.removeprefix(f'{pkg.name}.') for o in v} for k,v in found.items()}
 
 @each_module
@@ -49,90 +48,47 @@ def test_plain_pytorch(name, imports):
     if name not in foundation: plain |= {'fastai','sklearn','fastprogress'}
     assert imports[name]-layers.keys()<=plain
 
-def run(code, *args):
-    "What `code` prints as JSON in a process of its own"
-    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code, *args], capture_output=True, text=True, cwd=root)
-    assert res.returncode==0, res.stderr
-    return json.loads(res.stdout.splitlines()[-1])
+unpicklers = {'pickle','_pickle','cloudpickle','dill','joblib','marshal','shelve'}
 
-def test_foundation_runs_without_fastai():
-    "Also what they import in turn: after all of them, one after the other, fastai isn't there"
-    code = '''if True:
-        import json,sys
-        from importlib import import_module
-        seen = {}
-        for o in sys.argv[1:]:
-            import_module(f'mp_callbacks.{o}')
-            seen[o] = any(m.partition('.')[0]=='fastai' for m in sys.modules)
-        print(json.dumps(seen))'''
-    assert run(code, *foundation)==dict.fromkeys(foundation, False)
+@pytest.mark.parametrize('name', [*in_order,'__main__','all'])
+def test_nothing_of_ours_unpickles(name, imports):
+    "Checkpoints are data, as Guarantees promises; nor is anything imported by name, which grimp wouldn't see"
+    assert not unpicklers & imports[name]
+    calls = 'eval|exec|import_module|__import__|load_pickle|load_learner'
+    assert not re.search(rf'(?<![\w.])({calls})\(|torch(\.serialization)?\.load\(|weights_only=', source(name))
 
 # --- Lines and names
 
-def called(o):
-    "Name of the function that the call or decorator `o` calls"
-    f = getattr(o, 'func', o)
-    return getattr(f, 'id', getattr(f, 'attr', ''))
-
-@each_module
-def test_lines_are_short(name): assert [o for o in source(name).splitlines() if len(o)>120 and '__all__' not in o]==[]
+@pytest.mark.parametrize('folder', [pkg,root/'tests'], ids=lambda o: o.name)
+def test_lines_are_short(folder):
+    for file in folder.glob('*.py'):
+        lines = file.read_text(encoding='utf-8').splitlines()
+        assert file.stem=='_modidx' or [o for o in lines if len(o)>120 and not o.startswith('__all__')]==[], file
 
 @each_module
 def test_a_class_is_one_piece(name):
     "`@patch` adds to fastai's `Learner`, never to a class of this package"
-    patched = [o for o in ast.walk(ast.parse(source(name))) if isinstance(o, ast.FunctionDef)
-               and 'patch' in map(called, o.decorator_list)]
-    assert {ast.unparse(o.args.args[0].annotation) for o in patched}<={'Learner'}
-
-def private(name): return name.startswith('_') and not name.startswith('__')
+    patched = re.findall(r'^@patch\n(?:@(?:.|\n)*?)?def \w+\(\s*\w+:\s*(\w+)', source(name), re.M)
+    assert len(patched)==source(name).count('\n@patch') and {*patched}<={'Learner'}
 
 @functools.cache
-def own_private(src):
-    "Private names that a module of source `src` defines: functions, classes, variables, attributes that it sets"
-    res = set()
-    for o in ast.walk(ast.parse(src)):
-        if isinstance(o, (ast.FunctionDef,ast.ClassDef)): res.add(o.name)
-        elif isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store): res.add(o.id)
-        elif isinstance(o, ast.Attribute) and isinstance(o.ctx, ast.Store): res.add(o.attr)
-    return {o for o in res if private(o)}
-
-def theirs_used(name):
-    "Private names of our other modules that module `name` imports, or reads as an attribute or by `getattr`"
-    others = set().union(*(own_private(source(o)) for o in layers if o!=name))-own_private(source(name))
-    tree,used = ast.parse(source(name)),set()
-    for o in ast.walk(tree):
-        if isinstance(o, ast.ImportFrom) and (o.level or (o.module or '').startswith('mp_callbacks')):
-            used |= {a.name for a in o.names if private(a.name)}
-        elif isinstance(o, ast.Attribute) and o.attr in others: used.add(o.attr)
-        elif isinstance(o, ast.Call) and called(o)=='getattr' and isinstance(o.args[1], ast.Constant):
-            used |= {o.args[1].value}&others
-    return used-of_torch_and_fastai
-
-# names that we set on their objects, and that are theirs
-of_torch_and_fastai = {'_with_events'}
+def private_names(name):
+    "Those that a module uses or has in a string, and those that it defines: functions, classes, variables, attributes"
+    used,defined = set(),set()
+    for o in ast.walk(ast.parse(source(name))):
+        for k in ('name','id','attr','value'):
+            if not re.fullmatch(r'_[a-zA-Z]\w*', found := str(getattr(o, k, ''))): continue
+            used.add(found)
+            if isinstance(o, (ast.FunctionDef,ast.ClassDef)) or isinstance(getattr(o, 'ctx', None), ast.Store):
+                defined.add(found)
+    return used,defined
 
 @each_module
 def test_no_private_name_of_another(name):
-    "What two modules need has a public name in the lower one"
-    assert theirs_used(name)==set()
-
-unpicklers = {'pickle','_pickle','cloudpickle','dill','joblib','marshal','shelve','load_pickle','load_learner',
-              'torch.load','torch.serialization.load','weights_only','eval','exec'}
-
-def names(code):
-    "What `code` imports, calls by name or passes by name, with the parts of dotted imports"
-    for o in ast.walk(ast.parse(code)):
-        if isinstance(o, (ast.Import, ast.ImportFrom)):
-            mod = getattr(o, 'module', None) or ''
-            for a in o.names: yield from (*mod.split('.'), *a.name.split('.'), f'{mod}.{a.name}')
-        elif isinstance(o, ast.Name): yield o.id
-        elif isinstance(o, ast.Attribute): yield ast.unparse(o)
-        elif isinstance(o, ast.keyword): yield o.arg
-
-@pytest.mark.parametrize('name', [*in_order,*sorted(by_hand)])
-def test_nothing_of_ours_unpickles(name):
-    "Checkpoints are data, as Guarantees promises; nor is anything imported by name, which grimp wouldn't see"
-    assert not {*unpicklers,'import_module','__import__'} & {*names(source(name))}
+    "What two modules need has a public name in the lower one; `_with_events` is fastai's"
+    used,defined = private_names(name)
+    others = set().union(*(private_names(o)[1] for o in layers if o!=name))
+    assert (used & others)-defined-{'_with_events'}==set()
 
 # --- Changes to fastai
 
@@ -141,90 +97,50 @@ methods = ('to_fp16 to_bf16 to_fp8 to_native_fp16 to_native_bf16 to_fp32 to_nati
            'find_nonfinite precision_plan precision_report precision_checkup').split()
 
 changes = '''if True:
-    import json,sys
+    import fastai.basics,fastai.callback.all,fastai.callback.channelslast,json,sys,torch
     from importlib import import_module
-    import fastai.learner,fastai.callback.fp16,fastai.callback.channelslast,torch
     from types import ModuleType
-    if '--all' in sys.argv: import fastai.basics,fastai.callback.all
-    mods = {n:m for n,m in sys.modules.items() if m is not None and n.partition('.')[0] in ('fastai','fastcore')}
+    defaults = fastai.learner.defaults
+    mods = [m for n,m in sys.modules.items() if n.partition('.')[0] in ('fastai','fastcore') and m is not None]
+    kinds = [torch.nn.Module, torch.Tensor, torch.autocast, torch.amp.GradScaler, torch.optim.Optimizer]
+    kinds += {o for m in mods for o in vars(m).values() if isinstance(o, type) and o.__module__==m.__name__}
     def snapshot():
-        defaults = fastai.learner.defaults
-        res = {'defaults':dict(vars(defaults)), 'callbacks':dict(enumerate(defaults.callbacks))}
-        for n,m in mods.items():
-            res[n] = {k:v for k,v in vars(m).items() if not isinstance(v, ModuleType) and k[:2]!='__'}
-            for k,c in vars(m).items():
-                if isinstance(c, type) and c.__module__==n: res[f'{n}.{k}'] = dict(vars(c))
-        for c in (torch.nn.Module, torch.Tensor, torch.autocast, torch.amp.GradScaler, torch.optim.Optimizer):
-            res[f'torch.{c.__name__}'] = dict(vars(c))
-        return res
-    def differ(x, y): return [k for k in x.keys()|y.keys() if x.get(k, differ) is not y.get(k, changes)]
-    def changes(a, b): return sorted(f'{n}.{k}' for n in a for k in differ(a[n], b[n]))
-    seen = {}
-    before = snapshot()
-    for o in sys.argv[1:]:
-        if o=='--all': continue
-        import_module(f'mp_callbacks.{o}')
+        res = {f'{o.__module__}.{o.__qualname__}.{k}':v for o in kinds for k,v in vars(o).items()}
+        for m in mods:
+            own = {k:v for k,v in vars(m).items() if k[:2]!='__' and not isinstance(v, ModuleType)}
+            res.update({f'{m.__name__}.{k}':v for k,v in own.items()})
+        return {**res, **vars(defaults), **dict(enumerate(defaults.callbacks))}
+    def change_by(names):
+        "What importing these modules changes. fastcore's `patch` keeps what it replaces under another name."
+        before = snapshot()
+        for o in names.split(): import_module(f'mp_callbacks.{o}')
         after = snapshot()
-        seen[o] = changes(before, after)
-        before = after
-    print(json.dumps(seen))'''
-
-def replaced(changed):
-    "Names of the methods of `Learner` among `changed`. fastcore's `patch` keeps what it replaces under another name."
-    return {o.removeprefix('fastai.learner.Learner.') for o in changed if '._orig_to_' not in o}
+        changed = [k for k in before.keys()|after.keys() if before.get(k) is not after.get(k, before)]
+        return [k for k in changed if '._orig_to_' not in str(k)]
+    print(json.dumps([*map(change_by, sys.argv[1:])]))'''
 
 def test_only_learner_changes_fastai(imports):
-    "No other module changes an attribute of fastai's modules and classes, or of PyTorch's; `learner` only `Learner`"
-    after = ['learner',*(o for o in layers if 'learner' in imports[o])]
-    seen = run(changes, '--all', *(o for o in in_order if o not in after), *after)
-    changed = seen.pop('learner')
-    assert seen==dict.fromkeys(seen, [])
-    assert replaced(changed)=={*methods}
-
-@pytest.mark.slow
-def test_import_changes_no_default():
-    "After `fastai.learner` alone, `mp_callbacks.all` adds no default callback, such as fastai's progress bar"
-    assert replaced(run(changes, 'all')['all'])=={*methods}
+    "Or PyTorch's classes, or fastai's default callbacks; and `learner` only methods of `Learner`"
+    last = [o for o in in_order if o=='learner' or 'learner' in imports[o]]
+    parts = ' '.join(o for o in in_order if o not in last),' '.join(last)
+    cmd = [sys.executable, '-W', 'ignore', '-c', changes, *parts]
+    res = subprocess.run(cmd, capture_output=True, text=True, cwd=root)
+    assert res.returncode==0, res.stderr
+    others,learner = json.loads(res.stdout.splitlines()[-1])
+    assert others==[] and {*learner}=={f'fastai.learner.Learner.{o}' for o in methods}
 
 # --- What `all` exports
 
 public = ('ModelToHalf MixedPrecision NativeMixedPrecision PrecisionRecorder half_precision StepStats Policy '
           'DynamicLossScale StaticLossScale').split()
 
-def test_all_exports_what_users_need():
-    ns = {}
-    exec('from mp_callbacks.all import *', ns)
-    assert {k for k in ns if k!='__builtins__'}=={*public} and len(public)<=25
-    mods = [import_module(f'mp_callbacks.{o}') for o in layers]
-    assert all(any(getattr(m, k, None) is ns[k] for m in mods if k in m.__all__) for k in public)
-
-def test_ours_after_theirs():
+def test_all():
     "After both star imports ours are in place, and no name of fastai's is lost but those that we mean to replace"
-    ns = {}
-    exec('from fastai.basics import *\nfrom fastai.callback.all import *', ns)
-    theirs = dict(ns)
-    exec('from mp_callbacks.all import *', ns)
-    assert all(ns[k].__module__.startswith('mp_callbacks.') for k in public)
-    assert {k for k in public if k in theirs}<={'MixedPrecision', 'ModelToHalf'}
+    ours,theirs = {},{}
+    exec('from mp_callbacks.all import *', ours)
+    exec('from fastai.basics import *\nfrom fastai.callback.all import *', theirs)
+    assert ours.keys()-{'__builtins__'}=={*public}
+    assert all(ours[k].__module__.startswith('mp_callbacks.') for k in public)
+    assert {*public}&theirs.keys()<={'MixedPrecision', 'ModelToHalf'}
     calls = [o for o in methods if o.startswith('to_') and o!='to_contiguous']
-    assert all(getattr(ns['Learner'], o).__module__=='mp_callbacks.learner' for o in calls)
-
-# --- The tests are code, too
-
-test_files = sorted((root/'tests').glob('*.py'))
-
-@pytest.mark.parametrize('file', test_files, ids=lambda o: o.stem)
-def test_lines_of_tests_are_short(file): assert [o for o in file.read_text().splitlines() if len(o)>120]==[]
-
-def test_no_helper_stands_twice():
-    "Neither a function or class of more than forty letters, under any name, nor eight lines"
-    bodies,passages = {},{}
-    for file in test_files:
-        for o in ast.parse(file.read_text()).body:
-            if isinstance(o, (ast.FunctionDef,ast.ClassDef)):
-                bodies.setdefault('\n'.join(map(ast.unparse, o.body)), []).append(f'{file.stem}.{o.name}')
-        lines = [o.strip() for o in file.read_text().splitlines()]
-        lines = [o for o in lines if o and not o.startswith(('import ','from '))]
-        for i in range(len(lines)-7): passages.setdefault('\n'.join(lines[i:i+8]), []).append(file.stem)
-    assert {k:o for k,o in bodies.items() if len(o)>1 and len(k)>40}=={}
-    assert {k:o for k,o in passages.items() if len(o)>1}=={}
+    assert all(getattr(theirs['Learner'], o).__module__=='mp_callbacks.learner' for o in calls)

@@ -102,38 +102,18 @@ class Uses(nn.Module):
 
 operations = dict( # that half precision doesn't have, or not beside float32
     lerp           = lambda x,w: torch.lerp(x, w, .3),
-    dot            = lambda x,w: torch.dot(x[0], w[0]),
-    index_put      = lambda x,w: x.index_put((torch.tensor([1]),), w[:1]),
     written        = lambda x,w: (w*2).index_add_(0, torch.arange(8), x),
-    stft           = lambda x,w: torch.stft(x, 8, window=w[0], return_complex=True).abs(),
-    solve          = lambda x,w: torch.linalg.solve(torch.eye(8)+w@w.T, x),
     to_numpy       = lambda x,w: x+torch.from_numpy(w.detach().numpy()))
 
 class GroupNorm32(nn.GroupNorm):
     "As the diffusion models have it"
     def forward(self, x): return super().forward(x.float()).type(x.dtype)
 
-class RootMeanSquare(nn.LayerNorm):
-    "With code of its own that float16 can't hold"
-    def forward(self, x): return x/x.pow(2).mean(-1, keepdim=True).sqrt()*self.weight
-
-class AdaptiveNorm(nn.GroupNorm):
-    "With layers inside it"
-    def __init__(self, *args): super().__init__(*args); self.scale = nn.Linear(8,8)
-    def forward(self, x): return super().forward(x)*(1+self.scale(x))
-
 class Decorated(nn.Linear):
     @torch.autocast('cpu', enabled=False)
     def forward(self, x): return x.float()*self.weight[0]+F.linear(x.float(), self.weight, self.bias)
 
-class Inside(nn.Linear):
-    def forward(self, x):
-        with torch.autocast('cpu', enabled=False): return self._sum(x.float())
-    def _sum(self, x): return x*self.weight[0]+super().forward(x)
-
-own_code = dict(group_norm=partial(GroupNorm32, 2, 8), root_mean_square=partial(RootMeanSquare, 8),
-                adaptive_norm=partial(AdaptiveNorm, 2, 8), decorated=partial(Decorated, 8, 8),
-                inside=partial(Inside, 8, 8),
+own_code = dict(group_norm=partial(GroupNorm32, 2, 8), decorated=partial(Decorated, 8, 8),
                 **{name:partial(Uses, f) for name,f in operations.items()})
 
 @pytest.mark.parametrize('dtype', halves)
@@ -141,7 +121,6 @@ own_code = dict(group_norm=partial(GroupNorm32, 2, 8), root_mean_square=partial(
 def test_own_code(name, dtype):
     "Between two layers"
     def _new(): return nn.Sequential(nn.Linear(8,8), own_code[name](), nn.Linear(8,1))
-    x = numbers(8)[0]*(300 if name=='root_mean_square' else 1) # squares beyond float16
-    compare(_new, [x], dtype)
+    compare(_new, [numbers(8)[0]], dtype)
     way = half_precision(_new(), dtype).policy().set_index('module').way['1']
-    assert way==('float32 norm' if name in ('group_norm','root_mean_square') else 'owner')
+    assert way==('float32 norm' if name=='group_norm' else 'owner')

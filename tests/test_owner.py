@@ -18,10 +18,9 @@ class Diffusion(nn.Module):
         super().__init__()
         self.lin,self.gives = nn.Linear(8,8),Gives()
         if owns=='parameter': self.pos = nn.Parameter(torch.randn(8))
-        elif owns=='list': self.pos = nn.ParameterList([torch.randn(8)])
-        else: self.pos = nn.ParameterDict(dict(a=torch.randn(8)))
+        else: self.pos = nn.ParameterList([torch.randn(8)])
     def forward(self, x, t):
-        pos = self.pos if isinstance(self.pos, nn.Parameter) else next(iter(self.pos.parameters()))
+        pos = self.pos if isinstance(self.pos, nn.Parameter) else self.pos[0]
         x = self.lin(x)+pos
         assert x.dtype==pos.dtype==f32
         return *self.gives(x, t, x.mean()),x
@@ -30,7 +29,7 @@ class Inside(nn.Module):
     def __init__(self, *args): super().__init__(); self.own,self.head = Diffusion(*args),nn.Linear(8,1)
     def forward(self, x, t): return self.own(x, t),self.head(x)
 
-@pytest.mark.parametrize('owns', ['parameter','list','dict'])
+@pytest.mark.parametrize('owns', ['parameter','list'])
 def test_rounded(owns):
     """What an owner gives to modules inside it and what it returns is rounded, but for scalars and what it was given
 
@@ -48,36 +47,20 @@ def test_rounded(owns):
     with half_precision(net, bf16, keep='own'): net(x, t)
     assert {o.dtype for o in seen[net.own]}=={f32}
 
-class Again(nn.Module):
-    "Calls itself"
-    def __init__(self): super().__init__(); self.weight = nn.Parameter(torch.full((8,), 1.001))
-    def forward(self, x, n=2): return x*self.weight if n==0 else self(x*self.weight, n-1)*self.weight
-
-def test_an_owner_that_calls_itself():
-    net,seen = nn.Sequential(Again(), nn.Linear(8,1)),[]
-    net[0].register_forward_hook(lambda m,args,out: seen.append(out))
-    with half_precision(net, bf16): net(torch.ones(4,8)).sum().backward()
-    assert [o.dtype for o in seen]==[bf16]*3 and (seen[-1][0]-1.005).abs().max()<.01
-    assert (net[0].weight.grad-5*net[1].weight[0]*4).abs().max()<.1
-
 # --- What it passes on keeps its meaning
-
-class Owner(nn.Module):
-    "Adds a position of its own, and gives what it has computed to a module inside"
-    def __init__(self, inner): super().__init__(); self.pos,self.inner = nn.Parameter(torch.ones(8)),inner
-    def forward(self, x):
-        y = x+self.pos
-        res = self.inner(y)
-        return y if res is None else res
 
 class Fills(nn.Module):
     "Writes into what it is given"
     def __init__(self): super().__init__(); self.layer = nn.Linear(8,8)
     def forward(self, y): y.mul_(2).add_(self.layer(y.detach()))
 
-class InPlace(nn.Module):
-    "The caller doesn't look at the result"
-    def forward(self, y): F.relu_(y)
+class Owner(nn.Module):
+    "Adds a position of its own, and lets a module inside write into the sum"
+    def __init__(self): super().__init__(); self.pos,self.inner = nn.Parameter(torch.ones(8)),Fills()
+    def forward(self, x):
+        y = x+self.pos
+        self.inner(y)
+        return y
 
 class Remembers(nn.Module):
     "As fastai's `SequentialEx` and `MergeLayer`"
@@ -90,15 +73,12 @@ class Remembers(nn.Module):
 class Merges(nn.Module):
     def forward(self, x): return x+x.orig
 
-class Sine(nn.Module):
-    def forward(self, t): return t.sin()
-
 class Times(nn.Module):
     "Time steps from 0 to 1000 that an owner has computed from those it was given, as in flow matching"
     def __init__(self):
         super().__init__()
-        self.pos,self.layer,self.embed = nn.Parameter(torch.ones(8)),nn.Linear(8,8),Sine()
-    def forward(self, x): return self.layer(x+self.pos)*self.embed(x.abs().clamp(max=1)*1000)
+        self.pos,self.layer,self.embed = nn.Parameter(torch.ones(8)),nn.Linear(8,8),Gives()
+    def forward(self, x): return self.layer(x+self.pos)*self.embed(x.abs().clamp(max=1)*1000)[0].sin()
 
 class Attend(nn.Module):
     def __init__(self): super().__init__(); self.q,self.k = nn.Linear(8,8),nn.Linear(8,8)
@@ -112,8 +92,7 @@ class Masked(nn.Module):
         mask[0] = -1e9
         return self.attend(x+self.pos, mask)
 
-makes = dict(fills=lambda: Owner(Fills()), in_place=lambda: Owner(InPlace()), times=Times, mask=Masked,
-             attributes=lambda: nn.Sequential(Remembers(), Merges()))
+makes = dict(fills=Owner, times=Times, mask=Masked, attributes=lambda: nn.Sequential(Remembers(), Merges()))
 
 @pytest.mark.parametrize('dtype', [bf16,torch.float16])
 @pytest.mark.parametrize('kind', makes)
@@ -157,41 +136,21 @@ class Skips(nn.Module):
     def __init__(self): super().__init__(); self.down,self.up,self.last = nn.Linear(8,8),Pops(),Pops()
     def forward(self, x):
         skips,seen = [x,self.down(x)],dict(n=0, x=self.down(x))
+        first,own = skips[0],seen['x']
         self.up(skips, seen)
         y = seen['out']
         skips.append(y)
         self.last(skips, seen)
-        assert (len(skips),seen['n'],[*seen])==(1,2,['n','x','out'])
+        assert (len(skips),seen['n'],[*seen])==(1,2,['n','x','out']) and skips[0] is first and seen['x'] is own
         return y+seen['out']+skips[0]
 
-kept = [(Writes,'act'), (Attaches,Merges), (Attaches,nn.GELU), (Skips,'up'), (Skips,'last'), (Skips,('up','last'))]
-
-@pytest.mark.parametrize('copies', [True,False])
-@pytest.mark.parametrize('kind,keep', kept)
-def test_kept(kind, keep, copies):
+@pytest.mark.parametrize('kind,keep', [(Writes,'act'), (Attaches,Merges), (Attaches,nn.GELU), (Skips,('up','last'))])
+def test_kept(kind, keep):
     "What a module in float32 writes, takes out of a container or puts into it arrives; attributes go through a cast"
     torch.manual_seed(1)
     model,x = kind(),numbers(16)[0]
     want = model(x).detach()
-    with half_precision(model, bf16, keep, copies): assert (model(x)-want).norm()<=.02*want.norm()
-
-def test_kept_leaves_lists_alone():
-    "What the caller has in a list or dict, nested too, is the same tensors afterwards, in half precision"
-    seen = []
-    class Sums(nn.Module):
-        def __init__(self): super().__init__(); self.layer = nn.Linear(8,8)
-        def forward(self, features, more): return self.layer(features[0]+more['rest'][0])
-    class Net(nn.Module):
-        def __init__(self): super().__init__(); self.body,self.end = nn.Linear(8,8),Sums()
-        def forward(self, x):
-            y,z = self.body(x),self.body(-x)
-            features,more = [y],dict(rest=[z])
-            res = self.end(features, more)
-            seen.append(features[0] is y and more['rest'][0] is z and y.dtype)
-            return res
-    model = Net()
-    with half_precision(model, bf16, 'end'): model(numbers(16)[0]).sum().backward()
-    assert seen==[bf16]
+    with half_precision(model, bf16, keep): assert (model(x)-want).norm()<=.02*want.norm()
 
 def test_standardized_convolution():
     "A layer with a `_conv_forward` of its own computes with float32 weights, as under autocast"

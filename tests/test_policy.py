@@ -1,7 +1,6 @@
 """`keep`, and the table of what comes of it: each module that is called computes in the way and dtype that it names
 
 Norms compute within rounding of float64, and layers whose weights are computed from others follow float32."""
-import random
 from collections import OrderedDict
 from copy import deepcopy
 from fnmatch import fnmatch
@@ -29,7 +28,7 @@ class Tokens(nn.Module):
     def forward(self, x): return (x*3).long().clamp(-4,3)+4
 
 class Mean(nn.Module):
-    def forward(self, x): return (x[0] if isinstance(x, tuple) else x).mean(1)
+    def forward(self, x): return x.mean(1)
 
 class Attention(nn.Module):
     "Adds up, multiplies and has a parameter, outside the layers that it is made of"
@@ -52,9 +51,7 @@ def tokens(): return dict(tok=Tokens(), emb=nn.Embedding(8,8))
 models = dict(
     mlp         = lambda: seq(body=mlp_body(), head=nn.Linear(16,1)),
     conv        = lambda: seq(image=Image(), body=conv_body(), flat=nn.Flatten(), head=nn.Linear(32,1)),
-    transformer = lambda: seq(**tokens(), own=Attention(8), layer=encoder(), mean=Mean(), head=nn.Linear(8,1)),
-    lstm        = lambda: seq(**tokens(), body=nn.LSTM(8,8,batch_first=True), mean=Mean(), norm=nn.LayerNorm(8),
-                              head=nn.Linear(8,1)))
+    transformer = lambda: seq(**tokens(), own=Attention(8), layer=encoder(), mean=Mean(), head=nn.Linear(8,1)))
 
 def model(name):
     torch.manual_seed(3)
@@ -99,12 +96,10 @@ def agrees(table, seen, net, half):
 
 all_rules = dict( # a dict has None for half precision
     default = (),
-    norms   = (is_norm,),
-    body    = (nn.LayerNorm,'body*','own','layer'),
+    body    = (nn.LayerNorm,is_norm,'body*','own','layer'),
     half    = {'*':None},
     islands = {'*':'f32', '*.a':None, '*.conv2':None, '*qkv':None, '*.linear1':None, 'emb':None, 'head':None})
-some = [(c,h,k) for c,h in (('to_fp16',f16),('to_bf16',bf16)) for k in all_rules
-        if h==bf16 or k in ('default','islands')]
+some = [('to_bf16',bf16,k) for k in all_rules]+[('to_fp16',f16,'islands')]
 
 @pytest.mark.parametrize('name', models)
 @pytest.mark.parametrize('call,half,keep', some)
@@ -158,27 +153,22 @@ def test_rule_is_keep():
     assert dtypes({'body':'bf16'})==dict.fromkeys(['body.a','body.norm','body.b','head'], 'bfloat16')
     assert dtypes({})==dtypes(())
 
-f32_or_f16 = r"computes in torch.bfloat16, and must compute in float32 or torch.float16. Use 'float32'"
 bad = [({'nothing.*':'f32'},         ValueError, r"'nothing.\*' matches no module. The model has image"),
-       (['head','nothing'],          ValueError, r"keep='nothing' matches no module"),
-       ({'head':'bf16'},             ValueError, f32_or_f16),
-       ({'head':'f64'},              ValueError, "computes in torch.float64.* Use 'float32'"),
+       ({'head':'bf16'},             ValueError, "computes in torch.bfloat16, and must compute in .* Use 'float32'"),
        ({'head':'c=f32'},            ValueError, r"keep=\{'head': 'c=f32'\} is not a dtype"),
        ('*',                         ValueError, 'nothing is left.*Keep less'),
-       (3,                           TypeError,  'keep=3 must be a module type.* Use keep=\\(\\)'),
-       ({nn.Linear:'f32'},           TypeError,  'must have name patterns as keys'),
        ([is_norm, {'head':'f32'}],   TypeError,  'must be a module type, a name pattern'),
        ([nn.Linear(2, 2)], TypeError, "keep has a module, Linear, and needs its name or type. Use keep='its name'")]
 
 @pytest.mark.parametrize('keep,error,match', bad)
 def test_refused(keep, error, match):
-    "With what is wrong and a way out; that a call leaves the learner as it was is tested in `test_inputs`"
+    "With what is wrong and a way out; more of them are in the cells of the notebook"
     with pytest.raises(error, match=match): half_precision(model('conv'), f16, keep)
 
 @pytest.mark.parametrize('half', [f16,bf16])
 def test_what_stays_float32_anyway(half):
     "A wide pattern that reaches a parametrization, or a layer without a kernel: the table says why they don't follow"
-    net = seq(rnn=nn.LSTM(8,8,batch_first=True), mean=Mean(), bn=nn.BatchNorm1d(8),
+    net = seq(rnn=nn.LSTM(8,8), bn=nn.BatchNorm1d(8),
               lin=nn.utils.parametrizations.orthogonal(nn.Linear(8,8)), head=nn.Linear(8,1))
     def rows(): return {r.module:(r.why,r.compute) for r in policy(net, half, {'*':str(half)}).itertuples()}
     with pretend(machine('AVX2')): assert rows()['rnn']==(f'no {short(half)} LSTM on this CPU','float32')
@@ -186,62 +176,21 @@ def test_what_stays_float32_anyway(half):
         assert rows()['rnn'][1]==('bfloat16' if half==bf16 else 'float32')
     assert rows()['lin.parametrizations.weight']==('parametrization','float32')
     assert rows()['bn']==('kernel takes float32 weights',short(half)) and rows()['head'][1]==short(half)
-    net.rnn = nn.RNN(8,8,batch_first=True) # which every device has
-    o = half_precision(net, half, {'*':half})
-    with Watch(net) as seen, o: net(torch.randn(4,3,8)).sum().backward()
-    agrees(o.policy(), seen, net, half)
 
 def test_odd_parameters():
-    "Only float32 parameters are cast; the table has the dtype of the others"
+    "The table has their dtype"
     net = seq(f64=nn.Linear(2,2).double(), bf16=nn.Linear(2,2).bfloat16(), f32=nn.Linear(2,2))
     net.register_parameter('count', nn.Parameter(torch.tensor([1,2]), requires_grad=False))
     rows = {r.module:(r.size,r.params) for r in policy(net, f16).itertuples()}
     assert rows=={'': (2,'int64'), 'f64': (6,'float64'), 'bf16': (6,'bfloat16'), 'f32': (6,'float32')}
-    net = net[1:]
-    with half_precision(net, bf16): net(torch.ones(1,2)).sum().backward()
-    assert [p.grad.dtype for p in net.parameters()]==[bf16,bf16,f32,f32]
 
-@pytest.mark.parametrize('make', [lambda: nn.LayerNorm(4), lambda: nn.GroupNorm(2,4), lambda: nn.Linear(4,4),
-                                  lambda: nn.LSTM(4,4)])
-@pytest.mark.parametrize('keep', [(), {'':'bf16'}, {'*':'bf16'}])
-def test_only_a_layer(make, keep):
+@pytest.mark.parametrize('make', [lambda: nn.LayerNorm(4), lambda: nn.Linear(4,4), lambda: nn.LSTM(4,4)])
+def test_only_a_layer(make):
     "A model that is one module returns float32, and is as it was afterwards"
     net = make()
-    with half_precision(net, bf16, keep): res = net(torch.ones(2,4))
+    with half_precision(net, bf16): res = net(torch.ones(2,4))
     assert {o.dtype for o in floats(res)}=={f32} and 'forward' not in vars(net)
-    assert policy(net, bf16, keep).module.to_list()==['']
-
-def test_tied():
-    "A weight may be half precision in one place and float32 in another, and gets its gradient from both"
-    net = seq(emb=nn.Embedding(6,8), mid=nn.Linear(8,8), out=nn.Linear(8,6,bias=False))
-    net.mid.weight = nn.Parameter(torch.randn(8,8))
-    net.out.weight = net.emb.weight
-    ids = torch.tensor([1,2])
-    net(ids).pow(2).sum().backward()
-    want = net.emb.weight.grad.clone()
-    net.zero_grad()
-    half = half_precision(net, bf16, {'out':'f32'})
-    with Watch(net) as seen, half: net(ids).pow(2).sum().backward()
-    agrees(half.policy(), seen, net, bf16)
-    assert (net.emb.weight.grad-want).norm()<.05*want.norm()
-
-def test_rules_of_the_user_and_more():
-    "`keeping`: whatever rules the user has, in whatever order, more modules in float32 change nothing else"
-    draw = random.Random(0)
-    rules = ['*','a*','sub*','sub.*','[[]a]','sub.x[*]','x[*]','x1']
-    def _layers(**parts): return nn.ModuleDict({**{o:nn.Linear(2,2) for o in ('[a]','x*','x1','a')}, **parts})
-    for _ in range(30):
-        keep = {draw.choice(rules):draw.choice(['float32','bfloat16']) for _ in range(draw.randint(1, 4))}
-        model = _layers(sub=_layers())
-        more = draw.sample(['[a]','x*','sub','sub.[a]','sub.x*','a'], 2)
-        try: before = half_precision(model, torch.bfloat16, {'x1':'bfloat16', **keep}).policy()
-        except ValueError: continue # nothing would be left in half precision
-        try: after = half_precision(model, torch.bfloat16, {'x1':'bfloat16', **keep}).keeping(more).policy()
-        except ValueError: continue
-        after = after.set_index('module').compute
-        for o in before.itertuples():
-            kept = any(o.module==m or o.module.startswith(f'{m}.') for m in more)
-            assert after[o.module]==('float32' if kept else o.compute), (keep,more,o.module)
+    assert policy(net, bf16).module.to_list()==['']
 
 def test_functional():
     "The functions on `torch.func` follow the same rules, to the bit"
@@ -253,9 +202,7 @@ def test_functional():
 
 # --- Norms: what the rules say of their kernels, on this machine
 
-norms = [(nn.BatchNorm1d,(64,),(4096,64)), (nn.BatchNorm2d,(16,),(32,16,8,8)), (nn.BatchNorm3d,(8,),(8,8,4,8,8)),
-         (nn.InstanceNorm1d,(16,1e-5,.1,True,True),(64,16,64)), (nn.InstanceNorm2d,(16,1e-5,.1,True,True),(32,16,8,8)),
-         (nn.InstanceNorm3d,(8,1e-5,.1,True,True),(8,8,4,8,8)), (nn.GroupNorm,(4,64),(4096,64)),
+norms = [(nn.BatchNorm2d,(16,),(32,16,8,8)), (nn.InstanceNorm2d,(16,1e-5,.1,True,True),(32,16,8,8)),
          (nn.GroupNorm,(4,16),(32,16,8,8)), (nn.RMSNorm,(64,),(4096,64)), (nn.LayerNorm,(64,),(4096,64)),
          ('timm.layers.LayerNorm',(64,),(4096,64)), ('timm.layers.LayerNorm2d',(16,),(32,16,8,8)),
          ('timm.layers.GroupNorm',(16,4),(32,16,8,8)), ('timm.layers.GroupNorm1',(16,),(32,16,8,8)),
@@ -321,16 +268,6 @@ def test_norms_by_name(kind, big):
     assert seen[0].dtype==f16 and is_norm('norm', net.norm)==big
     assert (computes(net, f16)['norm']=='float32')==big and (seen[0].abs().mean()>.5)==big
 
-@pytest.mark.parametrize('norm', [nn.LayerNorm(8),nn.GroupNorm(2,8),nn.RMSNorm(8)])
-def test_norm_keeps_float32_input(norm):
-    "What a kept module returns may be out of float16's range"
-    net = seq(big=nn.Linear(4,8), norm=norm, head=nn.Linear(8,1))
-    with torch.no_grad(): net.big.weight.mul_(1e6)
-    x = torch.randn(5,4)
-    ref = net(x)
-    with half_precision(net, f16, keep='big'): res = net(x)
-    assert torch.allclose(res, ref, atol=1e-2)
-
 # --- Lookups, and weights that are not a module's own parameters
 
 @pytest.mark.parametrize('kind', [nn.Embedding,nn.EmbeddingBag])
@@ -340,7 +277,6 @@ def test_lookups(kind):
     with Watch(net) as seen, half_precision(net, bf16): net(ids).sum().backward()
     assert torch.equal(seen['emb'][0][1][0], net.emb(ids).bfloat16()) and net.emb.weight.grad.dtype==f32
 
-def on_rows(*layers): return nn.Sequential(nn.Unflatten(1, (1,8)), *layers, nn.Flatten(), nn.Linear(32,1))
 def with_head(layer): return nn.Sequential(layer, nn.GELU(), nn.Linear(16,1))
 
 class Indices(nn.Module):
@@ -350,8 +286,6 @@ class Indices(nn.Module):
 made = dict(
     spectral_norm  = lambda: with_head(torch.nn.utils.spectral_norm(nn.Linear(8,16))),
     weight_norm    = lambda: with_head(torch.nn.utils.weight_norm(nn.Linear(8,16))),
-    spectral_conv  = lambda: on_rows(ConvLayer(1, 4, ndim=1, norm_type=NormType.Spectral)),
-    weight_conv    = lambda: on_rows(ConvLayer(1, 4, ndim=1, norm_type=NormType.Weight)),
     self_attention = lambda: nn.Sequential(nn.Linear(8,16), nn.Unflatten(1, (8,2)), SelfAttention(8), nn.Flatten(),
                                            nn.Linear(16,1)),
     parametrized   = lambda: with_head(torch.nn.utils.parametrizations.weight_norm(nn.Linear(8,16))),

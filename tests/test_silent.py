@@ -1,5 +1,5 @@
 "Nothing is lost silently: what fastai and PyTorch pass over without a word is right here, or is said"
-import inspect,pytest
+import pytest
 from learners import *
 from states import *
 
@@ -30,14 +30,6 @@ def test_infinite_loss_is_told(mode):
     assert 'loss not finite: 1' in [o.get_label() for o in recorder.plot()[0].collections]
     assert [math.isfinite(o[0]) for o in learn.recorder.values]==[False,True]
 
-@some_halves
-def test_many_infinite_losses(mode):
-    "A warning after 32 in a row"
-    learn = modes[mode](get_learner())
-    with pytest.warns(UserWarning, match='The loss of 32 steps in a row was not finite, though their gradients were'):
-        learn.fit(9, cbs=InfiniteLoss(*range(100)))
-    assert learn.mixed_precision.state.bad_losses==36 and not learn.precision_recorder.log.skipped.any()
-
 @pytest.mark.parametrize('call', crossed(['to_fp16','to_native_fp16'], fast=lambda o: o=='to_fp16'))
 def test_infinite_predictions(call):
     "The warning names the module, and `rescue` keeps it in float32"
@@ -52,19 +44,6 @@ def test_infinite_predictions(call):
     assert learn.mixed_precision.state.rescued and not learn.precision_recorder.log.bad_loss.iloc[-3:].any()
 
 # --- Learners and callbacks that do things in their own way
-
-class Retains(Learner):
-    def _backward(self): self.loss_grad.backward(retain_graph=True)
-
-@pytest.mark.parametrize('mode', [o for o in modes if 'fp16' in o])
-def test_own_backward(mode):
-    "The backward pass of a subclass of `Learner` has the loss scale, so small gradients arrive"
-    def _norms(cls):
-        learn = get_learner(loss_func=lambda pred,y: 1e-7*F.mse_loss(pred, y))
-        learn.__class__ = cls
-        modes[mode](learn).fit(1)
-        return learn.precision_recorder.log.norm.tolist()
-    assert _norms(Retains)==_norms(Learner)
 
 @some_halves
 def test_by_hand(mode):
@@ -103,24 +82,6 @@ def test_last_words():
     with pytest.raises(FloatingPointError, match='3 steps in a row were skipped'):
         learn.fit(1, cbs=[Callback(after_loss=infinite),Callback(after_batch=stop)])
 
-def test_scaler_of_somebody_else():
-    "Another scale in `learn.scaler` doesn't change the gradients"
-    def _norms(cb):
-        learn = get_learner(cbs=cb).to_native_fp16(init_scale=1024.)
-        learn.fit(1)
-        return learn.precision_recorder.log.norm.tolist()
-    def update(cb):
-        if cb.training and cb.train_iter>0: cb.learn.scaler.update(4096.)
-    assert _norms(Callback(after_loss=update))==_norms(None)
-
-def test_names_in_the_model():
-    "A model's attributes aren't taken for the learner's"
-    model = mlp()
-    model.lr_finder = model.model_resetter = 'mine'
-    learn = get_learner(model).to_bf16()
-    learn.fit(1)
-    assert len(learn.precision_recorder.log)==4
-
 def test_hints_are_calls_that_work():
     hints = [(r'learn\.to_bf16\(flat_master=…\)',   lambda: get_learner().to_native_bf16(flat_master=True)),
              (r'learn\.to_fp16\(flat_master=…\)',   lambda: get_learner().to_native_fp16(flat_master=True)),
@@ -148,42 +109,3 @@ def test_rounded_parameter(mode):
     assert {p.dtype for p in learn.model.parameters()}=={torch.float32}
     assert all(p.grad is None for p in learn.model.parameters())
     modes[mode](_learner(), keep='2').fit(1)
-
-class Encoder(nn.Module):
-    "PyTorch's defaults, and a padding mask"
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0., batch_first=True), 2)
-        self.head = nn.Linear(8, 1)
-    def forward(self, x):
-        x = self.encoder(x[:,None].repeat(1,4,1), src_key_padding_mask=torch.arange(4)[None].repeat(len(x),1)>2)
-        return self.head(x[:,0])
-
-@some_halves
-def test_encoder_with_a_mask(mode):
-    "trains and validates"
-    learn = modes[mode](get_learner(Encoder()))
-    learn.fit(1)
-    assert math.isfinite(learn.recorder.values[-1][1]) and torch.backends.mha.get_fastpath_enabled()
-
-class Static(nn.Module):
-    @staticmethod
-    def forward(x): return x*2
-
-class OfClass(nn.Module):
-    @classmethod
-    def forward(cls, x): return x*2
-
-@pytest.mark.parametrize('copies', [True,False])
-@pytest.mark.parametrize('kind', [Static,OfClass])
-def test_kinds_of_forward(kind, copies):
-    model,x = nn.Sequential(nn.Linear(8,8), kind(), nn.Linear(8,8)),numbers()[0]
-    want = model(x).detach()
-    half = half_precision(model, torch.bfloat16, kind, copies)
-    with half:
-        assert (model(x)-want).norm()<.02*want.norm()
-        assert [[*inspect.signature(o.forward).parameters] for o in model[:2]]==[['input'],['x']]
-    class Whole(kind):
-        def __init__(self): super().__init__(); self.layer = nn.Linear(8,8)
-    with half_precision(Whole(), torch.bfloat16, copies=copies) as half: assert torch.equal(half.model(x), x*2)

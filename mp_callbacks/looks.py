@@ -8,7 +8,8 @@ Docs: https://example.github.io/mp_callbacks/looks.html.md"""
 __all__ = ['find_nonfinite', 'precision_report', 'precision_plan']
 
 # %% ../nbs/12_looks.ipynb #8d9c9a6d
-import torch
+import random,numpy as np,torch
+from copy import deepcopy
 from contextlib import contextmanager
 from numbers import Real
 
@@ -16,7 +17,7 @@ from fastai.basics import *
 from fastprogress.fastprogress import progress_bar
 
 from .dtypes import leaves,map_tensors
-from .modules import remember_generators,unchanged,unwrap
+from .modules import unchanged,unwrap
 from .nonfinite import Finding
 from .half_report import PrecisionReport,measure_precision
 from .plan import MemoryPlan,plan_memory
@@ -127,6 +128,8 @@ class _Look(LeanCallback):
 
     def after_train(self): raise CancelFitException # before metrics are reset for a validation
 
+_generators = (random.Random,torch.Generator,np.random.Generator,np.random.RandomState)
+
 @contextmanager
 def _undisturbed(learn):
     "Restore the learner, its callbacks, its model and the random number generators at the end"
@@ -138,7 +141,9 @@ def _undisturbed(learn):
     owners += [v for o in owners for v in vars(o).values() if isinstance(v, (L,Metric))]
     held = [*map(vars, owners),*groups]
     held += [v for d in held for v in d.values() if isinstance(v, (list,dict))] # as the order that shuffling changes
-    before,put_back = [(o,o.copy()) for o in held],remember_generators(owners)
+    before = [(o,o.copy()) for o in held]
+    for o in held: # copies of the random number generators that loaders, samplers and datasets have draw in their place
+        if isinstance(o, dict): o.update({k:deepcopy(v) for k,v in o.items() if isinstance(v, _generators)})
     if learn.opt is None: learn.create_opt()
     try:
         params = [p for ps in learn.opt.param_lists for p in ps]
@@ -147,7 +152,6 @@ def _undisturbed(learn):
         for o,had in before:
             o.clear()
             (o.extend if isinstance(o, list) else o.update)(had)
-        put_back()
         set_random_states(**rngs)
 
 def _look_at(learn, look, batch=None):

@@ -7,13 +7,13 @@ Docs: https://example.github.io/mp_callbacks/modules.html.md"""
 # %% auto #0
 __all__ = ['unwrap', 'named_modules', 'parameter_name', 'several_ranks', 'without_ddp', 'training_group', 'of_first_rank',
            'is_sharded', 'reshard', 'reset_ddp', 'reset_shards', 'no_collectives', 'remember_buffers',
-           'restore_buffers', 'find_kept', 'restore_float32', 'fork_rngs', 'remember_generators', 'unchanged',
-           'replaced_forward', 'StandIn', 'StandIns']
+           'restore_buffers', 'find_kept', 'restore_float32', 'fork_rngs', 'unchanged', 'replaced_forward', 'StandIn',
+           'StandIns']
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a08
-import random,re,numpy as np,torch
+import re,torch
 from contextlib import ExitStack,contextmanager
-from functools import partial,update_wrapper
+from functools import update_wrapper
 from inspect import getattr_static
 from types import FunctionType
 from warnings import warn
@@ -213,35 +213,16 @@ def fork_rngs(
                 stack.callback(rngs.set_rng_state, rngs.get_rng_state())
         yield
 
-_states = {torch.Generator:('get_state','set_state'), np.random.RandomState:('get_state','set_state'),
-           random.Random:('getstate','setstate')} # type of a random number generator -> its methods
-
-def remember_generators(
-    holders, # Objects
-): # Function without arguments that sets the generators back
-    "The states of the random number generators that are attributes of `holders`"
-    found,back = [v for o in holders for v in vars(o).values()],[]
-    for v in found:
-        if isinstance(v, np.random.Generator):
-            back.append(partial(setattr, v.bit_generator, 'state', v.bit_generator.state))
-        elif type(v) in _states:
-            get,put = _states[type(v)]
-            back.append(partial(getattr(v, put), getattr(v, get)()))
-    def _put_back():
-        for f in back: f()
-    return _put_back
-
 @contextmanager
 def unchanged(
     model:nn.Module, # Model to look at
     params=(), # More parameters whose gradients are to be restored
-    dicts=(), # Pairs of a dict and what it is to have in it afterwards
     others=(), # More modules, such as those of a loss, without those inside them
 ):
-    "Without gradients; restore them, buffers, attributes of modules, `dicts` and random numbers afterwards"
+    "Without gradients; restore them, buffers, attributes of modules and random numbers afterwards"
     modules = [*model.modules(),*others]
     params = [*model.parameters(), *params, *[p for m in others for p in m.parameters(recurse=False)]]
-    dicts = [*dicts,*[(d,dict(d)) for m in modules for d in (vars(m),m._buffers)]]
+    dicts = [(d,dict(d)) for m in modules for d in (vars(m),m._buffers)]
     buffers = remember_buffers(modules)
     grads = [p.grad for p in params]
     for p in params: p.grad = None

@@ -84,12 +84,12 @@ widths = phone,wide = 390,1600
 @pytest.fixture(scope='module')
 def looks(html, new_tab):
     "What `look` and the console say about each page, on a phone and in a wide window"
-    res = {}
-    for width in widths:
-        tab,errors = new_tab(width)
-        for page in html:
-            errors.clear()
-            tab.goto(page)
+    (tab,errors),res = new_tab(phone),{}
+    for page in html:
+        errors.clear()
+        tab.goto(page)
+        for width in widths:
+            tab.set_viewport_size(dict(width=width, height=900))
             res[page,width] = dict(tab.evaluate(look), errors=[*errors])
     return res
 

@@ -110,11 +110,13 @@ def plot_mpx(df, path):
         plt.close(fig)
 
 def plot_train(df, path):
-    cases = df.case.unique()
-    fig,axs = plt.subplots(1, len(cases), figsize=(2+3*len(cases),6), sharey=True, squeeze=False)
+    tables = {case:table(o) for case,o in df.groupby('case', sort=False)}
+    tables = {case:t for case,t in tables.items() if 'times faster' in t} # else none has run
+    if not tables: return
+    fig,axs = plt.subplots(1, len(tables), figsize=(2+3*len(tables),6), sharey=True, squeeze=False)
     colors = dict(hand='tab:gray', fastai='tab:blue', ours='tab:orange')
-    for ax,case in zip(axs[0], cases):
-        t = table(df[df.case==case])['times faster'][::-1]
+    for ax,(case,t) in zip(axs[0], tables.items()):
+        t = t['times faster'][::-1]
         ax.barh([' '.join(o) for o in t.index], t.fillna(0), color=[colors[o[0]] for o in t.index])
         ax.set(title=case, xlabel='times faster than hand fp32')
     fig.savefig(path.with_name(f'{path.stem}_train.png'), dpi=100, bbox_inches='tight')

@@ -219,7 +219,7 @@ def medians(df, of='step_ms'):
     "One row per variant, in the order of the file: median of each metric, quartiles of `of`, and what went wrong"
     index = ['loop','opt','precision']
     res = df.pivot_table(index=index, columns='metric', values='value', aggfunc='median', sort=False)
-    res = res.reindex(pd.MultiIndex.from_tuples(df.groupby(index, sort=False).groups, names=index))
+    res = res.reindex(pd.MultiIndex.from_frame(df[index].drop_duplicates()))
     if of in res:
         q = df[df.metric==of].groupby(index).value.quantile([.25,.75]).unstack().reindex(res.index)
         shown = ['' if a!=a else f'{a:.3g} to {b:.3g}' for a,b in q.itertuples(index=False)]

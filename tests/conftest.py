@@ -4,7 +4,8 @@ from importlib.util import find_spec
 import numpy as np,pytest,torch
 
 # What reads pages needs nbdev, which needs a newer fastcore than this package
-if not find_spec('nbdev'): collect_ignore = [f'test_{o}.py' for o in 'docs figures get_started notebooks site'.split()]
+if not find_spec('nbdev'):
+    collect_ignore = [f'test_{o}.py' for o in 'docs figures notebooks quality site'.split()]
 
 def pytest_configure(config):
     "One thread, and interrupts that interrupt, here and in the processes that tests start"

@@ -113,8 +113,6 @@ def test_static_scale_of_a_dynamic_one():
 
 # --- Errors with a way out
 
-has_notes = pytest.mark.skipif(not hasattr(Exception, 'add_note'), reason='Exceptions have notes since Python 3.11')
-
 class Masks(nn.Module):
     "Has no parameters, and a number that float16 can't hold"
     def forward(self, x): return x.masked_fill(x>1, -1e9).softmax(-1)

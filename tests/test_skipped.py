@@ -92,6 +92,7 @@ class Helped(Direct):
 class Aliased(Direct):
     def forward(self, x): return apply(self.inner(x), self.w.to(x.dtype))
 
+@has_notes
 @pytest.mark.parametrize('kind', [Direct,Helped,Aliased])
 @pytest.mark.parametrize('to', ['to_fp16','to_native_bf16'])
 def test_backward_of_own_function(to, kind):

@@ -43,7 +43,8 @@ def has_plain_weights(
     module:nn.Module, # Any module
 )->bool:
     "Are its parameters a weight, and perhaps a bias? Pruning and parametrizations compute these from others."
-    return {'weight'}<=module._parameters.keys()<={'weight','bias'}
+    names = module._parameters # PyTorch 2.10 can't compile a comparison of sets
+    return 'weight' in names and all([o in ('weight','bias') for o in names])
 
 def _castable(p):
     "Is `p` an ordinary trained weight? A frozen one may be written in the middle of a call, by a momentum encoder."

@@ -67,6 +67,8 @@ def products(linear, x, weight, bias, grad):
 @pytest.mark.parametrize('dtype', [bf16,torch.float32])
 @pytest.mark.parametrize('shape', [(48,64),(2,3,64),(7,64)])
 def test_products(recipe, emulate, dtype, shape):
+    if recipe=='rowwise' and not emulate and tuple(map(int, torch.__version__.split('.')[:2]))<(2,12):
+        pytest.skip('PyTorch 2.10 and 2.11 have no such product on a CPU, where a learner needs emulate=True')
     linear,*_ = torchao(recipe, emulate)
     torch.manual_seed(0)
     x,weight,bias = torch.randn(shape).to(dtype),torch.randn(32,64).to(dtype),torch.randn(32).to(dtype)

@@ -64,13 +64,15 @@ def _renamed(names, f, *args, **kwargs):
     except ValueError as e: msg = str(e)
     raise ValueError(re.sub('|'.join(rf'\b{o}\b' for o in names), lambda m: names[m[0]], msg))
 
-def _refuse_ignored(init, names, fields, beside):
-    "Raise a `ValueError` if one of `fields`, which have no effect `beside` another option, isn't the default of `init`"
+def _refuse_ignored(init, names, fields, beside, scale='torch'):
+    """Raise a `ValueError` for one of `fields`, without effect `beside` another option, that isn't the default of `init`
+
+    The way out names `scale`, if it is a preset."""
     for field,v in fields.items():
         k = names.get(field, field)
         if v!=signature(init).parameters[k].default: raise ValueError(
             f"{k}={v!r} has no effect beside {beside}. Leave out one of the two, or set it in the loss scale itself, "
-            f"as in DynamicLossScale.preset('torch', {field}={v!r}).")
+            f"as in DynamicLossScale.preset({scale if isinstance(scale, str) else 'torch'!r}, {field}={v!r}).")
 
 # %% ../nbs/10d_callback.ipynb #c77ba444
 class MixedPrecision(PrecisionCallback):
@@ -100,7 +102,7 @@ class MixedPrecision(PrecisionCallback):
                       min_loss_scale=min_loss_scale, headroom=headroom)
         if not isinstance(loss_scale, Real):
             if not dynamic: raise ValueError(f"dynamic=False has no effect beside {loss_scale=}. Leave it out.")
-            _refuse_ignored(init, names, fields, f'loss_scale={loss_scale!r}')
+            _refuse_ignored(init, names, fields, f'loss_scale={loss_scale!r}', loss_scale)
         elif not dynamic: _refuse_ignored(init, names, fields, 'dynamic=False')
         else:
             if loss_scale!=signature(init).parameters['loss_scale'].default: warn(
@@ -161,7 +163,7 @@ class NativeMixedPrecision(PrecisionCallback):
         if isinstance(init_scale, Real): scaling = _renamed(names, DynamicLossScale, init_scale, **fields)
         else:
             scaling = _renamed(names, as_loss_scale, init_scale)
-            _refuse_ignored(NativeMixedPrecision.__init__, names, fields, f'init_scale={init_scale!r}')
+            _refuse_ignored(NativeMixedPrecision.__init__, names, fields, f'init_scale={init_scale!r}', init_scale)
         self._enabled = enabled and self._half_dtype==torch.float16
         super().__init__(scaling if self._enabled else StaticLossScale(), **kwargs)
 

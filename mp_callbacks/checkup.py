@@ -14,6 +14,7 @@ from inspect import signature
 from textwrap import fill
 from typing import NamedTuple
 
+from .dtypes import dtype_name
 from .devices import calls,device_name,emulation,support
 from .loss_scale import DynamicLossScale,StaticLossScale
 from .nonfinite import Finding,keep_option
@@ -74,7 +75,7 @@ def precision_checkup(
 def _machine(learn, cb, batch):
     device,dtypes = fit_device(learn),(torch.float16,torch.bfloat16,torch.float8_e4m3fn)
     name = device_name(device)
-    can = [f"{_short(o) if o.itemsize>1 else 'FP8'}: {support(device, o)}" for o in dtypes]
+    can = [f"{dtype_name(o) if o.itemsize>1 else 'FP8'}: {support(device, o)}" for o in dtypes]
     return f"{name[0].upper()}{name[1:]} ({device}). {', '.join(can)}."
 
 def _versions(learn, cb, batch):
@@ -92,12 +93,12 @@ def _precision(learn, cb, batch):
     if cb.initial==StaticLossScale(): scale = 'no loss scale'
     options = {k:o.default for k,o in signature(type(cb)).parameters.items() if k not in ('clip','keep')}
     more = [f'{k}={v}' for k,v in vars(cb).items() if k in options and v!=options[k]]
-    return ', '.join([f'learn.{call_name(half)}: {_short(half.dtype)} with {how}', f'clip={cb.clip}',
+    return ', '.join([f'learn.{call_name(half)}: {dtype_name(half.dtype)} with {how}', f'clip={cb.clip}',
                       keep_option(half.keep), scale, *more])
 
 def _ways(learn, cb, batch):
     if cb is None:
-        dtypes = sorted({_short(p.dtype) for p in learn.model.parameters()})
+        dtypes = sorted({dtype_name(p.dtype) for p in learn.model.parameters()})
         return f"As PyTorch does, with parameters in {', '.join(dtypes)}."
     counts = cb.policy().groupby(['way','why'], sort=False).size()
     return ', '.join(f"{n} {way}{f' ({why})' if why else ''}" for (way,why),n in counts.items())
@@ -106,8 +107,6 @@ def _last_fit(learn, cb, batch):
     if not hasattr(learn, 'precision_recorder'):
         return 'Not recorded: a learner without a call of this package has no precision_recorder.'
     return learn.precision_recorder.summary(last_fit=True).replace('\n', ' ')
-
-def _short(dtype): return str(dtype).removeprefix('torch.')
 
 _questions = {'Machine':_machine, 'Versions':_versions, 'Precision':_precision, 'Modules':_ways, 'Last fit':_last_fit,
               'Batches':lambda learn,cb,batch: find_nonfinite(learn, batch),
@@ -137,5 +136,5 @@ def _what_to_do(learn, cb, found, failed):
     if healthy and not any(map(is_precision, learn.cbs)):
         dtypes = [o for o in (torch.bfloat16,torch.float16) if support(fit_device(learn), o)=='native']
         if dtypes: yield 'Try half precision',(
-            f"This device computes in {_short(dtypes[0])} natively: {calls[dtypes[0]]} may save time and memory. "
+            f"This device computes in {dtype_name(dtypes[0])} natively: {calls[dtypes[0]]} may save time and memory. "
             "python -m mp_callbacks compares them here.")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from torch import nn
 
-from .dtypes import as_dtype,half_dtypes
+from .dtypes import as_dtype,dtype_name,half_dtypes
 
 # %% ../nbs/00a_devices.ipynb #d0a00007
 native_with = { # by kind of device and dtype; a kind that isn't here, such as MPS, counts as native if it computes
@@ -102,18 +102,16 @@ def pretend(
     finally: _machine = before
 
 # %% ../nbs/00a_devices.ipynb #b1a485dc
-def _short(dtype): return str(dtype).removeprefix('torch.')
-
 @lru_cache
 def _fault(machine, device, dtype, kind):
     "Why `device` can't compute layers of this `kind` in `dtype`; empty if it can"
-    half,what = dtype in half_dtypes,f'{_short(dtype)} {kind.__name__}'
+    half,what = dtype in half_dtypes,f'{dtype_name(dtype)} {kind.__name__}'
     for input_dtype in (torch.float32,dtype) if half else (dtype,):
         lacks = 'no'
         try:
             with _undisturbed(device):
                 res = machine.forward(kind, device, dtype, input_dtype)
-                if half and res.dtype not in (torch.float32,dtype): return f'autocast would use {_short(res.dtype)}'
+                if half and res.dtype not in (torch.float32,dtype): return f'autocast would use {dtype_name(res.dtype)}'
                 lacks = 'no backward pass of'
                 machine.backward(res)
         except Exception as e: # each backend raises another, also where autocast is asked for
@@ -192,5 +190,5 @@ def emulation(
     use = next((o for d,o in calls.items() if support(device, d)=='native'), 'to_fp32()')
     name,times = _machine.name(device),_slowdown(_machine, device, dtype)
     size = f'about {10**round(math.log10(times))}' if times>10**.5 else 'up to 3' # measurements vary
-    return (f"{name[0].upper()}{name[1:]} only emulates {_short(dtype)}: a matrix product takes {size} times as long "
-            f"as in float32, a training step less. Use {use}.")
+    return (f"{name[0].upper()}{name[1:]} only emulates {dtype_name(dtype)}: a matrix product takes {size} times as "
+            f"long as in float32, a training step less. Use {use}.")

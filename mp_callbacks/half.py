@@ -24,7 +24,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DataParallel
 from torch.nn.parameter import is_lazy
 
-from .dtypes import as_dtype,cast_tree,half_dtypes
+from .dtypes import as_dtype,cast_tree,dtype_name,half_dtypes
 from .modules import StandIns,find_kept,named_modules,restore_float32,unwrap
 from .cast import OneCast
 from .ways import Float32,Layer,Owner,Way,choose_way,kept_dtypes,matches
@@ -72,7 +72,7 @@ class half_precision:
         if not isinstance(keep, dict):
             keep = dict.fromkeys(map(escape, matches(named_modules(self.model), keep)), 'float32')
         keep = {k:o for k,o in keep.items() if k not in names} # the last rule decides
-        return self.replace(keep={**keep, **dict.fromkeys(names, _short(dtype))})
+        return self.replace(keep={**keep, **dict.fromkeys(names, dtype_name(dtype))})
 
     def _forget(self):
         self.device_type = None # of the parameters, when the ways were chosen
@@ -176,8 +176,10 @@ class half_precision:
         return self
 
     def __exit__(self, kind=None, e=None, tb=None):
-        if e is not None: note_backward(self, e)
-        with _switching: self._close()
+        try:
+            if e is not None: note_backward(self, e)
+        finally:
+            with _switching: self._close()
 
     def _close(self):
         self._open -= 1
@@ -190,8 +192,9 @@ class half_precision:
         for name,module in named_modules(self.model).items():
             way,params = self.ways[name],[p for p in module._parameters.values() if p is not None]
             if not params and not way.why: continue
-            param,size = _short(params[0].dtype) if params else '',sum(p.numel() for p in params)
-            rows.append((name, type(module).__name__, size, param, way.name, _short(way.compute_dtype(self)), way.why))
+            param,size = dtype_name(params[0].dtype) if params else '',sum(p.numel() for p in params)
+            compute = dtype_name(way.compute_dtype(self))
+            rows.append((name, type(module).__name__, size, param, way.name, compute, way.why))
         return pd.DataFrame(rows, columns=['module','kind','size','params','way','compute','why'])
 
     def is_whole(self,
@@ -226,8 +229,6 @@ class half_precision:
 
 _switching = RLock() # one thread at a time
 
-def _short(dtype): return str(dtype).removeprefix('torch.')
-
 def _plain(forward, args, kwargs): return forward(*args, **kwargs)
 
 def _caller(name, named):
@@ -255,8 +256,8 @@ def _way_out(half, name, text):
     if _other_dtypes.search(text): return "It is given another dtype, with which float32 fails, too: use x.float()."
     keep = f"{f'keep={name!r} computes it' if name else 'learn.to_fp32() computes'} in float32."
     if 'without overflow' not in text: return keep
-    other = "Or use to_bf16(). " if half.dtype==torch.float16 else ""
-    return f"A number is beyond {_short(half.dtype)}: write torch.finfo(x.dtype).min in place of it. {other}Or {keep}"
+    name,other = dtype_name(half.dtype),"Or use to_bf16(). " if half.dtype==torch.float16 else ""
+    return f"A number is beyond {name}: write torch.finfo(x.dtype).min in place of it. {other}Or {keep}"
 
 def _add_note(half, e):
     "Say in a note to `e` which module has raised it, if that may be for its dtypes"

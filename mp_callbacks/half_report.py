@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import matplotlib.pyplot as plt,numpy as np,pandas as pd
 from torch import nn
 
+from .dtypes import dtype_name
 from .loss_scale import default_cap,default_headroom
 from .half import half_precision
 from .nonfinite import keep_option,shortest_keep,tensors,trace_batch
@@ -55,7 +56,7 @@ class PrecisionReport:
     def __repr__(self):
         acts,best = sum([o.acts for o in self.modules.values()], _exponents([])),self.safe_scale
         lost,least = [f'{_lost(acts, self.dtype, o):.1%}' for o in (self.scale,best)]
-        off,dtype = error_in_words(self.error),str(self.dtype).removeprefix('torch.')
+        off,dtype = error_in_words(self.error),dtype_name(self.dtype)
         res = (f"In {dtype}, gradients {off}. {lost} of the gradients of activations become zero at the loss scale "
                f"{self.scale:.9g}")
         room = f"which has room for gradients {2**default_headroom:g} times as large"

@@ -13,7 +13,7 @@ import torch
 from dataclasses import dataclass,fields,replace
 
 from . import loss_scale as loss_scales
-from .dtypes import float_dtype
+from .dtypes import dtype_name,float_dtype
 from .functional import all_finite,cast_copy,select_tree
 
 # %% ../nbs/20_jmp.ipynb #05b2bf41
@@ -67,7 +67,7 @@ class Policy:
 
 _short_names = {torch.float16:'f16', torch.bfloat16:'bf16', torch.float32:'full', torch.float64:'f64'}
 
-def _short(dtype): return _short_names.get(dtype, str(dtype).removeprefix('torch.'))
+def _short(dtype): return _short_names.get(dtype, dtype_name(dtype))
 
 # %% ../nbs/20_jmp.ipynb #64090db2
 _policy_parts = dict(p='param_dtype',   params='param_dtype',

@@ -9,7 +9,6 @@ __all__ = ['find_nonfinite', 'precision_report', 'precision_plan']
 
 # %% ../nbs/12_looks.ipynb #8d9c9a6d
 import random,numpy as np,torch
-from copy import deepcopy
 from contextlib import contextmanager
 from numbers import Real
 

@@ -16,7 +16,7 @@ from textwrap import fill
 from typing import NamedTuple
 from torch import nn
 
-from .dtypes import half_dtypes,leaves
+from .dtypes import dtype_name,half_dtypes,leaves
 from .modules import StandIn,TorchDispatchMode,named_modules,unchanged
 from .half import half_precision
 
@@ -73,8 +73,8 @@ def diagnose(
         if half and full.halved and not why: why = f"{full.halved[0] or 'the model'} still returns half precision"
         return _find_float32(model, full, wanted, label if far else None, why, usual_weight)
     if given.largest>ends and not _finite(seen):
-        text = f"The inputs have values up to {given.largest:g}, {_short(half)} ends at {ends:g}: normalize them."
-        return Finding('inputs', text, '', True)
+        return Finding('inputs', f"The inputs have values up to {given.largest:g}, {dtype_name(half.dtype)} ends at "
+                                 f"{ends:g}: normalize them.", '', True)
     if usual_loss is not None and full.loss>diverged*usual_loss>0:
         if wanted.largest>predicted: return label
         return Finding('training', f"Training has diverged: the loss of this batch is {full.loss:.3g} without an "
@@ -308,15 +308,13 @@ def _place(seen, normal, ends):
 
 _masked = "a softmax gets -inf in all of a row"
 
-def _short(half): return str(half.dtype).removeprefix('torch.')
-
 def _limits(half, in_bfloat16):
     "What the format of `half` can't hold. If all is finite `in_bfloat16`, with fewer digits, only the range counts."
     info = torch.finfo(half.dtype)
     smallest = f'has only 0 below {info.smallest_normal*info.eps/2:.0g}'
     limits = ['ends at 65504',smallest] if half.dtype==torch.float16 else []
     if not in_bfloat16: limits.append(f'rounds to {1-round(math.log2(info.eps))} bits ({1-info.eps/8:.4g} to 1)')
-    return f"{_short(half)} {' and '.join(limits)}{', FP8 to fewer' if half.fp8 else ''}"
+    return f"{dtype_name(half.dtype)} {' and '.join(limits)}{', FP8 to fewer' if half.fp8 else ''}"
 
 def _find_float32(model, full, wanted, label, why, usual_weight):
     "The `Finding` for a batch that isn't finite in float32, or of which that isn't known, for the reason `why`"

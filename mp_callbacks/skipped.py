@@ -142,4 +142,7 @@ def find_cure(
     findings = [o for o in findings if isinstance(o, Finding)] # in other processes the batch may have been finite
     if not all(o.precision and o.keep for o in findings): return []
     names = {name for o in findings for name in o.keep}
-    return [name for name in named_modules(half.model) if name in names]
+    names = [name for name in named_modules(half.model) if name in names]
+    try: half.keeping(names)
+    except ValueError: return [] # no module would be left in half precision
+    return names

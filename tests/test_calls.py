@@ -88,6 +88,7 @@ def test_unknown_argument(call, name, match):
 
 without_effect = [
     ('to_fp16', dict(loss_scale='torch', scale_wait=100), r"as in DynamicLossScale\.preset\('torch', period=100\)"),
+    ('to_fp16', dict(loss_scale='apex', scale_wait=100), r"as in DynamicLossScale\.preset\('apex', period=100\)"),
     ('to_fp16', dict(loss_scale='torch', dynamic=False), 'Leave it out'),
     ('to_fp16', dict(loss_scale=DynamicLossScale(), max_loss_scale=8.), 'max_loss_scale=8.0'),
     ('to_fp16', dict(loss_scale=1024., dynamic=False, headroom=3.), 'beside dynamic=False'),

@@ -106,6 +106,15 @@ def test_exceptions(where):
     model.zero_grad()
     assert same(backward(model, half), want)
 
+def test_error_in_a_note():
+    "What ends a `with` may fail to say why; half precision ends all the same"
+    class Untold(RuntimeError):
+        def __str__(self): raise ValueError('no text')
+    half = half_precision(net(), bf16)
+    with pytest.raises(ValueError, match='no text'), half: raise Untold
+    assert not half.installed
+    assert_plain(half.model)
+
 # --- A model that has changed
 
 changes = dict(

@@ -78,6 +78,18 @@ def penalty_loss(learn, pred, y):
     with torch.enable_grad(): g, = torch.autograd.grad(learn.model(x).sum(), x, create_graph=True)
     return F.mse_loss(pred, y)+(g.norm(dim=1)-1).square().mean()
 
+def running_loss(learn, pred, y):
+    "A total that starts as a tensor with gradients"
+    return learn.model.new(torch.zeros(1))[0]+F.mse_loss(pred, y)
+
+def feature_loss(learn, pred, y):
+    "Features of a network that is not frozen, and that only a plain function has"
+    if not hasattr(learn, 'features'):
+        torch.manual_seed(2)
+        learn.features = nn.Linear(1,4)
+        learn.model.seen += learn.features.parameters()
+    return F.mse_loss(learn.features(pred), learn.features(y))
+
 class Adversarial(Callback):
     "A perturbation of the input, whose loss is added in `after_loss`"
     def after_loss(self):
@@ -87,7 +99,8 @@ class Adversarial(Callback):
         self.learn.loss = self.loss_grad.clone()
 
 nobodys = dict(penalty=(Places,penalty_loss,[]), forces=(Forces,plain_loss,[]),
-               perturbed=(Places,plain_loss,[Adversarial]), hidden=(Hidden,plain_loss,[]))
+               perturbed=(Places,plain_loss,[Adversarial]), total=(Places,running_loss,[]),
+               hidden=(Hidden,plain_loss,[]), features=(Places,feature_loss,[]))
 
 class Gradients(Callback):
     "What the tensors in `model.seen` have as gradients, after each backward pass"

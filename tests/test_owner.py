@@ -152,6 +152,27 @@ def test_kept(kind, keep):
     want = model(x).detach()
     with half_precision(model, bf16, keep): assert (model(x)-want).norm()<=.02*want.norm()
 
+def test_kept_leaves_containers_alone():
+    "What the caller has in a list or dict, nested too, is the same tensors, with what was written into them"
+    seen = []
+    class Sums(nn.Module):
+        def __init__(self): super().__init__(); self.layer = nn.Linear(8,8)
+        def forward(self, features, more):
+            res = self.layer(features[0]+more['rest'][0])
+            with torch.no_grad(): more['rest'][1].fill_(2)
+            return res
+    class Net(nn.Module):
+        def __init__(self): super().__init__(); self.body,self.end = nn.Linear(8,8),Sums()
+        def forward(self, x):
+            y,z = self.body(x),self.body(-x)
+            features,more = [y],dict(rest=[z,torch.zeros_like(z)])
+            res = self.end(features, more)
+            seen.append((features[0] is y, more['rest'][0] is z, y.dtype, more['rest'][1].unique().tolist()))
+            return res
+    model = Net()
+    with half_precision(model, bf16, 'end'): model(numbers(16)[0]).sum().backward()
+    assert seen==[(True,True,bf16,[2.])]
+
 def test_standardized_convolution():
     "A layer with a `_conv_forward` of its own computes with float32 weights, as under autocast"
     class Standardized(nn.Conv2d):

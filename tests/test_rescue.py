@@ -4,6 +4,9 @@ from weakref import ref
 import pytest
 from fastai.callback.training import GradientAccumulation
 from sick_models import *
+from mp_callbacks.modules import named_modules
+from mp_callbacks.nonfinite import Finding
+from mp_callbacks.skipped import find_cure
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:You are shadowing')
 
@@ -131,3 +134,11 @@ def test_batches_are_not_held():
     seen,alive = [],[]
     accumulated(lambda: net(Softmax), 'to_bf16', max_skips=3).fit(2, cbs=Held())
     assert len(alive)==16 and not any(alive)
+
+def test_no_cure_of_everything():
+    "What several processes have found may leave nothing in half precision: then there is no cure, and none is told"
+    learn = get_learner().to_fp16()
+    names = [*named_modules(learn.model)][1:]
+    half = learn.mixed_precision.half
+    assert find_cure(learn.model, half, Finding('forward', '', precision=True, keep=names[:1]))==names[:1]
+    assert find_cure(learn.model, half, Finding('forward', '', precision=True, keep=names))==[]

@@ -65,7 +65,7 @@ def _renamed(names, f, *args, **kwargs):
     raise ValueError(re.sub('|'.join(rf'\b{o}\b' for o in names), lambda m: names[m[0]], msg))
 
 def _refuse_ignored(init, names, fields, beside, scale='torch'):
-    """Raise a `ValueError` for one of `fields`, without effect `beside` another option, that isn't the default of `init`
+    """Raise a `ValueError` if one of `fields`, without effect `beside` another option, isn't the default of `init`
 
     The way out names `scale`, if it is a preset."""
     for field,v in fields.items():

@@ -8,6 +8,8 @@ from fastai.callback.all import *
 from sklearn.datasets import load_digits
 from mp_callbacks.all import *
 
+torch.set_num_threads(1) # the model is small
+
 def learner(**kwargs):
     x,y = load_digits(return_X_y=True)
     items = list(zip(tensor(x/16).float(), tensor(y)))
@@ -39,9 +41,10 @@ with TemporaryDirectory() as tmp:
             learn.save('digits')
             weight = learn.model[0].weight.detach().clone()
             loaded = getattr(learner(path=tmp), call)().load('digits')
+            looks = learn.precision_checkup(),learn.precision_report(),learn.find_nonfinite()
         assert torch.equal(loaded.model[0].weight, weight), call
         assert 'steps' in learn.precision_recorder.summary()
-        assert repr(learn.precision_checkup()) and learn.precision_report() is not None and learn.find_nonfinite() is not None
+        assert all(map(repr, looks)), call
     assert float32(learner(path=tmp).to_fp16().to_fp32())
 
 print(f'All calls work. Python {platform.python_version()}, torch {torch.__version__}, fastai {fastai.__version__}, '

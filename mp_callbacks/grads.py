@@ -101,10 +101,8 @@ def check_clip(
     clip, # The argument to check
 ):
     "Raise a `ValueError` unless `clip` is None or a positive number"
-    if clip is None: return
-    number = isinstance(clip, Real) and not isinstance(clip, bool) and isfinite(clip)
-    if not number: raise ValueError(f"clip={clip!r} must be a finite positive number. Use clip=None for no clipping.")
-    if clip<=0: raise ValueError(f"clip={clip!r} must be positive. Use clip=None for no clipping.")
+    ok = clip is None or isinstance(clip, Real) and not isinstance(clip, bool) and 0<clip<inf
+    if not ok: raise ValueError(f"clip={clip!r} must be positive and finite. Use clip=None for no clipping.")
 
 # %% ../nbs/02_grads.ipynb #97a4cf5e
 def mul_grads(
@@ -114,12 +112,9 @@ def mul_grads(
     "Multiply the gradients of `params`: in place, or as a part of the graph that `create_graph` has made"
     if by==1: return
     params,grads = _grads(params)
-    in_graph = [g.requires_grad for g in grads]
-    if any(in_graph):
-        for p,g in zip(params, grads):
-            if g.requires_grad: p.grad = p.grad*by # that of a sparse one is not `g`
-        grads = [g for g,o in zip(grads, in_graph) if not o]
-    with torch.no_grad(): _mul(grads, by)
+    for p,g in zip(params, grads):
+        if g.requires_grad: p.grad = p.grad*by # that of a sparse one is not `g`
+    with torch.no_grad(): _mul([g for g in grads if not g.requires_grad], by)
 
 def _mul(grads, by):
     if by==1: return

@@ -9,7 +9,7 @@ __all__ = ['native_with', 'layers', 'known_faults', 'inexact_kernels', 'slowest_
            'missing', 'inexact', 'device_name', 'emulation']
 
 # %% ../nbs/00a_devices.ipynb #d0a00004
-import math,re,time,torch
+import math,re,timeit,torch
 from contextlib import contextmanager
 from functools import lru_cache
 from torch import nn
@@ -57,27 +57,22 @@ class Machine:
         else: flags = dict(avx512_bf16=torch.cpu._is_avx512_bf16_supported()) # older PyTorch has no public name for it
         return {k for k,v in flags.items() if v is True}
 
-    def forward(self, kind, device, dtype, input_dtype):
-        "What a layer of this `kind` returns under autocast to `dtype`. Takes no random numbers."
+    def train(self, kind, device, dtype, input_dtype):
+        "Dtype of what a layer of this `kind` returns under autocast to `dtype`, if it has a backward pass, too"
         args,shape = layers[kind]
         half = dtype in half_dtypes
         layer = kind(*args, device='meta', dtype=torch.float32 if half else dtype).to_empty(device=device)
-        for p in layer.parameters(): p.data.fill_(1/16)
+        for p in layer.parameters(): p.data.fill_(1/16) # takes no random numbers
         x = torch.ones(shape, device=device, dtype=input_dtype, requires_grad=True)
         with torch.autocast(device.type, dtype if half else None, enabled=half): res = layer(x)
-        return res[0] if isinstance(res, tuple) else res
-
-    def backward(self, res):
-        "Backward pass from what `forward` has returned"
+        if isinstance(res, tuple): res = res[0]
         res.float().sum().backward()
+        return res.dtype
 
     def slowdown(self, device, dtype):
         "How many times as long as in float32 a matrix product takes"
         n,threads = 256 if device.type=='cpu' else 2048,torch.get_num_threads()
-        def _time(x):
-            start = time.perf_counter()
-            (x@x).sum().item() # waits for the device
-            return time.perf_counter()-start
+        def _time(x): return timeit.timeit(lambda: (x@x).sum().item(), number=1) # `item` waits for the device
         xs = [torch.ones(n, n, device=device, dtype=o) for o in (dtype,torch.float32)]
         torch.set_num_threads(1) # several would wait for each other, where other programs run
         try: half,full = map(min, zip(*[map(_time, xs) for _ in range(4)])) # in turns
@@ -107,17 +102,13 @@ def _fault(machine, device, dtype, kind):
     "Why `device` can't compute layers of this `kind` in `dtype`; empty if it can"
     half,what = dtype in half_dtypes,f'{dtype_name(dtype)} {kind.__name__}'
     for input_dtype in (torch.float32,dtype) if half else (dtype,):
-        lacks = 'no'
         try:
-            with _undisturbed(device):
-                res = machine.forward(kind, device, dtype, input_dtype)
-                if half and res.dtype not in (torch.float32,dtype): return f'autocast would use {dtype_name(res.dtype)}'
-                lacks = 'no backward pass of'
-                machine.backward(res)
+            with _undisturbed(device): got = machine.train(kind, device, dtype, input_dtype)
         except Exception as e: # each backend raises another, also where autocast is asked for
             full = isinstance(e, torch.OutOfMemoryError) or re.search('out of memory|ALLOC_FAILED', str(e))
             if full: raise # so that `lru_cache` doesn't remember what may be otherwise tomorrow
-            return f'{lacks} {what} on {machine.name(device)}'
+            return f'no {what} on {machine.name(device)}'
+        if half and got not in (torch.float32,dtype): return f'autocast would use {dtype_name(got)}'
     return ''
 
 # %% ../nbs/00a_devices.ipynb #d0a00011

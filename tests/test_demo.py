@@ -88,9 +88,9 @@ def test_file_that_cannot_be_written(run, tmp_path):
 
 class NoFloat16(Machine):
     "This machine, if it had no float16"
-    def forward(self, kind, device, dtype, *args):
+    def train(self, kind, device, dtype, *args):
         if dtype==torch.float16: raise RuntimeError('no float16')
-        return super().forward(kind, device, dtype, *args)
+        return super().train(kind, device, dtype, *args)
 
 def test_unsupported_precision(run):
     "is left out, and named"

@@ -10,7 +10,7 @@ __all__ = ['LossScale', 'half_dtype', 'cast_to_half', 'cast_to_full', 'Policy', 
 
 # %% ../nbs/20_jmp.ipynb #07dc1b4f
 import torch
-from dataclasses import dataclass,fields,replace
+from dataclasses import dataclass,field,fields,replace
 
 from . import loss_scale as loss_scales
 from .dtypes import dtype_name,float_dtype
@@ -93,32 +93,23 @@ def get_policy(
     return Policy(p, c, d.get('output_dtype', c))
 
 # %% ../nbs/20_jmp.ipynb #9af4390e
-def _number(x): return x.item() if hasattr(x, 'item') else x
-
 class StaticLossScale(loss_scales.StaticLossScale):
     "The same `loss_scale` on every step"
-    def __init__(self, loss_scale): super().__init__(_number(loss_scale))
+    def __init__(self, loss_scale): super().__init__(loss_scale)
 
 class NoOpLossScale(StaticLossScale):
     "A scale of 1, for code that needs a loss scale"
     def __init__(self): super().__init__(1.)
 
 # %% ../nbs/20_jmp.ipynb #c28329a9
+@dataclass(frozen=True, repr=False)
 class DynamicLossScale(loss_scales.DynamicLossScale):
     """A `loss_scale` that grows by `factor` when `counter` reaches `period`, and shrinks by it after an overflow
 
-    It does not shrink below `min_loss_scale`."""
-    def __init__(self,
-        loss_scale, # Factor for the loss: a number, or a tensor of one number
-        counter=0, # Finite steps in a row
-        period:int=2000, # Finite steps in a row before the scale grows
-        factor:float=2, # Factor that the scale grows and shrinks by
-        min_loss_scale=1., # Smallest value
-        **kwargs # Other fields of `mp_callbacks.loss_scale.DynamicLossScale`
-    ):
-        mine = dict(loss_scale=_number(loss_scale), counter=_number(counter), period=period, factor=factor,
-                    min_loss_scale=_number(min_loss_scale))
-        super().__init__(**loss_scales.loss_scale_presets['jmp'] | mine | kwargs)
+    It does not shrink below `min_loss_scale`. Numbers may be tensors without dimensions."""
+    loss_scale:float = field() # Factor for the loss; in JMP it has no default
+    max_loss_scale:float = loss_scales.loss_scale_presets['jmp']['max_loss_scale'] # Cap
+    at_max:str = 'keep' # If the scale would grow above the cap: 'keep' the scale as it is, or 'clip' it
 
     # the floor counts only when the scale shrinks: JMP takes a smaller one, and raises it at the next overflow
     ordered_fields = ('min_loss_scale','max_loss_scale'),('loss_scale','max_loss_scale')

@@ -25,6 +25,7 @@ default_headroom = 6. # powers of two above the first step's largest gradient in
 def _check(self, name, ok, need, kind=float):
     "Convert field `name` of the frozen `self` to `kind`. Raises a `ValueError` unless it is a number and `ok`."
     x = getattr(self, name)
+    if getattr(x, 'ndim', None)==0: x = x.item() # a tensor without dimensions
     if x is None and getattr(type(self), name) is None: return # its default
     is_number = isinstance(x, Integral if kind is int else Real) and not isinstance(x, bool)
     if not (is_number and ok(x)): raise ValueError(f'{name}={x!r} must be {need}')

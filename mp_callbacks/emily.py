@@ -47,9 +47,8 @@ class LossScaler:
 
     def _rule(self):
         # JMP's, in which the floor counts only when the scale shrinks
-        return DynamicLossScale.preset('emily', loss_scale=self.scale, counter=self.counter,
-                                       min_loss_scale=self.min_scale, period=self.growth_interval,
-                                       factor=self.growth_factor, backoff=self.backoff_factor)
+        return DynamicLossScale(self.scale, self.counter, self.growth_interval, self.growth_factor, self.min_scale,
+                                backoff=self.backoff_factor)
 
 loss_scale = LossScaler # makes one; raises `TypeError` for an unknown option
 

@@ -186,7 +186,7 @@ class DynamicLossScale(LossScale):
     )->'DynamicLossScale':
         "The loss scale of the library `name`, with `changes`"
         if name not in [*loss_scale_presets]:
-            raise ValueError(f"name={name!r} must be a preset. Use one of {', '.join(loss_scale_presets)}.")
+            raise ValueError(f"loss_scale={name!r} must be a preset. Use one of {', '.join(loss_scale_presets)}.")
         return cls(**{**loss_scale_presets[name], **changes})
 
 # %% ../nbs/01_loss_scale.ipynb #96f6e7e8
@@ -220,8 +220,5 @@ def as_loss_scale(
     x, # A `StaticLossScale` or `DynamicLossScale`, a key of `loss_scale_presets`, or a number
 )->StaticLossScale|DynamicLossScale: # `x` itself, the preset, or a static scale
     "The loss scale that `x` describes"
-    if isinstance(x, (StaticLossScale,DynamicLossScale)): return x
-    if isinstance(x, str) and x in loss_scale_presets: return DynamicLossScale.preset(x)
-    if isinstance(x, Real) and not isinstance(x, bool): return StaticLossScale(x)
-    raise ValueError(f"loss_scale={x!r} must be a number, a StaticLossScale, a DynamicLossScale or a preset. "
-                     f"Presets are {', '.join(loss_scale_presets)}.")
+    if isinstance(x, LossScale): return x
+    return DynamicLossScale.preset(x) if isinstance(x, str) else StaticLossScale(x)

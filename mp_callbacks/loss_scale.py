@@ -143,7 +143,9 @@ class DynamicLossScale(LossScale):
             count += 1
             if 'finite' in self.refill: forgiven = 0
             if count>=self.period+self.growth_delay:
-                s,count = self._grown(),self.growth_delay
+                grown,count = s*self.factor,self.growth_delay
+                if self.at_max=='clip': s = min(grown, self.max_loss_scale)
+                elif grown<=self.max_loss_scale: s = grown
                 if 'growth' in self.refill: forgiven = 0
         else:
             if self.consecutive: count = 0
@@ -166,11 +168,6 @@ class DynamicLossScale(LossScale):
         amax,least = float(amax),_f16.tiny/self.loss_scale
         s = 2.**(frexp(_f16.max/max(amax, least)/2**self.headroom)[1]-1)
         return self._next(loss_scale=min(max(s, self.min_loss_scale), self.max_loss_scale), found=amax>=least)
-
-    def _grown(self):
-        s = self.loss_scale*self.factor
-        if s<=self.max_loss_scale: return s
-        return self.max_loss_scale if self.at_max=='clip' else self.loss_scale
 
     def _floored(self, s):
         low = self.min_loss_scale

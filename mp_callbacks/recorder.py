@@ -67,8 +67,7 @@ class PrecisionRecorder(LeanCallback):
         if stats is self._stats: return # no gradients were measured, or the step has a row already
         if is_look(self.learn): return # everything is put back, so these steps are no training
         name = '' if stats.finite else parameter_name(self.learn.model, stats.culprit) or '(outside the model)'
-        step,scale,norm,finite,*_ = stats
-        self.rows.append(LogRow(step, scale, norm, finite, skipped, not stats.loss_finite, name))
+        self.rows.append(LogRow(*stats[:4], skipped, not stats.loss_finite, name)) # the first fields are the same
         self._stats,self._new = stats,True
 
     def after_batch(self):

@@ -105,8 +105,8 @@ def _fault(machine, device, dtype, kind):
         try:
             with _undisturbed(device): got = machine.train(kind, device, dtype, input_dtype)
         except Exception as e: # each backend raises another, also where autocast is asked for
-            full = isinstance(e, torch.OutOfMemoryError) or re.search('out of memory|ALLOC_FAILED', str(e))
-            if full: raise # so that `lru_cache` doesn't remember what may be otherwise tomorrow
+            # `lru_cache` is not to remember what may be otherwise tomorrow
+            if isinstance(e, torch.OutOfMemoryError) or re.search('out of memory|ALLOC_FAILED', str(e)): raise
             return f'no {what} on {machine.name(device)}'
         if half and got not in (torch.float32,dtype): return f'autocast would use {dtype_name(got)}'
     return ''
@@ -155,11 +155,10 @@ def missing(
 
 # %% ../nbs/00a_devices.ipynb #d0a00016
 def inexact(
-    device:torch.device|str, # Device, such as 'cuda'
+    device_type:str, # Type of a device, such as 'cuda'
     module:nn.Module, # Any module
 )->str: # The reason; empty if nothing is known against it
-    "Why a layer such as `module` loses digits on `device` if its weights are in half precision"
-    device_type = torch.device(device).type
+    "Why a layer such as `module` loses digits on such a device if its weights are in half precision"
     return next((why for (o,kind),why in inexact_kernels.items() if o==device_type and isinstance(module, kind)), '')
 
 # %% ../nbs/00a_devices.ipynb #d0a00015

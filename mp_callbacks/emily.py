@@ -76,7 +76,6 @@ def update(
 )->LossScaler: # The scaler of the next step
     "The scaler that follows `scaler`. Raises `TypeError` if `overflow` isn't a bool."
     if not isinstance(overflow, bool):
-        raise TypeError(f'overflow={overflow!r} must be True or False. '
-                        'Use has_overflow, or the second result of unscale.')
+        raise TypeError(f'overflow={overflow!r} must be True or False. Use has_overflow, or what unscale returns.')
     now = scaler._rule().adjust(not overflow)
     return replace(scaler, scale=now.loss_scale, counter=now.counter)

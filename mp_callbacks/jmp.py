@@ -78,15 +78,14 @@ def get_policy(
     policy_name:str, # A dtype for all three parts, or 'params=float32,compute=float16,output=float32', or 'p=f32,c=f16'
 )->Policy:
     "The `Policy` that `policy_name` describes. Raises `ValueError` for an unknown part or dtype."
-    s = policy_name
-    if not isinstance(s,str) or '=' not in s: return Policy(s,s,s)
+    if not isinstance(policy_name, str) or '=' not in policy_name: return Policy(policy_name, policy_name, policy_name)
     d = {}
-    for o in s.split(','):
+    for o in policy_name.split(','):
         k,_,v = (q.strip() for q in o.partition('='))
         if k not in _policy_parts:
-            raise ValueError(f"policy={s!r}: {o!r} has no known part. Use params, compute and output (or p, c, o), "
-                             "as in 'p=f32,c=f16,o=f32'.")
-        if _policy_parts[k] in d: raise ValueError(f"policy={s!r} has {k!r} twice. Name each part once.")
+            raise ValueError(f"policy={policy_name!r}: {o!r} has no known part. Use params, compute and output (or p, "
+                             "c, o), as in 'p=f32,c=f16,o=f32'.")
+        if _policy_parts[k] in d: raise ValueError(f"policy={policy_name!r} has {k!r} twice. Name each part once.")
         d[_policy_parts[k]] = v
     p = d.get('param_dtype', 'f32')
     c = d.get('compute_dtype', p)

@@ -1,11 +1,18 @@
-"Machines that aren't here, for `devices.pretend`"
+"Machines that aren't here"
+from unittest.mock import patch
+
 import torch
 from torch import nn
 
+from mp_callbacks import devices
 from mp_callbacks.devices import Machine
 
 rnns = nn.LSTM,nn.GRU,nn.RNN
 convs = nn.Conv1d,nn.Conv2d,nn.Conv3d,nn.ConvTranspose1d,nn.ConvTranspose2d,nn.ConvTranspose3d
+
+def pretend(machine):
+    "Inside a `with`, `machine` is asked in place of this one"
+    return patch.object(devices, 'this_machine', machine)
 
 class Fake(Machine):
     "A machine with one kind of device, which raises in the forward or backward pass of some layers"

@@ -7,8 +7,8 @@ import matplotlib.image,pandas as pd,pytest,torch
 
 from mp_callbacks import demo
 from mp_callbacks.demo import main
-from machines import machine
-from mp_callbacks.devices import Machine,pretend,support
+from machines import machine,pretend
+from mp_callbacks.devices import Machine,support
 
 error = 'python -m mp_callbacks: error:'
 cmd = [sys.executable, '-m', 'mp_callbacks', '--device', 'cpu']

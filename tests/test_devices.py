@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learners import get_learner
-from machines import Fake,bf16,convs,f16,f32,machine,machines,rnns
-from mp_callbacks.devices import Machine,emulation,known_faults,layers,missing,pretend,support
+from machines import Fake,bf16,convs,f16,f32,machine,machines,pretend,rnns
+from mp_callbacks.devices import Machine,emulation,known_faults,layers,missing,support
 from mp_callbacks.fp8 import quantize
 from mp_callbacks.half import half_precision
 from mp_callbacks.modules import fork_rngs

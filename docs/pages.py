@@ -6,6 +6,7 @@ rest: the sidebar and the look are in mkdocs.yml, and it checks the links betwee
 hidden cells, and knows where names are documented; its own pages need Quarto, and its tables of parameters have no
 links."""
 import argparse,ast,base64,inspect,json,os,re,shutil,sys,yaml
+from dataclasses import is_dataclass
 from functools import lru_cache
 from html import escape
 from importlib import import_module
@@ -136,7 +137,12 @@ def parameters(func):
     return [o for o in inspect.signature(func).parameters.values() if o.name not in without]
 def comments(func):
     "What the source says about each parameter of `func`, and as `return` about its result"
-    if not hasattr(func, '_fields'): return docments(func, returns=not inspect.isclass(func))
+    if not hasattr(func, '_fields'):
+        res = docments(func, returns=not inspect.isclass(func))
+        # docments do not reach the fields that a dataclass inherits
+        bases = [o for o in getattr(func, '__mro__', ())[1:] if is_dataclass(o)]
+        for o in bases: res = docments(o, returns=False) | {k:v for k,v in res.items() if v}
+        return res
     # docments do not reach the fields of a NamedTuple
     lines = dedent(inspect.getsource(func)).splitlines()
     fields = [o for o in ast.parse('\n'.join(lines)).body[0].body if isinstance(o, ast.AnnAssign)]

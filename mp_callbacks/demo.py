@@ -127,8 +127,7 @@ def format_table(
     "`df` as text, with a dash where nothing was measured"
     formats = dict(accuracy='{:.1%}', valid_loss='{:.4f}', step_ms='{:.1f}', speedup='{:.2f}x', peak_mib='{:.0f}',
                    skipped='{:.0f}', loss_scale='{:.0f}')
-    formatters = {k:o.format for k,o in formats.items()}
-    return df.reset_index().to_string(index=False, na_rep='-', formatters=formatters)
+    return df.reset_index().to_string(index=False, na_rep='-', formatters={k:o.format for k,o in formats.items()})
 
 # %% ../nbs/30_demo.ipynb #20aaedda
 def advice(
@@ -192,16 +191,6 @@ def _arguments(argv):
         p.error(f"argument --out: can't write to '{args.out}': {e.strerror}. Name a folder that can be written to.")
     return args
 
-def _train(names, rec, epochs, device):
-    "`Run`s in the precisions `names`"
-    runs = []
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore') # the table says what is emulated
-        for o in names:
-            print(f'Training in {o}', file=sys.stderr, flush=True)
-            runs.append(run_precision(o, rec, epochs, device))
-    return runs
-
 def main(
     argv:list=None, # Arguments; None: those of the command line
 )->int: # Exit code: 2 after a bad value, which is explained in one line on `sys.stderr`
@@ -221,7 +210,12 @@ def main(
     for does,answer in (('only emulates','emulated'), ("can't compute",'no')):
         found = [o for o in how if how[o]==answer]
         if found: print(f"{name[0].upper()}{name[1:]} {does} {', '.join(found)}", flush=True)
-    runs = _train(names, rec, args.epochs, device)
+    runs = []
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore') # the table says what is emulated
+        for o in names:
+            print(f'Training in {o}', file=sys.stderr, flush=True)
+            runs.append(run_precision(o, rec, args.epochs, device))
     df = compare(runs)
     print(f'\n{format_table(df)}\n')
     if any(high>1.5*low for low,_,high in (o.step_ms for o in runs)):

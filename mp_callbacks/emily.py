@@ -47,9 +47,8 @@ class LossScaler:
 
     def _rule(self):
         # JMP's, in which the floor counts only when the scale shrinks
-        return DynamicLossScale.preset('emily', loss_scale=self.scale, counter=self.counter,
-                                       min_loss_scale=self.min_scale, period=self.growth_interval,
-                                       factor=self.growth_factor, backoff=self.backoff_factor)
+        return DynamicLossScale(self.scale, self.counter, self.growth_interval, self.growth_factor, self.min_scale,
+                                backoff=self.backoff_factor)
 
 loss_scale = LossScaler # makes one; raises `TypeError` for an unknown option
 
@@ -77,7 +76,6 @@ def update(
 )->LossScaler: # The scaler of the next step
     "The scaler that follows `scaler`. Raises `TypeError` if `overflow` isn't a bool."
     if not isinstance(overflow, bool):
-        raise TypeError(f'overflow={overflow!r} must be True or False. '
-                        'Use has_overflow, or the second result of unscale.')
+        raise TypeError(f'overflow={overflow!r} must be True or False. Use has_overflow, or what unscale returns.')
     now = scaler._rule().adjust(not overflow)
     return replace(scaler, scale=now.loss_scale, counter=now.counter)

@@ -86,16 +86,11 @@ def keep_quiet(
         if cb.name=='recorder': cb.run_train = False
         if cb.name=='distributed_trainer': cb.run = False # it waits for the other processes
 
-@contextmanager
 def autocast_closed(
     learn, # `Learner` after the loss of a batch
 ):
     "Inside a `with`, fastai's `MixedPrecision` does nothing: at another `after_loss` it would close autocast again"
-    cbs = [cb for cb in learn.cbs if cb.run and isinstance(cb, fastai.callback.fp16.MixedPrecision)]
-    for cb in cbs: cb.run = False
-    try: yield
-    finally:
-        for cb in cbs: cb.run = True
+    return learn.removed_cbs([o for o in learn.cbs if isinstance(o, fastai.callback.fp16.MixedPrecision)])
 
 def training_batches(
     learn, # `Learner`

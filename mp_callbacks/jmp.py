@@ -10,7 +10,7 @@ __all__ = ['LossScale', 'half_dtype', 'cast_to_half', 'cast_to_full', 'Policy', 
 
 # %% ../nbs/20_jmp.ipynb #07dc1b4f
 import torch
-from dataclasses import dataclass,fields,replace
+from dataclasses import dataclass,field,fields,replace
 
 from . import loss_scale as loss_scales
 from .dtypes import dtype_name,float_dtype
@@ -78,47 +78,37 @@ def get_policy(
     policy_name:str, # A dtype for all three parts, or 'params=float32,compute=float16,output=float32', or 'p=f32,c=f16'
 )->Policy:
     "The `Policy` that `policy_name` describes. Raises `ValueError` for an unknown part or dtype."
-    s = policy_name
-    if not isinstance(s,str) or '=' not in s: return Policy(s,s,s)
+    if not isinstance(policy_name, str) or '=' not in policy_name: return Policy(policy_name, policy_name, policy_name)
     d = {}
-    for o in s.split(','):
+    for o in policy_name.split(','):
         k,_,v = (q.strip() for q in o.partition('='))
         if k not in _policy_parts:
-            raise ValueError(f"policy={s!r}: {o!r} has no known part. Use params, compute and output (or p, c, o), "
-                             "as in 'p=f32,c=f16,o=f32'.")
-        if _policy_parts[k] in d: raise ValueError(f"policy={s!r} has {k!r} twice. Name each part once.")
+            raise ValueError(f"policy={policy_name!r}: {o!r} has no known part. Use params, compute and output (or p, "
+                             "c, o), as in 'p=f32,c=f16,o=f32'.")
+        if _policy_parts[k] in d: raise ValueError(f"policy={policy_name!r} has {k!r} twice. Name each part once.")
         d[_policy_parts[k]] = v
     p = d.get('param_dtype', 'f32')
     c = d.get('compute_dtype', p)
     return Policy(p, c, d.get('output_dtype', c))
 
 # %% ../nbs/20_jmp.ipynb #9af4390e
-def _number(x): return x.item() if hasattr(x, 'item') else x
-
 class StaticLossScale(loss_scales.StaticLossScale):
     "The same `loss_scale` on every step"
-    def __init__(self, loss_scale): super().__init__(_number(loss_scale))
+    def __init__(self, loss_scale): super().__init__(loss_scale)
 
 class NoOpLossScale(StaticLossScale):
     "A scale of 1, for code that needs a loss scale"
     def __init__(self): super().__init__(1.)
 
 # %% ../nbs/20_jmp.ipynb #c28329a9
+@dataclass(frozen=True, repr=False)
 class DynamicLossScale(loss_scales.DynamicLossScale):
     """A `loss_scale` that grows by `factor` when `counter` reaches `period`, and shrinks by it after an overflow
 
-    It does not shrink below `min_loss_scale`."""
-    def __init__(self,
-        loss_scale, # Factor for the loss: a number, or a tensor of one number
-        counter=0, # Finite steps in a row
-        period:int=2000, # Finite steps in a row before the scale grows
-        factor:float=2, # Factor that the scale grows and shrinks by
-        min_loss_scale=1., # Smallest value
-        **kwargs # Other fields of `mp_callbacks.loss_scale.DynamicLossScale`
-    ):
-        mine = dict(loss_scale=_number(loss_scale), counter=_number(counter), period=period, factor=factor,
-                    min_loss_scale=_number(min_loss_scale))
-        super().__init__(**loss_scales.loss_scale_presets['jmp'] | mine | kwargs)
+    It does not shrink below `min_loss_scale`. Numbers may be tensors without dimensions."""
+    loss_scale:float = field() # Factor for the loss; in JMP it has no default
+    max_loss_scale:float = loss_scales.loss_scale_presets['jmp']['max_loss_scale'] # Cap
+    at_max:str = 'keep' # If the scale would grow above the cap: 'keep' the scale as it is, or 'clip' it
 
     # the floor counts only when the scale shrinks: JMP takes a smaller one, and raises it at the next overflow
     ordered_fields = ('min_loss_scale','max_loss_scale'),('loss_scale','max_loss_scale')

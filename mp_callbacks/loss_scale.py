@@ -25,6 +25,7 @@ default_headroom = 6. # powers of two above the first step's largest gradient in
 def _check(self, name, ok, need, kind=float):
     "Convert field `name` of the frozen `self` to `kind`. Raises a `ValueError` unless it is a number and `ok`."
     x = getattr(self, name)
+    if getattr(x, 'ndim', None)==0: x = x.item() # a tensor without dimensions
     if x is None and getattr(type(self), name) is None: return # its default
     is_number = isinstance(x, Integral if kind is int else Real) and not isinstance(x, bool)
     if not (is_number and ok(x)): raise ValueError(f'{name}={x!r} must be {need}')
@@ -142,7 +143,9 @@ class DynamicLossScale(LossScale):
             count += 1
             if 'finite' in self.refill: forgiven = 0
             if count>=self.period+self.growth_delay:
-                s,count = self._grown(),self.growth_delay
+                grown,count = s*self.factor,self.growth_delay
+                if self.at_max=='clip': s = min(grown, self.max_loss_scale)
+                elif grown<=self.max_loss_scale: s = grown
                 if 'growth' in self.refill: forgiven = 0
         else:
             if self.consecutive: count = 0
@@ -166,11 +169,6 @@ class DynamicLossScale(LossScale):
         s = 2.**(frexp(_f16.max/max(amax, least)/2**self.headroom)[1]-1)
         return self._next(loss_scale=min(max(s, self.min_loss_scale), self.max_loss_scale), found=amax>=least)
 
-    def _grown(self):
-        s = self.loss_scale*self.factor
-        if s<=self.max_loss_scale: return s
-        return self.max_loss_scale if self.at_max=='clip' else self.loss_scale
-
     def _floored(self, s):
         low = self.min_loss_scale
         if s>=low: return s
@@ -185,7 +183,7 @@ class DynamicLossScale(LossScale):
     )->'DynamicLossScale':
         "The loss scale of the library `name`, with `changes`"
         if name not in [*loss_scale_presets]:
-            raise ValueError(f"name={name!r} must be a preset. Use one of {', '.join(loss_scale_presets)}.")
+            raise ValueError(f"loss_scale={name!r} must be a preset. Use one of {', '.join(loss_scale_presets)}.")
         return cls(**{**loss_scale_presets[name], **changes})
 
 # %% ../nbs/01_loss_scale.ipynb #96f6e7e8
@@ -219,8 +217,5 @@ def as_loss_scale(
     x, # A `StaticLossScale` or `DynamicLossScale`, a key of `loss_scale_presets`, or a number
 )->StaticLossScale|DynamicLossScale: # `x` itself, the preset, or a static scale
     "The loss scale that `x` describes"
-    if isinstance(x, (StaticLossScale,DynamicLossScale)): return x
-    if isinstance(x, str) and x in loss_scale_presets: return DynamicLossScale.preset(x)
-    if isinstance(x, Real) and not isinstance(x, bool): return StaticLossScale(x)
-    raise ValueError(f"loss_scale={x!r} must be a number, a StaticLossScale, a DynamicLossScale or a preset. "
-                     f"Presets are {', '.join(loss_scale_presets)}.")
+    if isinstance(x, LossScale): return x
+    return DynamicLossScale.preset(x) if isinstance(x, str) else StaticLossScale(x)

@@ -80,13 +80,6 @@ def cast_function(
     return _in_dtype
 
 # %% ../nbs/21_mpx.ipynb #878fb8e1
-def _no_autocast(devices):
-    "A context with autocast off on all `devices` that support it"
-    stack = ExitStack()
-    for d in devices:
-        if torch.amp.is_autocast_available(d): stack.enter_context(torch.autocast(d, enabled=False))
-    return stack
-
 def force_full_precision(
     func, # Any function of tensors
     return_dtype:torch.dtype|str='args', # Of the result; None: as computed; 'args': the half dtype of the arguments
@@ -98,7 +91,10 @@ def force_full_precision(
         halves = [o.dtype for o in tensors if o.dtype in half_dtypes]
         to = return_dtype if return_dtype!='args' else halves[0] if halves else None
         args,kwargs = dtypes.cast_tree((args,kwargs), torch.float32, half_dtypes)
-        with _no_autocast({'cpu', *(t.device.type for t in tensors)}): res = func(*args, **kwargs)
+        with ExitStack() as stack:
+            for o in {'cpu', *(t.device.type for t in tensors)}:
+                if torch.amp.is_autocast_available(o): stack.enter_context(torch.autocast(o, enabled=False))
+            res = func(*args, **kwargs)
         return res if to is None else cast_tree(res, to)
     return _in_float32
 

@@ -23,7 +23,7 @@ from fastai.torch_core import default_device
 from .dtypes import cast_tree,half_dtypes,leaves
 from .devices import emulation,support
 from .loss_scale import DynamicLossScale,StaticLossScale
-from .grads import check_clip,finite_grads,mul_grads,prepare_grads,reached_leaves,remove_grads,unique
+from .grads import check_clip,mul_grads,prepare_grads,reached_leaves,remove_grads
 from .modules import is_sharded,named_modules,of_first_rank,parameter_name,reset_ddp,reset_shards,reshard
 from .modules import several_ranks,training_group,without_ddp
 from .half import half_precision,note_backward
@@ -229,7 +229,7 @@ class PrecisionCallback(PrecisionPart):
 
     def drop_overflow(self):
         "Drop an unfinished step if its gradients are not finite"
-        if self._step is not None and not finite_grads(self._params()): self._drop_step()
+        if self._step is not None and not prepare_grads(self._params()).finite: self._drop_step()
 
     def before_train(self):
         group = training_group(self.learn.model) # fastai wraps the model after our `before_fit`
@@ -384,7 +384,8 @@ class PrecisionCallback(PrecisionPart):
     def _params(self):
         "Parameters of optimizer, model and loss function, each once"
         of_loss = getattr(self.learn.loss_func, 'parameters', None)
-        return unique([*self._opt_params(),*self.half.params,*(of_loss() if of_loss else ())])
+        params = *self._opt_params(),*self.half.params,*(of_loss() if of_loss else ())
+        return [*{id(p):p for p in params}.values()]
 
     def _others_reached(self, loss, params):
         "What else the backward pass of `loss` leads to, such as inputs, hidden states, points of a gradient penalty"

@@ -1,11 +1,18 @@
-"Machines that aren't here, for `devices.pretend`"
+"Machines that aren't here"
+from unittest.mock import patch
+
 import torch
 from torch import nn
 
+from mp_callbacks import devices
 from mp_callbacks.devices import Machine
 
 rnns = nn.LSTM,nn.GRU,nn.RNN
 convs = nn.Conv1d,nn.Conv2d,nn.Conv3d,nn.ConvTranspose1d,nn.ConvTranspose2d,nn.ConvTranspose3d
+
+def pretend(machine):
+    "Inside a `with`, `machine` is asked in place of this one"
+    return patch.object(devices, 'this_machine', machine)
 
 class Fake(Machine):
     "A machine with one kind of device, which raises in the forward or backward pass of some layers"
@@ -21,24 +28,19 @@ class Fake(Machine):
     ):
         self.only,self.called,self.has,self.no_dtype = kind,name,capability,no_dtype
         self.no_forward,self.no_backward,self.returns,self.times = no_forward,no_backward,returns,times
-        self.tried = [] # layers, dtypes and dtypes of inputs, in order
 
     def kind(self, device): return self.only
     def name(self, device): return self.called
     def capability(self, device): return self.has
     def slowdown(self, device, dtype): return self.times.get(dtype, .5)
 
-    def forward(self, kind, device, dtype, input_dtype):
-        self.tried.append((kind,dtype,input_dtype))
+    def train(self, kind, device, dtype, input_dtype):
         if device.type!=('cuda' if self.only=='rocm' else self.only): raise RuntimeError(f'there is no {device}')
         if dtype in self.no_dtype: raise TypeError(f'no {dtype} here')
         if dtype!=torch.float32 and input_dtype in self.no_forward.get(kind, ()):
             raise RuntimeError('could not create a primitive descriptor')
-        return torch.ones(2, dtype=self.returns.get((kind,dtype), dtype), requires_grad=True)
-
-    def backward(self, res):
-        if res.dtype in self.no_backward.get(self.tried[-1][0], ()):
-            raise RuntimeError('DNNL does not support bf16/f16 backward')
+        if dtype in self.no_backward.get(kind, ()): raise RuntimeError('DNNL does not support bf16/f16 backward')
+        return self.returns.get((kind,dtype), dtype)
 
 f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
 avx2 = dict(capability={'avx2'}, no_forward={nn.LSTM:{f32}}, times={f16:60.,bf16:60.}) # no LSTM in oneDNN below AVX512

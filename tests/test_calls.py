@@ -8,8 +8,7 @@ import pytest
 from fastai.callback import fp16
 from torch.utils.checkpoint import CheckpointError,checkpoint
 from learners import *
-from machines import Fake
-from mp_callbacks.devices import pretend
+from machines import Fake,pretend
 from test_inputs import state,trains,unchanged
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')

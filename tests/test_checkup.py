@@ -4,10 +4,10 @@ import json,re
 import pytest
 from fastai.callback.fp16 import MixedPrecision as FastaiPrecision
 from learners import *
-from machines import machine
+from machines import machine,pretend
 from mp_callbacks import checkup
 from mp_callbacks.checkup import Checkup,Line
-from mp_callbacks.devices import emulation,pretend
+from mp_callbacks.devices import emulation
 from test_looks import assert_untouched,folder,whole_world
 
 pytestmark = pytest.mark.filterwarnings('ignore')

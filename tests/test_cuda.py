@@ -14,10 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mp_callbacks.all import *
-from mp_callbacks.devices import pretend
 from mp_callbacks.fp8 import fp8_linear,fp8_recipes
 from mp_callbacks.modules import named_modules
-from machines import machine
+from machines import machine,pretend
 from test_policy import norm_errors,norm_of,norms
 
 pytestmark = pytest.mark.cuda

@@ -7,8 +7,8 @@ import matplotlib.image,pandas as pd,pytest,torch
 
 from mp_callbacks import demo
 from mp_callbacks.demo import main
-from machines import machine
-from mp_callbacks.devices import Machine,pretend,support
+from machines import machine,pretend
+from mp_callbacks.devices import Machine,support
 
 error = 'python -m mp_callbacks: error:'
 cmd = [sys.executable, '-m', 'mp_callbacks', '--device', 'cpu']
@@ -88,9 +88,9 @@ def test_file_that_cannot_be_written(run, tmp_path):
 
 class NoFloat16(Machine):
     "This machine, if it had no float16"
-    def forward(self, kind, device, dtype, *args):
+    def train(self, kind, device, dtype, *args):
         if dtype==torch.float16: raise RuntimeError('no float16')
-        return super().forward(kind, device, dtype, *args)
+        return super().train(kind, device, dtype, *args)
 
 def test_unsupported_precision(run):
     "is left out, and named"

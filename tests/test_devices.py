@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learners import get_learner
-from machines import Fake,bf16,convs,f16,f32,machine,machines,rnns
-from mp_callbacks.devices import Machine,emulation,known_faults,layers,missing,pretend,support
+from machines import Fake,bf16,convs,f16,f32,machine,machines,pretend,rnns
+from mp_callbacks.devices import Machine,emulation,known_faults,layers,missing,support
 from mp_callbacks.fp8 import quantize
 from mp_callbacks.half import half_precision
 from mp_callbacks.modules import fork_rngs
@@ -45,8 +45,8 @@ gaps = { # (machine, dtype) -> layers that stay in float32, and a part of the re
     ('AVX512-BF16, forbidden',bf16): ((nn.LSTM,), 'no bfloat16 LSTM on this CPU'),
     ('AVX512-BF16, forbidden',f16): ((nn.LSTM,), 'no float16 LSTM on this CPU'),
     ('AVX512-BF16',f16): ((nn.LSTM,), 'no float16 LSTM on this CPU'),
-    ('AVX2-VNNI-2',bf16): (convs, 'no backward pass of bfloat16 '),
-    ('AVX2-VNNI-2',f16): (convs, 'no backward pass of float16 '),
+    ('AVX2-VNNI-2',bf16): (convs, 'no bfloat16 Conv'),
+    ('AVX2-VNNI-2',f16): (convs, 'no float16 Conv'),
     ('GTX 1660',f16): (convs[:3], 'float16 convolutions on GTX 16 return nan')}
 gaps.update({(o,bf16): (rnns, 'autocast would use float16') for o in ('T4','V100','RTX 3090','H100','GTX 1660')})
 
@@ -134,9 +134,9 @@ def test_refused(call):
 def test_forgets_a_lack_of_memory(error):
     class Full(Machine):
         full = True
-        def forward(self, *args):
+        def train(self, *args):
             if self.full: raise error
-            return super().forward(*args)
+            return super().train(*args)
     with pretend(Full()) as m:
         with pytest.raises(type(error)): support('cpu', bf16)
         with pytest.raises(type(error)): missing('cpu', bf16, nn.LSTM(2,2))

@@ -1,6 +1,6 @@
 """`flat_master=True` gives the same weights, bit for bit, whatever happens between the steps
 
-Each test has twins: the same parameters and the same optimizer twice, one stepped by fastai, one by `flat_step`.
+Each test has twins: the same parameters and the same optimizer twice, one stepped by fastai, one in `flat_steps`.
 Learners with `flat_master=True`, and what they refuse, are in `test_parity.py`."""
 import copy,io,random
 
@@ -9,7 +9,7 @@ from torch import nn
 from fastai.optimizer import *
 from fastai.optimizer import l2_reg,sgd_step,weight_decay
 
-from mp_callbacks.flat import flat_step
+from mp_callbacks.flat import flat_steps
 from states import same
 from tracing import interrupted
 
@@ -26,6 +26,9 @@ optimizers = dict(
     qhadam   = lambda ps: QHAdam(ps, lr=.01, wd=.1),
     qh_nu    = lambda ps: QHAdam(ps, lr=.01, nu_2=.9),
     ranger   = lambda ps: ranger(ps, lr=.01, k=3, sqr_mom=.9))
+
+def flat_step(opt):
+    with flat_steps(opt): opt.step()
 
 def inner(opt): return opt.opt if hasattr(opt, 'slow_weights') else opt
 def params(opt): return [p for pg in opt.param_lists for p in pg]

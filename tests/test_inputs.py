@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import cloudpickle,learners,pytest
 from fastai.torch_core import TensorImage
-from mp_callbacks.flat import flat_step
+from mp_callbacks.flat import flat_steps
 from mp_callbacks.grads import prepare_grads
 from learners import *
 
@@ -239,7 +239,7 @@ def test_unpatched_process(forked_plain, tmp_path):
     want = [[learn.to_fp32().predict(i)[2].tolist() for i in (3,4)],['torch.float32']]
     assert forked_plain(load_code, tmp_path).splitlines()[-1]==f'{json.dumps([want]*2)} False'
 
-@pytest.mark.parametrize('piece', ['prepare_grads','flat_step'])
+@pytest.mark.parametrize('piece', ['prepare_grads','flat_steps'])
 def test_default_device(piece):
     """A loop by hand may have `torch.set_default_device('cuda')`: what has to be on the CPU stays there
 
@@ -248,6 +248,8 @@ def test_default_device(piece):
     ps = [nn.Parameter(torch.ones(n, device='cpu')) for n in (5,3000)] # few and many numbers are handled differently
     for p in ps: p.grad = torch.ones_like(p)
     with torch.device('meta'):
-        if piece=='flat_step': flat_step(Adam(ps, lr=.1))
+        opt = Adam(ps, lr=.1)
+        if piece=='flat_steps':
+            with flat_steps(opt): opt.step()
         norm = prepare_grads(ps, 2., 1.).norm
     assert norm==pytest.approx(3005**.5/2)

@@ -8,9 +8,8 @@ from fnmatch import fnmatch
 import pytest
 from torch.nn.utils import prune
 from learners import *
-from machines import machine
+from machines import machine,pretend
 from mp_callbacks import devices
-from mp_callbacks.devices import pretend
 from mp_callbacks.functional import value_and_grad
 from mp_callbacks.ways import batch_norms,is_norm
 from states import assert_plain

@@ -12,7 +12,7 @@ convs = nn.Conv1d,nn.Conv2d,nn.Conv3d,nn.ConvTranspose1d,nn.ConvTranspose2d,nn.C
 
 def pretend(machine):
     "Inside a `with`, `machine` is asked in place of this one"
-    return patch.object(devices, 'this_machine', machine)
+    return patch.object(devices, '_machine', machine)
 
 class Fake(Machine):
     "A machine with one kind of device, which raises in the forward or backward pass of some layers"

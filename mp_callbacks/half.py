@@ -77,6 +77,7 @@ class half_precision:
     def _forget(self):
         self.device_type = None # of the parameters, when the ways were chosen
         self.modules,self.params = [],[] # of the model
+        self._forwards = [] # of the classes of the modules
         self.ways = {} # name of a module -> how it computes
         self.cast,self._root = OneCast(),None
         self._stand_ins = StandIns() # of the modules; the last one is that of the model itself
@@ -90,10 +91,10 @@ class half_precision:
         self._forget()
 
     def refresh(self):
-        "Choose again how modules compute if the modules or the device of the model have changed"
+        "Choose again how modules compute if the modules, their classes or the device of the model have changed"
         device_type,modules,self.params = _device_type(self.model),[*self.model.modules()],[*self.model.parameters()]
-        self._stand_ins.refresh()
-        if (device_type,modules)==(self.device_type,self.modules): return
+        forwards = [getattr(type(m), 'forward', None) for m in modules]
+        if (device_type,modules,forwards)==(self.device_type,self.modules,self._forwards): return
         self._stand_ins.switch(False)
         _check_model(self.model)
         self.modules = [] # until all is chosen: an error may come
@@ -112,8 +113,9 @@ class half_precision:
         attends = any(isinstance(m, (nn.TransformerEncoderLayer,nn.MultiheadAttention)) for m in modules)
         if attends and device_type=='cpu': around = partial(_without_fast_path, around)
         self._stand_ins = StandIns({**arounds, self.model:partial(self._whole, around)})
-        self.modules = modules
+        self.modules,self._forwards = modules,forwards
         self._switch()
+
     @property
     def outdated(self)->bool:
         "Have modules been added, removed or replaced since `refresh`? This takes less time."

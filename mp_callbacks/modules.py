@@ -238,19 +238,14 @@ def unchanged(
 # %% ../nbs/02a_modules.ipynb #9b1c2a15
 def _same(x): return x
 
-def _bound(forward, module):
-    "`forward` of the class of `module`, as an attribute of `module`: it may be a static or class method, or a property"
-    return forward.__get__(module, type(module)) if hasattr(forward, '__get__') else forward
+
 
 class _Method:
     "`func`, bound to `module`. It tells which function it is, also while `torch.compile` traces"
     def __init__(self, func, module): self.func,self.module = func,module
     def __call__(self, *args, **kwargs): return self.func(self.module, *args, **kwargs)
 
-def _of_class(module):
-    "The `forward` of the class of `module` as it stands there, and to be called without `module`"
-    forward = getattr_static(type(module), 'forward')
-    return forward,_Method(forward, module) if isinstance(forward, FunctionType) else _bound(forward, module)
+
 
 def replaced_forward(
     module:nn.Module, # Any module
@@ -274,9 +269,10 @@ class StandIn:
         self.module,self.around = module,around
         self.found = None # the `forward` that was in the module's `__dict__` when this one was installed
         self.on = False # is `around` called? If not, calls go through.
-        self.reachable = False # may somebody still call this object: the module, or a function that is on top of it?
-        self.of_class,self.own = _of_class(module)
-        update_wrapper(self, _bound(self.of_class, module), updated=()) # to touch `__dict__` makes attributes slower
+        forward = getattr_static(type(module), 'forward') # it may be a static or class method, or a property
+        bound = forward.__get__(module, type(module)) if hasattr(forward, '__get__') else forward
+        self.own = _Method(forward, module) if isinstance(forward, FunctionType) else bound
+        update_wrapper(self, bound, updated=()) # to touch `__dict__` makes attributes slower
 
     def __call__(self, *args, **kwargs):
         forward = self.found
@@ -284,39 +280,31 @@ class StandIn:
         forward = forward or self.own
         return self.around(forward, args, kwargs) if self.on else forward(*args, **kwargs)
 
-    def install(self)->'StandIn': # The one to remove: a new one if somebody's function is on top of this one
+    def install(self):
         "Replace `module.forward`. Idempotent."
         attrs = self.module.__dict__
         found = attrs.get('forward')
         if found is not self:
-            if self.reachable: # installed above that function, it would call itself without end
-                self.on = False
-                return StandIn(self.module, self.around).install()
             self.found = None if _is_own(found, self.module) else found
             attrs['forward'] = self
-            self.reachable = True
         self.on = True
-        return self
 
     @property
     def __code__(self): # `torch.export` reads it
         forward = self.found or self.own
         return getattr(forward, 'func', forward).__code__
 
-    def refresh(self):
-        "Take the `forward` of the module's class again, if that has been changed"
-        if self.of_class is not getattr_static(type(self.module), 'forward'):
-            self.of_class,self.own = _of_class(self.module)
-
-    def remove(self):
+    def remove(self)->'StandIn': # The one to install the next time
         "Restore `module.forward`, or call through from now on if something else is on top. Idempotent."
         self.on = False
         attrs = self.module.__dict__
-        if attrs.get('forward') is not self: return
+        # installed above a function that calls it, it would call itself without end
+        if attrs.get('forward') is not self: return StandIn(self.module, self.around)
         top = self
-        while isinstance(top, StandIn) and not top.on: top.reachable,top = False,top.found
+        while isinstance(top, StandIn) and not top.on: top = top.found
         if top is None: del attrs['forward']
         else: attrs['forward'] = top
+        return self
 
     def __reduce__(self):
         return (getattr,(self.module,'forward')) if self.found is None else (_same,(self.found,))
@@ -327,12 +315,7 @@ class StandIns:
         arounds:dict={}, # Module -> function for its `StandIn`
     ):
         self.each = [StandIn(*o) for o in arounds.items()]
-        self.some_on = False # may one be on? The others may not be, if Ctrl-C has ended `switch`.
-
-    @property
-    def on(self)->bool:
-        "Are all of them on?"
-        return bool(self.each) and self.each[-1].on
+        self.on = self.some_on = False # Are all of them on? May one be? The two differ if Ctrl-C has ended `switch`.
 
     def switch(self,
         on:bool, # On, or off?
@@ -340,11 +323,9 @@ class StandIns:
         "Install or remove all of them. Idempotent."
         if on and not self.on:
             self.some_on = True # also if Ctrl-C ends the next line
-            self.each = [o.install() for o in self.each]
+            for o in self.each: o.install()
+            self.on = True
         elif self.some_on and not on:
-            for o in self.each: o.remove()
+            self.on = False
+            self.each = [o.remove() for o in self.each]
             self.some_on = False
-
-    def refresh(self):
-        "Take the `forward` of each module's class again, if that has been changed"
-        for o in self.each: o.refresh()

@@ -87,10 +87,9 @@ class OneCast:
 
     def begin(self)->Call: # For `end`
         "A call of the model begins in this thread. Returns the one that it is a part of, or None."
-        thread,graph = get_ident(),torch.is_grad_enabled()
-        outer = self.calls.get(thread)
+        outer,graph = self.call,torch.is_grad_enabled()
         # a model that calls itself has cast already, and what `torch.func` computes has another graph
-        self.calls[thread] = Call(graph, {} if outer or _transform() else self._cast(graph))
+        self.calls[get_ident()] = Call(graph, {} if outer or _transform() else self._cast(graph))
         return outer
 
     def end(self,
@@ -105,20 +104,15 @@ class OneCast:
             self.used[call.graph] = call.used
 
     @property
-    def learns(self)->bool:
-        "Did the call of the model that is open in this thread begin with gradients?"
-        return self.in_call and self.calls[get_ident()].graph
-
-    @property
-    def in_call(self)->bool:
-        "Is a call of the model open in this thread?"
-        return get_ident() in self.calls
+    def call(self)->Call: # None if there is none, and while `torch.compile` traces
+        "The call of the model that is open in this thread"
+        return None if torch.compiler.is_compiling() else self.calls.get(get_ident())
 
     def take(self,
         layer:nn.Module, # Layer that is about to compute
     )->dict: # Name -> parameter in half precision; None: autocast is to cast
         "What the parameters of `layer` have been cast to"
-        call = None if torch.compiler.is_compiling() else self.calls.get(get_ident())
+        call = self.call
         return call and call.take(layer)
 
     def _cast(self, graph):

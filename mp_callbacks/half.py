@@ -79,7 +79,7 @@ class half_precision:
         self.modules,self.params = [],[] # of the model
         self._forwards = [] # of the classes of the modules
         self.ways = {} # name of a module -> how it computes
-        self.cast,self._root = OneCast(),None
+        self.cast,self.root = OneCast(),None # the latter is the model without wrappers
         self._stand_ins = StandIns() # of the modules; the last one is that of the model itself
         self._kept = [] # where modules may keep tensors from call to call
         self.by_install,self._open = False,0 # on by `install`? And how many `with` are open?
@@ -102,7 +102,7 @@ class half_precision:
         self.ways = self.choose_ways(named)
         _check_ways(self, named)
         sharded = any(hasattr(m, 'unshard') for m in modules) # `fully_shard` has other parameters during a call
-        self._root = unwrap(self.model)
+        self.root = unwrap(self.model)
         places = Counter(id(p) for m in modules for p in m._parameters.values() if p is not None)
         def _ahead(name, m): # gradients of tied weights would add up in another order than in the first call
             return isinstance(self.ways[name], Layer) and all(places[id(p)]<2 for p in m._parameters.values())
@@ -137,7 +137,7 @@ class half_precision:
         module,way,caller = named[name],self.ways[name],self.ways.get(_caller(name, named))
         around = _plain if type(way).around is Way.around else partial(way.around, self, module)
         # half precision inside a float32 module, which only a dict as `keep` allows
-        if isinstance(caller, Float32) and not isinstance(way, Float32): around = partial(self._resume, around)
+        if isinstance(caller, Float32) and not isinstance(way, Float32): around = partial(self._in_half, around)
         if isinstance(caller, Owner) and type(way) is not Float32: around = partial(caller.inside, self, module, around)
         return None if around is _plain else around
 
@@ -199,20 +199,12 @@ class half_precision:
             rows.append((name, type(module).__name__, size, param, way.name, compute, way.why))
         return pd.DataFrame(rows, columns=['module','kind','size','params','way','compute','why'])
 
-    def is_whole(self,
-        module:nn.Module, # Module of the model
-    )->bool:
-        "Is it the model itself, perhaps inside a wrapper?"
-        return module is self._root
-
     def _whole(self, around, forward, args, kwargs):
         "What the model returns"
         compiling,complete = torch.compiler.is_compiling(),False
         outer = None if compiling else self.cast.begin()
         try:
-            # a cast that autocast keeps would be stale if the weight changes, as momentum encoders do in `forward`
-            with torch.autocast(self.device_type, self.dtype, cache_enabled=not self.copies):
-                res = around(forward, args, kwargs)
+            res = self._in_half(around, forward, args, kwargs)
             complete = True
         except _computing as e:
             _add_note(self, e)
@@ -221,10 +213,11 @@ class half_precision:
             if not compiling:
                 self.cast.end(outer, complete)
                 torch.clear_autocast_cache() # inside a user's own autocast it would keep casts for the next batch
-        return cast_tree(res, torch.float32, half_dtypes)
+        return res
 
-    def _resume(self, around, forward, args, kwargs):
-        "What a module in half precision inside one in float32 returns"
+    def _in_half(self, around, forward, args, kwargs):
+        "What the model, or a module in half precision inside one in float32, returns: in float32"
+        # a cast that autocast keeps would be stale if the weight changes, as momentum encoders do in `forward`
         with torch.autocast(self.device_type, self.dtype, cache_enabled=not self.copies):
             res = around(forward, args, kwargs)
         return cast_tree(res, torch.float32, half_dtypes)

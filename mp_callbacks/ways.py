@@ -208,8 +208,9 @@ class Owner(Way):
         given:list, # What the owner was given
     )->list: # Of bools
         "Which of `values` are to be rounded. Gradients tell what depends on a parameter; without, the last call tells."
-        active,compiling = [_is_activation(o, given) for o in values],torch.compiler.is_compiling()
-        learns,known = not compiling and half.cast.learns,None if compiling else self.rounded.get(inside)
+        active,call = [_is_activation(o, given) for o in values],half.cast.call
+        learns = call is not None and call.graph
+        known = None if torch.compiler.is_compiling() else self.rounded.get(inside)
         if torch.is_grad_enabled(): known = [is_one and o.requires_grad for is_one,o in zip(active, values)]
         # nothing is known yet: only a checkpointed part, which will be computed with gradients, is rounded
         elif known is None or len(known)!=len(values): known = [learns]*len(values)
@@ -228,7 +229,7 @@ class Owner(Way):
             res = forward(*args, **kwargs)
         finally:
             while len(calls)>n: calls.pop()
-        if half.is_whole(module): return res
+        if module is half.root: return res
         found = []
         map_tensors(lambda t: found.append(t) or t, res)
         which = iter(self.which(half, None, found, given))
@@ -250,7 +251,7 @@ class Owner(Way):
         values,calls,compiling = [*args,*kwargs.values()],self.given.get(_thread()),torch.compiler.is_compiling()
         if calls: which = self.which(half, module, values, [o for tensors in calls for o in tensors])
         # checkpointing computes the module again, when the call of its owner is over
-        elif not compiling and not half.cast.in_call: which = self.rounded.get(module, ())
+        elif not compiling and half.cast.call is None: which = self.rounded.get(module, ())
         else: which = ()
         if not any(which) or len(which)!=len(values): return around(forward, args, kwargs)
         passed = [_round(o, half.dtype) if rounds else o for o,rounds in zip(values, which)]

@@ -39,7 +39,7 @@ promises = {
               'self._others_reached(loss, step.params)', '[]', 'test_loss.py::test_tensors_of_nobody')],
     'the loss is computed in float32': [
         Break('predictions stay in half precision', 'half.py',
-              'return cast_tree(res, torch.float32, half_dtypes)\n\n    def _resume', 'return res\n\n    def _resume',
+              'return cast_tree(res, torch.float32, half_dtypes)\n\n_switching', 'return res\n\n_switching',
               'test_inputs.py::test_loss_in_float32'),
         Break('predictions in dataclasses do', 'dtypes.py', "if hasattr(tree, '__dataclass_fields__')", 'if False',
               'test_inputs.py::test_structures')],

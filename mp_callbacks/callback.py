@@ -118,9 +118,6 @@ class MixedPrecision(PrecisionCallback):
     def works_with(self, cb): return cb is self._model_to_half()
     def new_half(self, model): return self._model_to_half().new_half(model)
 
-    @property
-    def half_dtype(self): return self._model_to_half().dtype
-
     def check(self, learn):
         if self._model_to_half() is None:
             raise ValueError("MixedPrecision of mp_callbacks needs ModelToHalf: call learn.to_fp16() or to_bf16(), "
@@ -153,7 +150,7 @@ class NativeMixedPrecision(PrecisionCallback):
         **kwargs
     ):
         check_bools(enabled=enabled)
-        self._half_dtype,self.keep = check_half(dtype),keep
+        self.dtype,self.keep = check_half(dtype),keep
         self._factors = dict(growth_factor=growth_factor, backoff_factor=backoff_factor,
                              growth_interval=growth_interval)
         names = dict(loss_scale='init_scale', period='growth_interval',
@@ -164,13 +161,10 @@ class NativeMixedPrecision(PrecisionCallback):
         else:
             scaling = _renamed(names, as_loss_scale, init_scale)
             _refuse_ignored(NativeMixedPrecision.__init__, names, fields, f'init_scale={init_scale!r}', init_scale)
-        self._enabled = enabled and self._half_dtype==torch.float16
+        self._enabled = enabled and self.dtype==torch.float16
         super().__init__(scaling if self._enabled else StaticLossScale(), **kwargs)
 
-    @property
-    def half_dtype(self): return self._half_dtype
-
-    def new_half(self, model): return half_precision(model, self.half_dtype, self.keep, copies=False)
+    def new_half(self, model): return half_precision(model, self.dtype, self.keep, copies=False)
 
     def before_train(self):
         super().before_train()

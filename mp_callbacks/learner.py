@@ -11,15 +11,16 @@ __all__ = []
 import torch
 from contextlib import nullcontext
 from functools import wraps
+from warnings import warn
 
 from fastai.learner import Learner
 from fastcore.basics import patch
 
+from .devices import emulation
 from .modules import is_sharded,reset_ddp,without_ddp
 from .fp8 import Fp8
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,options_of
 from .precision import PrecisionCallback,check_device,fit_device,is_precision,precision_callback
-from .precision import warn_of_emulation
 from .inside import open_batch,within_batch
 from .step import clear_state
 from .recorder import PrecisionRecorder
@@ -132,9 +133,9 @@ def _set_precision(learn, new, model_to_half=None):
     half = (model_to_half or new).new_half(without_ddp(learn.model))
     device,old = fit_device(learn),precision_callback(learn)
     check_device(device, half)
-    warn_of_emulation(device, half)
+    if text := emulation(device, half.dtype): warn(text)
     _remove_precision(learn)
-    if old is not None and not old.same_settings(new): _forget_scale(learn)
+    if old is not None and (type(old),old.initial)!=(type(new),new.initial): _forget_scale(learn)
     learn.add_cbs([new] if model_to_half is None else [model_to_half,new])
     new.half = half
     if learn.opt is not None: new.state = new.state # as for a new optimizer
@@ -160,7 +161,7 @@ def _wrap_method(
 def _one_batch(plain, self, *args, **kwargs):
     cb = precision_callback(self)
     try:
-        with open_batch(self), nullcontext() if cb is None else cb.batch(): return plain(self, *args, **kwargs)
+        with nullcontext() if cb is None else cb.batch(), open_batch(self): return plain(self, *args, **kwargs)
     except BaseException:
         reset_ddp(self.model) # in float32, too: a look at a batch would send its gradients
         raise

@@ -114,12 +114,12 @@ class MixedPrecision(PrecisionCallback):
         super().__init__(scaling, **kwargs)
         self.flat_master = flat_master
 
-    def _model_to_half(self): return next((cb for cb in self.learn.cbs if isinstance(cb, ModelToHalf)), None)
-    def works_with(self, cb): return cb is self._model_to_half()
-    def new_half(self, model): return self._model_to_half().new_half(model)
+    @property
+    def part(self): return next((cb for cb in self.learn.cbs if isinstance(cb, ModelToHalf)), None)
+    def new_half(self, model): return self.part.new_half(model)
 
     def check(self, learn):
-        if self._model_to_half() is None:
+        if self.part is None:
             raise ValueError("MixedPrecision of mp_callbacks needs ModelToHalf: call learn.to_fp16() or to_bf16(), "
                              "which add both. For fastai's MixedPrecision(), use NativeMixedPrecision().")
         super().check(learn)

@@ -141,11 +141,6 @@ class half_precision:
         if isinstance(caller, Owner) and type(way) is not Float32: around = partial(caller.inside, self, module, around)
         return None if around is _plain else around
 
-    @property
-    def installed(self):
-        "Does the model compute in half precision now?"
-        return self._stand_ins.on
-
     def _switch(self):
         was_on = self._stand_ins.some_on
         self._stand_ins.switch(self.by_install or self._open>0)

@@ -68,8 +68,6 @@ def training_group(
     "The processes of which `DistributedDataParallel` averages the gradients"
     return next((m.process_group for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
 
-
-
 def is_sharded(
     model:nn.Module, # Any model
 )->bool:
@@ -96,16 +94,14 @@ def reset_shards(
     model:nn.Module, # Any model
 ):
     "Let `fully_shard` forget the batch that an exception has ended: else the next one would train a part of the model"
-    for m in _outermost_shards(model):
-        if not hasattr(m, 'reset_iter_state'):
-            reshard(m)
-            warn("fully_shard of this PyTorch doesn't recover from an exception in the middle of a batch: the next fit "
-                 "may end in an error, or train a part of the model. Make model and learner anew, or update PyTorch.")
-        elif m._get_fsdp_state()._is_root: m.reset_iter_state() # before the first batch that would be an error
-
-def _outermost_shards(model):
-    if hasattr(model, 'unshard'): return [model]
-    return [o for m in model.children() for o in _outermost_shards(m)]
+    shards = [m for m in model.modules() if hasattr(m, 'unshard')]
+    if not all(hasattr(m, 'reset_iter_state') for m in shards):
+        reshard(model)
+        return warn("fully_shard of this PyTorch doesn't recover from an exception in the middle of a batch: the next "
+                    "fit may end in an error, or train a part of the model. Make model and learner anew, or update "
+                    "PyTorch.")
+    for m in shards:
+        if m._get_fsdp_state()._is_root: m.reset_iter_state() # before the first batch that would be an error
 
 class no_collectives(TorchDispatchMode):
     "Inside a `with`, an operation that waits for other processes raises `RuntimeError` instead"
@@ -230,14 +226,10 @@ def unchanged(
 # %% ../nbs/02a_modules.ipynb #9b1c2a15
 def _same(x): return x
 
-
-
 class _Method:
     "`func`, bound to `module`. It tells which function it is, also while `torch.compile` traces"
     def __init__(self, func, module): self.func,self.module = func,module
     def __call__(self, *args, **kwargs): return self.func(self.module, *args, **kwargs)
-
-
 
 def replaced_forward(
     module:nn.Module, # Any module

@@ -83,6 +83,7 @@ class PrecisionCallback(PrecisionPart):
     order,name = 10,'mixed_precision' # fastai orders its callbacks around it, and `load_learner` looks for the name
     warn_skips = 32 # skipped steps in a row before a warning: more than the 24 halvings from 2**24 to 1
     _stateattrs = ('_half','_step','_reaches_others') # not pickled
+    part = None # another callback of the learner that belongs to this precision
     _half = None # the model's `half_precision`, and the rescued modules that it was made for
     _step = None # the `GatheredStep`, if one has begun
 
@@ -114,12 +115,6 @@ class PrecisionCallback(PrecisionPart):
     )->half_precision:
         "How `model` computes"
         raise NotImplementedError
-
-    def works_with(self,
-        cb, # Another precision callback of the learner
-    )->bool:
-        "Is `cb` a part of this precision?"
-        return False
 
     # How the model computes
 
@@ -194,15 +189,13 @@ class PrecisionCallback(PrecisionPart):
         "The loss scale"
         return self.scaling.loss_scale
 
-
-
     # Before and after training
 
     def check(self,
         learn, # `Learner` to train
     ):
         "Raise a `ValueError` if `learn` has another precision callback, or its model or device can't be trained so"
-        others = [cb for cb in learn.cbs if is_precision(cb) and cb is not self and not self.works_with(cb)]
+        others = [cb for cb in learn.cbs if is_precision(cb) and cb not in (self,self.part)]
         if others:
             kind = type(others[0])
             raise ValueError(f"{type(self).__name__} of mp_callbacks and {kind.__name__} of {kind.__module__} are both "
@@ -410,15 +403,14 @@ class PrecisionCallback(PrecisionPart):
     def _report_skips(self):
         "Warn or stop after many skipped steps in a row, or rescue"
         state = self.state
-        steps,skips = state.steps,state.skips
-        if not self._tells(skips): return
-        first,found = steps-skips,self._explain()
-        story = (f"{skips} steps in a row were skipped, since step {first}, because gradients were not finite. "
+        if not self._tells(state.skips): return
+        first,found = state.steps-state.skips,self._explain()
+        story = (f"{state.skips} steps in a row were skipped, since step {first}, because gradients were not finite. "
                  f"{found} The loss scale is {state.scaling.loss_scale:.9g}, and "
                  f"{weights_since(self.learn, first, self.order)}")
         if self._rescue(found, story): return
-        if skips<self.max_skips: return warn(f"{story} After {self.max_skips} training will stop.")
-        self._start_anew()
+        if state.skips<self.max_skips: return warn(f"{story} After {self.max_skips} training will stop.")
+        self.state = ScaleState(self.initial, state.steps, rescued=state.rescued) # for the next fit
         raise FloatingPointError(story)
 
     def _report_losses(self):
@@ -430,11 +422,6 @@ class PrecisionCallback(PrecisionPart):
         # to rescue means to ask the other processes, whose losses may be finite
         if training_group(self.learn.model) is not None or not self._rescue(found, story): warn(story)
 
-    def _start_anew(self, rescued=()):
-        "Look for the loss scale again, and keep the modules `rescued` in float32, too"
-        state = self.state
-        self.state = ScaleState(self.initial, state.steps, rescued=(*state.rescued,*rescued))
-
     def _rescue(self, found, story):
         "Keep modules in float32 from now on if that is the cure of what was `found`, say so, and return whether it is"
         names = find_cure(self.learn.model, self.half, found) if self.rescue else []
@@ -445,10 +432,11 @@ class PrecisionCallback(PrecisionPart):
                  "DistributedDataParallel in the model it can't ask them. In all processes use "
                  f"{keep_option(own, names)}.")
             return False
-        steps = self.state.steps
-        self._start_anew([(name,steps) for name in names])
+        state = self.state
+        rescued = *state.rescued,*[(name,state.steps) for name in names]
+        self.state = ScaleState(self.initial, state.steps, rescued=rescued) # the loss scale is looked for again
         start = keep_option(own, self._rescued_parts())
-        warn(f"{story} Kept in float32 from step {steps}: {names}. To do so from the start: {start}.")
+        warn(f"{story} Kept in float32 from step {state.steps}: {names}. To do so from the start: {start}.")
         return True
 
 def precision_callback(

@@ -419,7 +419,6 @@ def test_interrupted():
         with half: timed(model, x)
     n = 1
     while interrupted(batch, n, 'cast.py', 'ways.py', '_whole', 'install'):
-        assert not half.installed
         assert_plain(model)
         assert same(grads(model, half, timed, times=1)[0], want), n
         n += 17

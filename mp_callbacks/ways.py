@@ -62,7 +62,9 @@ class Way:
 def _linear(module, x, weight, bias): return F.linear(x, weight, bias)
 def _conv(module, x, weight, bias): return module._conv_forward(x, weight, bias) # it pads, too
 
-layer_functions = {nn.Linear:_linear, nn.Conv1d:_conv, nn.Conv2d:_conv, nn.Conv3d:_conv}
+layer_functions = { # module and class of a layer -> what its `forward` computes
+    'torch.nn.modules.linear.Linear': _linear, 'torch.nn.modules.conv.Conv1d': _conv,
+    'torch.nn.modules.conv.Conv2d':   _conv,   'torch.nn.modules.conv.Conv3d': _conv}
 
 class Layer(Way):
     "A layer of PyTorch's, computed by its function from weights that were cast when the model was called"
@@ -135,9 +137,7 @@ norm_functions = { # module and class of a norm -> what its `forward` computes, 
     'timm.layers.norm.RmsNorm':     _rms_norm,   'timm.layers.norm.RmsNorm2d':   _of_channels(_rms_norm),
     'torchvision.models.convnext.LayerNorm2d': _of_channels(_layer_norm)}
 
-def _norm_function(forward):
-    name = f"{getattr(forward, '__module__', '')}.{getattr(forward, '__qualname__', '')}"
-    return norm_functions.get(name.removesuffix('.forward'))
+
 
 def _given_half(half, args, kwargs):
     return any([isinstance(o, Tensor) and o.dtype==half.dtype for o in (*args,*kwargs.values())])
@@ -294,19 +294,21 @@ class Float32Norm(Float32):
         return _norm(module, 'keep') or Way('keep')
 
 # %% ../nbs/02c_ways.ipynb #e36dae87
-def _norm(module, why='kernel adds up in float32'):
-    "`Norm`, if there is a function for the class of `module`"
+def _by_function(way, functions, module, why):
+    "`way` with what computes as the `forward` of the class of `module`, if it is one of `functions`"
     forward = getattr_static(type(module), 'forward')
-    function = _norm_function(forward)
-    return Norm(why, function, forward) if function else None
+    name = f"{getattr(forward, '__module__', '')}.{getattr(forward, '__qualname__', '')}".removesuffix('.forward')
+    # a wrapper around that `forward` has its name, too
+    return way(why, functions[name], forward) if name in functions and not hasattr(forward, '__wrapped__') else None
 
-def _layer(module, why='cast with all others'):
-    "`Layer`, if there is a function for the class of `module`, and its weights are no results of others"
-    forward = getattr_static(type(module), 'forward')
-    def _same(cls, name): return getattr(type(module), name, None) is getattr(cls, name, None)
-    fits = [f for cls,f in layer_functions.items() if _same(cls, 'forward') and _same(cls, '_conv_forward')]
-    function = next(iter(fits), None)
-    return Layer(why, function, forward) if function and has_plain_weights(module) else None
+def _norm(module, why='kernel adds up in float32'): return _by_function(Norm, norm_functions, module, why)
+
+def _layer(module):
+    "`Layer`, unless its weights are results of others, or its convolution is one of its own"
+    conv = getattr(type(module), '_conv_forward', _conv)
+    plain = conv is _conv or conv.__module__=='torch.nn.modules.conv'
+    if plain and has_plain_weights(module): return _by_function(Layer, layer_functions, module, 'cast with all others')
+
 
 def _owns(module):
     "Has `module` a parameter of its own, perhaps in a list or dict?"

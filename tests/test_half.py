@@ -1,6 +1,6 @@
 """`half_precision` in a loop written by hand: what a `with` does, and what is left after it, in any order, after an
 exception, in copies; how layers compute in it, and what it refuses"""
-import copy,pickle,weakref
+import copy,functools,pickle,weakref
 from contextlib import nullcontext
 
 import pytest,torch
@@ -307,6 +307,17 @@ def test_layers(make, function, change):
         model.zero_grad()
         with half: (res := model(x)).square().mean().backward()
         assert res.equal(want) and same(grads(model), wanted)
+
+@pytest.mark.parametrize('cls', [nn.Linear,nn.LayerNorm])
+@pytest.mark.parametrize('keeps_name', [True,False])
+def test_patched_class(cls, keeps_name, monkeypatch):
+    "What somebody has put in place of the `forward` of PyTorch's class computes, also under its name"
+    own,model,(x,_) = cls.forward,net().eval(),data()
+    def minus(self, x): return -own(self, x)
+    monkeypatch.setattr(cls, 'forward', functools.wraps(own)(minus) if keeps_name else minus)
+    want,half = model(x),half_precision(model, bf16)
+    for _ in range(2):
+        with half: assert torch.allclose(model(x), want, atol=.05)
 
 def test_called_by_name():
     "A layer computes the same, and a norm returns the dtype of its input"

@@ -25,7 +25,7 @@ from torch.nn.parallel import DataParallel
 from torch.nn.parameter import is_lazy
 
 from .dtypes import as_dtype,cast_tree,dtype_name,half_dtypes
-from .modules import StandIns,find_kept,named_modules,restore_float32,unwrap
+from .modules import StandIn,find_kept,named_modules,restore_float32,unwrap
 from .cast import OneCast
 from .ways import Float32,Layer,Owner,Way,choose_way,kept_dtypes,matches
 
@@ -80,7 +80,8 @@ class half_precision:
         self._forwards = [] # of the classes of the modules
         self.ways = {} # name of a module -> how it computes
         self.cast,self.root = OneCast(),None # the latter is the model without wrappers
-        self._stand_ins = StandIns() # of the modules; the last one is that of the model itself
+        self._stand_ins = [] # of the modules
+        self._on = self._some_on = False # Are all of them on? May one be? They differ if Ctrl-C has ended `_switch`.
         self._kept = [] # where modules may keep tensors from call to call
         self.by_install,self._open = False,0 # on by `install`? And how many `with` are open?
 
@@ -95,7 +96,7 @@ class half_precision:
         device_type,modules,self.params = _device_type(self.model),[*self.model.modules()],[*self.model.parameters()]
         forwards = [getattr(type(m), 'forward', None) for m in modules]
         if (device_type,modules,forwards)==(self.device_type,self.modules,self._forwards): return
-        self._stand_ins.switch(False)
+        if self._some_on: self._take_off()
         _check_model(self.model)
         self.modules = [] # until all is chosen: an error may come
         self.device_type,named = device_type,named_modules(self.model)
@@ -112,7 +113,8 @@ class half_precision:
         around = arounds.pop(self.model, _plain)
         attends = any(isinstance(m, (nn.TransformerEncoderLayer,nn.MultiheadAttention)) for m in modules)
         if attends and device_type=='cpu': around = partial(_without_fast_path, around)
-        self._stand_ins = StandIns({**arounds, self.model:partial(self._whole, around)})
+        arounds[self.model] = partial(self._whole, around) # the last one to be installed
+        self._stand_ins = [StandIn(module, f) for module,f in arounds.items()]
         self.modules,self._forwards = modules,forwards
         self._switch()
 
@@ -142,12 +144,21 @@ class half_precision:
         return None if around is _plain else around
 
     def _switch(self):
-        was_on = self._stand_ins.some_on
-        self._stand_ins.switch(self.by_install or self._open>0)
-        if not was_on or self._stand_ins.some_on: return
-        restore_float32(self._kept)
-        self.cast.calls.clear() # none is open; this is for a Ctrl-C that came at the end of one
-        for way in self.ways.values(): way.forget()
+        on = self.by_install or self._open>0
+        if on and not self._on:
+            self._some_on = True # also if Ctrl-C ends the next line
+            for o in self._stand_ins: o.install()
+            self._on = True
+        elif self._some_on and not on:
+            self._take_off()
+            restore_float32(self._kept)
+            self.cast.calls.clear() # none is open; this is for a Ctrl-C that came at the end of one
+            for way in self.ways.values(): way.forget()
+
+    def _take_off(self):
+        self._on = False
+        self._stand_ins = [o.remove() for o in self._stand_ins]
+        self._some_on = False
 
     def install(self):
         "Let the model compute in half precision until `remove`. Idempotent."

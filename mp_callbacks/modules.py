@@ -7,7 +7,7 @@ Docs: https://example.github.io/mp_callbacks/modules.html.md"""
 # %% auto #0
 __all__ = ['unwrap', 'named_modules', 'parameter_name', 'several_ranks', 'without_ddp', 'training_group', 'is_sharded', 'reshard',
            'reset_ddp', 'reset_shards', 'no_collectives', 'remember_buffers', 'restore_buffers', 'find_kept',
-           'restore_float32', 'fork_rngs', 'unchanged', 'replaced_forward', 'StandIn', 'StandIns']
+           'restore_float32', 'fork_rngs', 'unchanged', 'replaced_forward', 'StandIn']
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a08
 import re,torch
@@ -292,24 +292,3 @@ class StandIn:
 
     def __reduce__(self):
         return (getattr,(self.module,'forward')) if self.found is None else (_same,(self.found,))
-
-class StandIns:
-    "Stand-ins for the `forward` of several modules, which are on together or off together"
-    def __init__(self,
-        arounds:dict={}, # Module -> function for its `StandIn`
-    ):
-        self.each = [StandIn(*o) for o in arounds.items()]
-        self.on = self.some_on = False # Are all of them on? May one be? The two differ if Ctrl-C has ended `switch`.
-
-    def switch(self,
-        on:bool, # On, or off?
-    ):
-        "Install or remove all of them. Idempotent."
-        if on and not self.on:
-            self.some_on = True # also if Ctrl-C ends the next line
-            for o in self.each: o.install()
-            self.on = True
-        elif self.some_on and not on:
-            self.on = False
-            self.each = [o.remove() for o in self.each]
-            self.some_on = False

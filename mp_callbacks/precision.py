@@ -11,7 +11,6 @@ __all__ = ['default_max_skips', 'fit_device', 'check_device', 'keep_freed_memory
 # %% ../nbs/10c_precision.ipynb #e07cead4
 import torch,pandas as pd
 from contextlib import contextmanager
-from functools import partial
 from numbers import Integral
 from warnings import warn
 from torch import nn
@@ -73,8 +72,6 @@ class PrecisionPart(LeanCallback):
 def is_precision(cb):
     "Is `cb` a precision callback, from this package or from fastai?"
     return isinstance(cb, PrecisionPart) or is_fastai_precision(cb)
-
-def _note(reached, name, grad): reached.add(name) # a hook: what it returned would be the gradient
 
 class PrecisionCallback(PrecisionPart):
     """Scale the loss, check the gradients, and skip the step if they are not finite
@@ -296,8 +293,9 @@ class PrecisionCallback(PrecisionPart):
         scaled = cast_tree(loss, torch.float32, half_dtypes)
         learn.loss_grad = scaled = scaled*scale if scale!=1 else scaled
         reached = set() # by the backward pass
-        if scale!=1 and loss.requires_grad:
-            for name,o in dict(loss=loss, scaled=scaled).items(): o.register_hook(partial(_note, reached, name))
+        if scale!=1 and loss.requires_grad: # what a hook returned, but for None, would be the gradient
+            loss.register_hook(lambda _: reached.add('loss'))
+            scaled.register_hook(lambda _: reached.add('scaled'))
         half.install()
         try: yield
         except Exception as e:

@@ -33,22 +33,20 @@ def unwrap(
         else: return model
 
 _wrapper = re.compile(r'(^|\.)(_orig_mod|_checkpoint_wrapped_module)(?=\.|$)')
+def _unwrapped(name): return _wrapper.sub('', name).lstrip('.')
 
 def named_modules(
     model:nn.Module, # Model, perhaps wrapped or compiled
 )->dict: # Name -> module; a module that is used twice has the first of its names
     "The modules of `model`, by the names from before it was wrapped or compiled"
-    return {_wrapper.sub('', name).lstrip('.'):module for name,module in unwrap(model).named_modules()}
+    return {_unwrapped(name):module for name,module in unwrap(model).named_modules()}
 
 def parameter_name(
     model:nn.Module, # Model, perhaps wrapped or compiled
     param:nn.Parameter, # Parameter to look for
 )->str: # Such as 'head.weight'; empty if `model` doesn't have it
     "The name of `param` in `model` from before it was wrapped or compiled"
-    for name,module in named_modules(model).items():
-        for own,p in module._parameters.items():
-            if p is param and p is not None: return f'{name}.{own}'.lstrip('.')
-    return ''
+    return next((_unwrapped(name) for name,p in unwrap(model).named_parameters() if p is param), '')
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a0c
 def several_ranks()->bool:

@@ -9,7 +9,6 @@ __all__ = ['fp8_recipes', 'Fp8Recipe', 'get_recipe', 'Quantized', 'round_digits'
 
 # %% ../nbs/09_fp8.ipynb #f8000015
 import math,torch
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -94,12 +93,11 @@ def round_digits(
 # %% ../nbs/09_fp8.ipynb #f8000020
 _scaled_mm = torch._scaled_mm # the public `F.scaled_mm` exists only in newer versions of PyTorch
 
-def _padded(x, *dims, value=0.):
-    "`x` with `dims` padded to multiples of 16; the bits of zero are 0 in FP8, too"
+def _padded(x, *dims):
+    "`x` in FP8 with `dims` padded to multiples of 16; the bits of zero are 0"
     if all(x.shape[d]%16==0 for d in dims): return x.contiguous()
     ends = [-x.shape[d]%16 if d in dims else 0 for d in (1,0)]
-    if x.dtype.itemsize==1: return F.pad(x.contiguous().view(torch.uint8), (0,ends[0],0,ends[1])).view(x.dtype)
-    return F.pad(x, (0,ends[0],0,ends[1]), value=value)
+    return F.pad(x.contiguous().view(torch.uint8), (0,ends[0],0,ends[1])).view(x.dtype)
 
 def _matmul(a, b, dtype, fast, emulate):
     "`a@b` of two `Quantized` matrices in `dtype`; `fast`: may a kernel add up with fewer bits?"
@@ -114,7 +112,7 @@ def _matmul(a, b, dtype, fast, emulate):
             res = _scaled_mm(x, y, one, one, out_dtype=torch.bfloat16)[:,:n]
             return (res*(inverse_a*inverse_b)).to(dtype)
         rows = inverse_a.expand(len(x), 1).contiguous()
-        columns = _padded(inverse_b.expand(1, n), 1, value=1.)
+        columns = F.pad(inverse_b.expand(1, n), (0,-n%16), value=1.).contiguous()
         return _scaled_mm(x, y, rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True)[:,:n].to(dtype)
     return _scaled_mm(x, y, inverse_a, inverse_b, out_dtype=dtype, use_fast_accum=fast)[:,:n]
 
@@ -220,8 +218,8 @@ class Fp8:
         half, # The `half_precision` of the model
         named:dict, # Name -> module
         ways:dict, # Name -> `Way` without FP8
-    )->dict: # Name -> `Way` of the linear layers
-        "The layers that can multiply in FP8, and why others can't. Raises `ValueError` if none can."
+    )->dict: # Name -> `Way` of the layers that can multiply in FP8
+        "How layers multiply in FP8. The `ways` of those that can't are told why. Raises `ValueError` if none can."
         if half.dtype!=torch.bfloat16 or not half.copies:
             raise ValueError(f"fp8={self} needs bfloat16 copies, and the model computes in {half.dtype} with "
                              f"copies={half.copies}. Use half_precision(model, torch.bfloat16, fp8=…).")
@@ -231,9 +229,9 @@ class Fp8:
             found = [f"{name or 'the model'} ({why})" for name,why in reasons.items()][:4]
             raise ValueError(f"No linear layer of this {type(half.model).__name__} can multiply in FP8: "
                              f"{', '.join(found) or 'there is none'}. Use to_bf16().")
-        res = {name:copy(ways[name]) if why else Fp8Product(self, ways[name]) for name,why in reasons.items()}
-        for name,why in reasons.items(): res[name].why = why and f'not in FP8: {why}'
-        return res
+        for name,why in reasons.items():
+            if why: ways[name].why = f'not in FP8: {why}'
+        return {name:Fp8Product(self, ways[name]) for name,why in reasons.items() if not why}
 
 def _why_not(name, named, linear):
     "Why the linear layer `name` doesn't multiply in FP8; empty if it does"

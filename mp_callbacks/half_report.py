@@ -109,9 +109,9 @@ def measure_precision(
         m.largest = max([m.largest,*[t.abs().max().item() for t in f.out]])
         m.out_error += _error(c.out, f.out)
         m.acts += _exponents([t for ts in f.grad_out for t in ts])
-    for name,keys in _owned(full).items():
-        report.modules[name].grad_error += errors[name]
-        report.modules[name].weights += _exponents([t for k in keys for t in full.grads[k]])
+    for name,of_module in errors.items():
+        report.modules[name].grad_error += of_module
+        report.modules[name].weights += _exponents(full.grads[name])
     report.error,report.kept = max(report.error, error),half.keep
     if error<=report.tolerance or report.keep is None: return
     best,batches = report.safe_scale,[(compute_loss,full)]
@@ -166,23 +166,18 @@ def clones(
     "Clones of the floating tensors in `tree`, as the next module may change these: `measure` for `trace_batch`"
     return [t.detach().clone() for t in tensors(tree)]
 
-def _owned(trace):
-    "Name of each module with gradients of its own -> the keys of these in `trace.grads`"
-    owned = {c.name:trace.grads.keys() & {id(p) for p in c.module._parameters.values()} for c in trace.calls}
-    return {n:keys for n,keys in owned.items() if keys}
-
 def compare_gradients(
     seen, # `Trace` of a batch, with `clones`
     full, # The same in float32
     scale:float=1., # Loss scale of `seen`
 )->tuple:
-    """Squared norms of each module's error and gradients in float32, and the relative error of all
+    """Squared norms of each called module's error and gradients in float32, and the relative error of all
 
     The latter is the root of the mean square over modules; inf if something isn't finite in half precision. Raises
     `ValueError` if it isn't in float32."""
     # without a finite loss there are no gradients in half precision
-    errors = {n:sum([_error(seen.grads.get(k, [math.nan]), full.grads[k], scale) for k in keys])
-              for n,keys in _owned(full).items()}
+    errors = {c.name:_error(seen.grads[c.name] or [math.nan], full.grads[c.name], scale)
+              for c in full.calls if full.grads[c.name]}
     if not errors or not all([math.isfinite(norm) for _,norm in errors.values()]):
         raise ValueError(f"In float32 this batch has a loss of {full.loss:g} and gradients that are not finite, so "
                          "half precision is not the cause. Ask learn.find_nonfinite() what is, or diagnose().")

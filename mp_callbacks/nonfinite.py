@@ -103,7 +103,7 @@ class Trace(NamedTuple):
     "What `trace_batch` has seen in a batch"
     loss:float # Unscaled
     calls:list # `Call`s in the order in which they ended
-    grads:dict # `id` of a parameter -> result of `measure` for its gradient
+    grads:dict # Name of a module -> result of `measure` for the gradients of its own parameters
     halved:list # Names of the modules that returned half precision
 
 class Call(NamedTuple):
@@ -154,7 +154,7 @@ def trace_batch(
     with_masks:bool=False, # Look at each operation, too: does a softmax get a masked row?
 )->Trace:
     "Run `compute_loss` and the backward pass, and `measure` what modules take and return, and all gradients"
-    calls,running,halved,masked = [],[],[],set()
+    named,calls,running,halved,masked = named_modules(model),[],[],[],set()
     def _watch(tree):
         seen = []
         for t in tensors(tree):
@@ -174,13 +174,13 @@ def trace_batch(
     with unchanged(model), half or nullcontext(), torch.compiler.set_stance('force_eager'), ExitStack() as watches:
         if with_masks: watches.enter_context(_MaskedRows(running, masked))
         with ExitStack() as hooks: # removed before checkpointing runs `forward` again
-            for name,m in named_modules(model).items():
+            for name,m in named.items():
                 hooks.enter_context(m.register_forward_pre_hook(_before, with_kwargs=True))
                 hooks.enter_context(m.register_forward_hook(partial(_after, name), with_kwargs=True))
             loss = compute_loss()
         check_called(model, any(not o.name for o in calls)) # the model itself has no name
         if loss.isfinite(): (loss*scale).backward()
-        grads = {id(p):measure(p.grad) for p in model.parameters() if p.grad is not None}
+        grads = {n:measure([p.grad for p in m._parameters.values() if p is not None]) for n,m in named.items()}
     return Trace(loss.item(), calls, grads, halved)
 
 # %% ../nbs/06_nonfinite.ipynb #6d564544
@@ -207,9 +207,8 @@ def _first_backward(trace):
     def _spoilt(c):
         "The last call inside `c` whose results have bad gradients, or whether those of its arguments or parameters are"
         if _bad(c.grad_out): return None
-        own = [trace.grads.get(id(p), Numbers()) for p in c.module._parameters.values()]
         inner = [o for o in trace.calls[:trace.calls.index(c)] if o.started>c.started and _bad(o.grad_out)]
-        return inner[-1] if inner else _bad([*c.grad_args,*own])>0
+        return inner[-1] if inner else _bad([*c.grad_args,trace.grads[c.name]])>0
     spoils = [(c,o) for c in trace.calls if (o := _spoilt(c))]
     return max(spoils, key=lambda pair: pair[0].started, default=(None,None))
 

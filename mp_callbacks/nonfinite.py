@@ -14,6 +14,7 @@ from contextlib import ExitStack,nullcontext
 from functools import partial
 from textwrap import fill
 from typing import NamedTuple
+from fastcore.basics import flatten
 from torch import nn
 
 from .dtypes import dtype_name,half_dtypes,leaves
@@ -124,17 +125,6 @@ def tensors(
     found = [o for o in leaves(tree) if isinstance(o, torch.Tensor)]
     return [t.to_dense() for t in found if t.is_floating_point() and t.numel()]
 
-class _MaskedRows(TorchDispatchMode):
-    "Adds the last of `running` to `masked` when a softmax gets a row of -inf"
-    def __init__(self, running, masked):
-        super().__init__()
-        self.running,self.masked = running,masked
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        softmax = func.overloadpacket in (torch.ops.aten._softmax,torch.ops.aten._log_softmax)
-        if softmax and self.running and args[0].eq(-math.inf).all(args[1]).any(): self.masked.add(self.running[-1][0])
-        return func(*args, **(kwargs or {}))
-
 def check_called(
     model:nn.Module, # Model that half precision is on for
     called:bool, # Has the loss called it?
@@ -170,9 +160,15 @@ def trace_batch(
         calls.append(Call(name, module, started, *given, measure(out), _watch(out), started in masked))
         if any(o.dtype in half_dtypes for o in tensors(out)): halved.append(name)
 
+    class _MaskedRows(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            softmax = func.overloadpacket in (torch.ops.aten._softmax,torch.ops.aten._log_softmax)
+            if softmax and running and args[0].eq(-math.inf).all(args[1]).any(): masked.add(running[-1][0])
+            return func(*args, **(kwargs or {}))
+
     # `unchanged` gives each run the same random numbers
     with unchanged(model), half or nullcontext(), torch.compiler.set_stance('force_eager'), ExitStack() as watches:
-        if with_masks: watches.enter_context(_MaskedRows(running, masked))
+        if with_masks: watches.enter_context(_MaskedRows())
         with ExitStack() as hooks: # removed before checkpointing runs `forward` again
             for name,m in named.items():
                 hooks.enter_context(m.register_forward_pre_hook(_before, with_kwargs=True))
@@ -273,12 +269,11 @@ def keep_option(
     names=(), # Names of more modules to keep in float32, or a dict of names and dtypes
 )->str: # Such as "keep=['0', '2']"
     "The option `keep` as it is to be written, with `names` added"
-    def _flat(o): return [x for part in o for x in _flat(part)] if isinstance(o, (list,tuple,set)) else [o]
-    def _rules(o): return o if isinstance(o, dict) else dict.fromkeys(_flat(o), 'float32')
+    def _rules(o): return o if isinstance(o, dict) else dict.fromkeys(flatten([o]), 'float32')
     if isinstance(keep, dict) or isinstance(names, dict): return f'keep={ {**_rules(keep), **_rules(names)} }'
-    each = [getattr(o, '__name__', repr(o)) for o in [*_flat(keep),*names]]
-    if not each: return 'keep=()'
-    return f'keep={each[0]}' if len(each)==1 else f"keep=[{', '.join(each)}]"
+    each = [getattr(o, '__name__', repr(o)) for o in flatten([keep,names])]
+    if len(each)==1: return f'keep={each[0]}'
+    return f"keep=[{', '.join(each)}]" if each else 'keep=()'
 
 # %% ../nbs/06_nonfinite.ipynb #73a5635f
 def _name(c): return c.name if c else ''
@@ -307,12 +302,12 @@ def _place(seen, normal, ends):
 
 _masked = "a softmax gets -inf in all of a row"
 
+_digits = {torch.float16:'rounds to 11 bits (0.9999 to 1)', torch.bfloat16:'rounds to 8 bits (0.999 to 1)'}
+
 def _limits(half, in_bfloat16):
     "What the format of `half` can't hold. If all is finite `in_bfloat16`, with fewer digits, only the range counts."
-    info = torch.finfo(half.dtype)
-    smallest = f'has only 0 below {info.smallest_normal*info.eps/2:.0g}'
-    limits = ['ends at 65504',smallest] if half.dtype==torch.float16 else []
-    if not in_bfloat16: limits.append(f'rounds to {1-round(math.log2(info.eps))} bits ({1-info.eps/8:.4g} to 1)')
+    limits = ['ends at 65504 and has only 0 below 3e-08'] if half.dtype==torch.float16 else []
+    if not in_bfloat16: limits.append(_digits[half.dtype])
     return f"{dtype_name(half.dtype)} {' and '.join(limits)}{', FP8 to fewer' if half.fp8 else ''}"
 
 def _find_float32(model, full, wanted, label, why, usual_weight):

@@ -46,9 +46,8 @@ class Fp8Report:
 
     def outliers(self)->list: # Triples of layer, factor and `largest/median`
         "The factors whose median is near the end of the range of their format"
-        seen = [(name,factor,row[f'{factor} largest/median'])
-                for name,row in self.layers.items() for factor in _factors]
-        return [o for o in seen if o[2]>_furthest(self.formats[o[1]])]
+        return [(name,factor,ratio) for name,row in self.layers.items() for factor,dtype in self.formats.items()
+                if (ratio := row[f'{factor} largest/median'])>_furthest(dtype)]
 
     def _repr_html_(self): return self.table.map(lambda o: f'{o:.2g}').to_html()
 

@@ -56,13 +56,9 @@ def diagnose(
         raise RuntimeError("diagnose runs the batch in float32, too. Call it outside of `with half:`.")
     ends = torch.finfo(half.dtype).max if half else math.inf
     def _run(half, scale=1., **kwargs): return trace_batch(model, compute_loss, half, count_nonfinite, scale, **kwargs)
-    def _look(half, scale=1.):
-        "Look at single operations, which takes three times as long, only if the batch isn't finite"
-        seen = _run(half, scale)
-        return seen if _finite(seen) else _run(half, scale, with_masks=True)
-    seen = _look(half, scale)
+    seen = _run(half, scale)
     given,wanted,why = count_nonfinite(inputs),count_nonfinite(targets),''
-    try: full = _look(None) if half and not _finite(seen) else seen
+    try: full = _run(None) if half and not _finite(seen) else seen
     except Exception as e: # such as a lack of memory, or a kernel for half precision
         full,why = seen,f"the model raises {type(e).__name__}: {str(e).strip()}"
     predicted = full.calls[-1].out.largest # the model's own call ends last
@@ -72,6 +68,7 @@ def diagnose(
     if not _finite(full):
         if given.bad: return Finding('inputs', f"The inputs of this batch have inf or nan, {given.bad} in all.")
         if half and full.halved and not why: why = f"{full.halved[0] or 'the model'} still returns half precision"
+        full = _run(half, scale, with_masks=True) if full is seen else _run(None, with_masks=True)
         return _find_float32(model, full, wanted, label if far else None, why, usual_weight)
     if given.largest>ends and not _finite(seen):
         return Finding('inputs', f"The inputs have values up to {given.largest:g}, {dtype_name(half.dtype)} ends at "
@@ -82,7 +79,7 @@ def diagnose(
                                    f"overflow, and it was {usual_loss:.3g} before. Lower the learning rate.")
     if _finite(seen): return Finding('nothing', f"This batch is finite. Its loss is {seen.loss:.3g}.")
     if wanted.largest>ends and far: return label
-    where,text,c = _place(seen, full.calls, ends)
+    where,text,c = _place(_run(half, scale, with_masks=True), full.calls, ends)
     name = _name(c)
     if where=='backward' and scale!=1 and _finite(_run(half)):
         return Finding('scale', f"{text} The loss scale of {scale:.9g} is too large for this batch: with 1, all "
@@ -141,7 +138,7 @@ def trace_batch(
     measure, # Function of a structure of tensors
     scale:float=1., # Loss scale of the backward pass
     with_args:bool=True, # Measure the arguments of modules, too?
-    with_masks:bool=False, # Look at each operation, too: does a softmax get a masked row?
+    with_masks:bool=False, # Look at each operation, too: does a softmax get a masked row? Takes three times as long
 )->Trace:
     "Run `compute_loss` and the backward pass, and `measure` what modules take and return, and all gradients"
     named,calls,running,halved,masked = named_modules(model),[],[],[],set()
@@ -316,8 +313,7 @@ def _find_float32(model, full, wanted, label, why, usual_weight):
     name,same = _name(c),"Precision is not the cause: in float32 it is the same."
     if why: return Finding(
         where, f"{text} Whether precision is the cause can't be seen: computed in float32 for comparison, {why}. Its "
-               "own code may cast, by `.half()` or an autocast of its own: let it follow the dtype of its input, and "
-               "ask again.", name)
+               "own code may cast: let it follow the dtype of its input, and ask again.", name)
     if where=='weights': same = "They were so before this batch: load a checkpoint from before."
     elif where=='loss' and wanted.bad:
         where,text = 'targets',f"The targets of this batch have inf or nan, {wanted.bad} in all."

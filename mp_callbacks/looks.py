@@ -109,14 +109,13 @@ def precision_plan(
 class _Look(LeanCallback):
     "Call `look` in the batches of a fit, instead of a forward pass, until it returns true"
     order,name = 1000,look_name
-    def __init__(self, look, batches): self.look,self.batches,self.seen = look,batches,0
+    def __init__(self, look, batches): self.look,self.batches,self.answer = look,batches,None
 
     def before_train(self): self.learn.dl = self.batches
 
     def before_batch(self):
         if not len(self.learn.yb): raise CancelBatchException
         if cb := precision_callback(self.learn): cb.half.remove()
-        self.seen += 1
         self.run = False # the look may call the event again
         self.answer = self.look()
         self.run = True
@@ -166,8 +165,8 @@ def _look_at(learn, look, batch=None):
         keep_quiet(learn)
         if hasattr(learn, 'progress'): vars(learn.progress).pop('mbar', None) # the bar of a fit that goes on
         learn.fit(1, cbs=cb)
-    if not cb.seen: raise ValueError("There was no batch with targets. Use a DataLoaders whose dls.train has some, or "
-                                     "pass a batch as it comes from there.")
+    if cb.answer is None: raise ValueError("There was no batch with targets. Use a DataLoaders whose dls.train has "
+                                           "some, or pass a batch as it comes from there.")
     return cb.answer
 
 def _half(learn):

@@ -127,9 +127,8 @@ def check_called(
     called:bool, # Has the loss called it?
 ):
     "Raise `ValueError` if the loss has called only modules in `model`: then half precision was off"
-    if called: return
-    raise ValueError(f"compute_loss must call {type(model).__name__} itself, not only modules in it. "
-                     "Pass the model that it calls.")
+    if not called: raise ValueError(
+        f"compute_loss must call {type(model).__name__} itself, not only modules in it. Pass the model that it calls.")
 
 def trace_batch(
     model:nn.Module, # Model that `compute_loss` calls

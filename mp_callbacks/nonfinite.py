@@ -262,11 +262,10 @@ def fewest(
 
 def keep_option(
     keep, # The option `keep` as it is
-    names=(), # Names of more modules to keep in float32, or a dict of names and dtypes
+    names=(), # Names of more modules to keep in float32
 )->str: # Such as "keep=['0', '2']"
     "The option `keep` as it is to be written, with `names` added"
-    def _rules(o): return o if isinstance(o, dict) else dict.fromkeys(flatten([o]), 'float32')
-    if isinstance(keep, dict) or isinstance(names, dict): return f'keep={ {**_rules(keep), **_rules(names)} }'
+    if isinstance(keep, dict): return f"keep={ {**keep, **dict.fromkeys(names, 'float32')} }"
     each = [getattr(o, '__name__', repr(o)) for o in flatten([keep,names])]
     if len(each)==1: return f'keep={each[0]}'
     return f"keep=[{', '.join(each)}]" if each else 'keep=()'

@@ -411,3 +411,10 @@ def test_report_of_odd_batches():
     assert '<table' in report._repr_html_() and report.plot().get_xlabel()=='largest/median'
     spoil = Callback(before_batch=lambda cb: setattr(cb.learn, 'xb', (cb.xb[0]*torch.nan,)))
     with pytest.raises(ValueError, match='find_nonfinite'): in_fp8(learner(Net(), cbs=spoil)).precision_report()
+
+def test_report_says_what_to_write():
+    "What is kept already stays, also where it is named by type, which a dict of dtypes has no room for"
+    learn = in_fp8(learner(planted(1), dls=get_dls(64)), keep=[nn.LayerNorm])
+    told = str(learn.precision_report(batches=1)).partition('Take out of FP8: keep=')[2].removesuffix('.')
+    want = {'norms.0':'float32','norms.1':'float32','norms.2':'float32','layers.1':'bfloat16'}
+    assert told==str(want) and in_fp8(learn, keep=want).precision_report(batches=1).keep=={}

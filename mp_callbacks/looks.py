@@ -8,10 +8,6 @@ Docs: https://example.github.io/mp_callbacks/looks.html.md"""
 __all__ = ['find_nonfinite', 'precision_report', 'precision_plan']
 
 # %% ../nbs/12_looks.ipynb #8d9c9a6d
-import random,numpy as np,torch
-from contextlib import contextmanager
-from numbers import Real
-
 from fastai.basics import *
 
 from .dtypes import leaves,map_tensors

@@ -317,12 +317,9 @@ def _find_float32(model, full, wanted, label, why, usual_weight):
         where,text = 'targets',f"The targets of this batch have inf or nan, {wanted.bad} in all."
     elif where=='loss' and label: where,text = label.where,label.text
     largest = count_nonfinite([*model.parameters()]).largest
-    if where in ('forward','backward') and largest>huge_weight and not (c and c.masked):
-        if usual_weight is None:
-            text += (f" Weights have values up to {largest:.2g}: if these have grown, training has diverged, and a "
-                     "lower learning rate helps.")
-        elif largest>diverged*usual_weight:
-            where,name = 'training',''
-            text = (f"Training has diverged: weights have values up to {largest:.2g}, and had up to {usual_weight:.2g} "
-                    "when it began. Lower the learning rate.")
+    grown = usual_weight is not None and largest>max(huge_weight, diverged*usual_weight)
+    if grown and where in ('forward','backward') and not (c and c.masked):
+        where,name = 'training',''
+        text = (f"Training has diverged: weights have values up to {largest:.2g}, and had up to {usual_weight:.2g} "
+                "when it began. Lower the learning rate.")
     return Finding(where, f"{text} {same}", name)

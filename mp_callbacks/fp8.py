@@ -45,8 +45,8 @@ class Fp8Recipe(NamedTuple):
         if self.digits_only: return Quantized(_round_digits(x, dtype), x.new_ones((), dtype=torch.float32))
         most = torch.finfo(dtype).max
         amax = x.abs().amax(dim, keepdim=True) if self.rows and dim is not None else x.abs().amax()
-        # in float64, compiled and not have the same bits
-        amax = amax.to(torch.float64 if x.device.type in _have_float64 else torch.float32)
+        # in float64, compiled and not have the same bits; MPS has none, and some GPUs of Intel
+        amax = amax.to(torch.float64 if x.device.type in ('cpu','cuda') else torch.float32)
         scale = (most/amax.clamp(min=_smallest_amax)).float()
         if self.power_of_2: scale = scale.log2().floor().exp2()
         return Quantized((x.float()*scale).clamp(-most, most).to(dtype), scale)
@@ -66,7 +66,6 @@ def get_recipe(
 
 # %% ../nbs/09_fp8.ipynb #f8000017
 _smallest_amax = 1e-12 # torchao's `EPS`: keeps the scale of zeros finite
-_have_float64 = 'cpu','cuda' # types of devices; MPS has none, and some GPUs of Intel
 
 class Quantized(NamedTuple):
     "A matrix in FP8: `data/scale` is nearly what it was"

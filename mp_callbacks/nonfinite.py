@@ -88,12 +88,11 @@ def diagnose(
     keep = shortest_keep(half, _works, name)
     try: in_bfloat16 = half.dtype==torch.float16 and _works(half.replace(dtype=torch.bfloat16))
     except Exception: in_bfloat16 = False # a rule of `keep` may name float16
-    text = (f"{text} Precision is the cause: {_limits(half, in_bfloat16)}, and in float32 all is finite, with a loss "
-            f"of {full.loss:.3g}. ")
     other = 'bfloat16, which has the range of float32' if in_bfloat16 else 'float32'
-    if not keep: text += f"To keep single modules in float32 is not enough: train in {other}."
-    else: text += (f"Keep {'it' if len(keep)==1 else 'these'} in float32: {call}({keep_option(half.keep, keep)}), or "
-                   f"train in {other}.")
+    cure = "To keep single modules in float32 is not enough:"
+    if keep: cure = f"Keep {'it' if len(keep)==1 else 'these'} in float32: {call}({keep_option(half.keep, keep)}), or"
+    text += (f" Precision is the cause: {_limits(half, in_bfloat16)}, and in float32 all is finite, with a loss of "
+             f"{full.loss:.3g}. {cure} train in {other}.")
     return Finding(where, text, name, True, tuple(keep or ()))
 
 # %% ../nbs/06_nonfinite.ipynb #ee138f33

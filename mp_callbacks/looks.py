@@ -154,8 +154,7 @@ def _look_at(learn, look, batch=None):
                         "dls.one_batch() returns it.")
     if is_look(learn) or within_batch(learn):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
-    batches = training_batches(learn) if batch is None else [batch]
-    cb = _Look(look, batches)
+    cb = _Look(look, training_batches(learn) if batch is None else [batch])
     with alone(learn.model), _undisturbed(learn), learn.no_mbar(), learn.no_logging(), autocast_closed(learn):
         learn.model = unwrap(learn.model)
         keep_quiet(learn)

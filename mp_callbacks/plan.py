@@ -88,8 +88,7 @@ def _train_step(live, model, compute_loss, n, opt, stepped, half):
     if half: model.zero_grad()
     start,held = live.now,[]
     live.log.clear()
-    hook = model.register_forward_hook(lambda *args: held.append(args), with_kwargs=True)
-    with hook, half or nullcontext():
+    with model.register_forward_hook(lambda *args: held.append(args), with_kwargs=True), half or nullcontext():
         loss = compute_loss(n)
         check_called(model, bool(held))
         activations,end = live.now-start,len(live.log)

@@ -87,8 +87,6 @@ def _round_digits(x, dtype):
     return torch.ldexp((mantissa*2**digits).round()/2**digits, exponent)
 
 # %% ../nbs/09_fp8.ipynb #f8000020
-_scaled_mm = torch._scaled_mm # the public `F.scaled_mm` exists only in newer versions of PyTorch
-
 def _padded(x, *dims):
     "`x` in FP8 with `dims` padded to multiples of 16; the bits of zero are 0"
     if all(x.shape[d]%16==0 for d in dims): return x.contiguous()
@@ -99,18 +97,18 @@ def _matmul(a, b, dtype, fast, emulate):
     "`a@b` of two `Quantized` matrices in `dtype`; `fast`: may a kernel add up with fewer bits?"
     if emulate:
         with torch.autocast(a.data.device.type, enabled=False): return (a.dequantize()@b.dequantize()).to(dtype)
-    n = b.data.shape[1]
+    n = b.data.shape[1] # below, the public `F.scaled_mm` exists only in newer versions of PyTorch
     x,y = _padded(a.data, 1),_padded(b.data.t(), 0, 1).t()
     inverse_a,inverse_b = a.scale.reciprocal(),b.scale.reciprocal()
     if a.scale.ndim or b.scale.ndim:
         if not fast:
             one = inverse_a.new_ones(())
-            res = _scaled_mm(x, y, one, one, out_dtype=torch.bfloat16)[:,:n]
+            res = torch._scaled_mm(x, y, one, one, out_dtype=torch.bfloat16)[:,:n]
             return (res*(inverse_a*inverse_b)).to(dtype)
         rows = inverse_a.expand(len(x), 1).contiguous()
         columns = F.pad(inverse_b.expand(1, n), (0,-n%16), value=1.).contiguous()
-        return _scaled_mm(x, y, rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True)[:,:n].to(dtype)
-    return _scaled_mm(x, y, inverse_a, inverse_b, out_dtype=dtype, use_fast_accum=fast)[:,:n]
+        return torch._scaled_mm(x, y, rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True)[:,:n].to(dtype)
+    return torch._scaled_mm(x, y, inverse_a, inverse_b, out_dtype=dtype, use_fast_accum=fast)[:,:n]
 
 # %% ../nbs/09_fp8.ipynb #f8000021
 class _Product(torch.autograd.Function):

@@ -107,8 +107,7 @@ def measure_fp8(
         if not isinstance(half.ways[call.name], Fp8Product): continue
         found = {'gradient error':relative(errors.get(call.name, none)),
                  'digits only':relative(digits.get(call.name, none))}
-        grads = [t for ts in call.grad_out for t in ts]
-        for factor,ts in zip(_factors, (call.args,[call.module.weight.detach()],grads)):
+        for factor,ts in zip(_factors, (call.args,[call.module.weight.detach()],sum(call.grad_out, []))):
             for t in ts: found.update(_describe(factor, t, report))
         row = report.layers.setdefault(call.name, dict.fromkeys(_columns, 0.))
         row.update({k:max(row[k], math.inf if v!=v else v) for k,v in found.items()})

@@ -108,7 +108,7 @@ def measure_precision(
         m = report.modules.setdefault(f.name, new)
         m.largest = max([m.largest,*[t.abs().max().item() for t in f.out]])
         m.out_error += _error(c.out, f.out)
-        m.acts += _exponents([t for ts in f.grad_out for t in ts])
+        m.acts += _exponents(sum(f.grad_out, []))
     for name,of_module in errors.items():
         report.modules[name].grad_error += of_module
         report.modules[name].weights += _exponents(full.grads[name])

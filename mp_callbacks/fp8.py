@@ -97,7 +97,8 @@ def _matmul(a, b, dtype, fast, emulate):
     "`a@b` of two `Quantized` matrices in `dtype`; `fast`: may a kernel add up with fewer bits?"
     if emulate:
         with torch.autocast(a.data.device.type, enabled=False): return (a.dequantize()@b.dequantize()).to(dtype)
-    n = b.data.shape[1] # below, the public `F.scaled_mm` exists only in newer versions of PyTorch
+    # `_scaled_mm`, as the public `F.scaled_mm` exists only in newer versions of PyTorch
+    n = b.data.shape[1]
     x,y = _padded(a.data, 1),_padded(b.data.t(), 0, 1).t()
     inverse_a,inverse_b = a.scale.reciprocal(),b.scale.reciprocal()
     if a.scale.ndim or b.scale.ndim:
@@ -187,7 +188,6 @@ class Fp8Product(Layer):
 
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns, computed in FP8"
-        if not args and kwargs.keys()=={'input'}: args,kwargs = tuple(kwargs.values()),{}
         casts = torch.is_autocast_enabled(half.device_type) and self.replaces(forward, args, kwargs)
         params = self.weights(half, module) if casts else None
         if params is None: return forward(*args, **kwargs)

@@ -56,9 +56,8 @@ class PrecisionReport:
     def __repr__(self):
         acts,best = sum([o.acts for o in self.modules.values()], _exponents([])),self.safe_scale
         lost,least = [f'{_lost(acts, self.dtype, o):.1%}' for o in (self.scale,best)]
-        off,dtype = error_in_words(self.error),dtype_name(self.dtype)
-        res = (f"In {dtype}, gradients {off}. {lost} of the gradients of activations become zero at the loss scale "
-               f"{self.scale:.9g}")
+        res = (f"In {dtype_name(self.dtype)}, gradients {error_in_words(self.error)}. {lost} of the gradients of "
+               f"activations become zero at the loss scale {self.scale:.9g}")
         room = f"which has room for gradients {2**default_headroom:g} times as large"
         res += f", {least} at the safe scale, {best:.9g}, {room}. " if best!=self.scale else ". "
         if self.keep is None: return f"{res}No keep brings the difference under {self.tolerance:.0%}."

@@ -83,7 +83,7 @@ class MemoryPlan(NamedTuple):
 def _show(x): return f'{x:,.0f}' if x>=100 else f'{x:.3g}'
 
 # %% ../nbs/08_plan.ipynb #29d54850
-def _train_step(live, model, compute_loss, n, opt, stepped, half):
+def _step(live, model, compute_loss, n, opt, stepped, half):
     "Bytes of gradients, of new optimizer state and of activations, and logs of forward pass and rest, of a step"
     if half: model.zero_grad()
     start,held = live.now,[]
@@ -124,9 +124,8 @@ def plan_memory(
         for t in memo.values():
             if isinstance(t, torch.Tensor): live.add(t)
         had = live.now-weights
-        def _step(n, half): return _train_step(live, model, compute_loss, n, opt, stepped, half)
         # the first doesn't count: in its first call a model casts nothing ahead
-        seen = {k:[_step(n, o) for n in (2,2,4)] for k,o in halves.items()}
+        seen = {k:[_step(live, model, compute_loss, n, opt, stepped, o) for n in (2,2,4)] for k,o in halves.items()}
     made = seen['float32'][0][1] # by the first step of the optimizer
     def _columns(grads, _, activations, *logs): return [weights],[grads],[had+made],[activations],*logs
     lines = {k:[_line(*o) for o in zip(_columns(*two), _columns(*four))] for k,(_,two,four) in seen.items()}

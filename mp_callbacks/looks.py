@@ -16,8 +16,7 @@ from .nonfinite import Finding
 from .half_report import PrecisionReport,measure_precision
 from .plan import MemoryPlan,plan_memory
 from .fp8_report import Fp8Report,measure_fp8
-from .inside import LeanCallback,autocast_closed,is_look,keep_quiet,look_name,reset_state,training_batches
-from .inside import within_batch
+from .inside import LeanCallback,autocast_closed,is_look,keep_quiet,look_name,reset_state,training_batches,within_batch
 from .skipped import alone,diagnose_batch,loss_again,loss_modules
 from .step import clear_state
 from .precision import precision_callback

@@ -188,6 +188,7 @@ class Fp8Product(Layer):
 
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns, computed in FP8"
+        if not args and kwargs.keys()=={'input'}: args,kwargs = tuple(kwargs.values()),{}
         casts = torch.is_autocast_enabled(half.device_type) and self.replaces(forward, args, kwargs)
         params = self.weights(half, module) if casts else None
         if params is None: return forward(*args, **kwargs)

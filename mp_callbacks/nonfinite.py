@@ -310,7 +310,8 @@ def _find_float32(model, full, wanted, label, why, usual_weight):
     name,same = _name(c),"Precision is not the cause: in float32 it is the same."
     if why: return Finding(
         where, f"{text} Whether precision is the cause can't be seen: computed in float32 for comparison, {why}. Its "
-               "own code may cast: let it follow the dtype of its input, and ask again.", name)
+               "own code may cast, by `.half()` or an autocast of its own: let it follow the dtype of its input, and "
+               "ask again.", name)
     if where=='weights': same = "They were so before this batch: load a checkpoint from before."
     elif where=='loss' and wanted.bad:
         where,text = 'targets',f"The targets of this batch have inf or nan, {wanted.bad} in all."

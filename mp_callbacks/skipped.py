@@ -29,7 +29,8 @@ def alone(
     def _waits(m): return isinstance(m, nn.SyncBatchNorm) or hasattr(m, 'set_requires_gradient_sync')
     if several_ranks() and any(map(_waits, model.modules())):
         raise RuntimeError("with fully_shard (FSDP2), replicate or SyncBatchNorm each forward pass waits for all "
-                           "processes. Load the weights into an ordinary model in one process, and ask there")
+                           "processes, which don't look at the same time. Load the weights into an ordinary model in "
+                           "one process, and ask there")
     with no_collectives() if several_ranks() else nullcontext(): yield
 
 def loss_modules(

@@ -97,9 +97,8 @@ def _precision(learn, cb, batch):
                       keep_option(half.keep), scale, *more])
 
 def _ways(learn, cb, batch):
-    if cb is None:
-        dtypes = sorted({dtype_name(p.dtype) for p in learn.model.parameters()})
-        return f"As PyTorch does, with parameters in {', '.join(dtypes)}."
+    dtypes = sorted({dtype_name(p.dtype) for p in learn.model.parameters()})
+    if cb is None: return f"As PyTorch does, with parameters in {', '.join(dtypes)}."
     counts = cb.policy().groupby(['way','why'], sort=False).size()
     return ', '.join(f"{n} {way}{f' ({why})' if why else ''}" for (way,why),n in counts.items())
 

@@ -8,8 +8,7 @@ Docs: https://example.github.io/mp_callbacks/fp8_report.html.md"""
 __all__ = ['Fp8Report', 'measure_fp8']
 
 # %% ../nbs/09a_fp8_report.ipynb #f8a00015
-import math,torch
-import pandas as pd
+import math,torch,pandas as pd
 from dataclasses import replace
 from torch import nn
 
@@ -35,7 +34,7 @@ class Fp8Report:
         self.dims = dict(input=(1,0), weight=(1,0), gradient=(1,))
         if not self.recipe.weight_grad: self.dims.update(input=(1,), weight=(1,None))
         self.layers = {} # name -> column of the table -> number
-        self.kept = () # the option `keep` that the model computes with
+        self.option = '' # `keep` as it is to be written, with what the model keeps already
         self.keep = {} # layers to take out of FP8, as `keep` takes it; None: this isn't enough
         self.error = self.digits_error = self.bfloat16_error = 0. # of all gradients, in the worst batch
 
@@ -46,9 +45,8 @@ class Fp8Report:
 
     def outliers(self)->list: # Triples of layer, factor and `largest/median`
         "The factors whose median is near the end of the range of their format"
-        seen = [(name,factor,row[f'{factor} largest/median'])
-                for name,row in self.layers.items() for factor in _factors]
-        return [o for o in seen if o[2]>_furthest(self.formats[o[1]])]
+        return [(name,factor,ratio) for name,row in self.layers.items() for factor,dtype in self.formats.items()
+                if (ratio := row[f'{factor} largest/median'])>_furthest(dtype)]
 
     def _repr_html_(self): return self.table.map(lambda o: f'{o:.2g}').to_html()
 
@@ -61,7 +59,7 @@ class Fp8Report:
         if not self.keep: return f"{res}No layer has to be taken out of FP8."
         for name,factor,ratio in self.outliers()[:3]:
             res += f"In {name}, the largest number of the {factor} is {ratio:.0f} times the median. "
-        return f"{res}Take out of FP8: {keep_option(self.kept, self.keep)}."
+        return f"{res}Take out of FP8: {self.option}."
 
     def plot(self,
         ax=None, # Matplotlib axes to draw on; None: new ones
@@ -109,12 +107,10 @@ def measure_fp8(
         if not isinstance(half.ways[call.name], Fp8Product): continue
         found = {'gradient error':relative(errors.get(call.name, none)),
                  'digits only':relative(digits.get(call.name, none))}
-        grads = [t for ts in call.grad_out for t in ts]
-        for factor,ts in zip(_factors, (call.args,[call.module.weight.detach()],grads)):
+        for factor,ts in zip(_factors, (call.args,[call.module.weight.detach()],sum(call.grad_out, []))):
             for t in ts: found.update(_describe(factor, t, report))
         row = report.layers.setdefault(call.name, dict.fromkeys(_columns, 0.))
         row.update({k:max(row[k], math.inf if v!=v else v) for k,v in found.items()})
-    report.kept = half.keep
     report.error,report.digits_error = max(report.error, error),max(report.digits_error, digits_error)
     report.bfloat16_error = max(report.bfloat16_error, bfloat16_error)
     if report.keep is None or not math.isfinite(bfloat16_error): return
@@ -128,6 +124,7 @@ def measure_fp8(
         others = [name for name in layers if name not in names]
         names = names+fewest(others, lambda tried: _works(names+tried)) if _works(layers) else layers
     report.keep = None if len(names)==len(layers) else dict.fromkeys(names, 'bfloat16')
+    if report.keep: report.option = keep_option(half.keeping(names, half.dtype).keep)
 
 def _describe(factor, t, report):
     "Columns of the table about one `factor` of a layer's products, the tensor `t`"

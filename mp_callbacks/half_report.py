@@ -56,9 +56,8 @@ class PrecisionReport:
     def __repr__(self):
         acts,best = sum([o.acts for o in self.modules.values()], _exponents([])),self.safe_scale
         lost,least = [f'{_lost(acts, self.dtype, o):.1%}' for o in (self.scale,best)]
-        off,dtype = error_in_words(self.error),dtype_name(self.dtype)
-        res = (f"In {dtype}, gradients {off}. {lost} of the gradients of activations become zero at the loss scale "
-               f"{self.scale:.9g}")
+        res = (f"In {dtype_name(self.dtype)}, gradients {error_in_words(self.error)}. {lost} of the gradients of "
+               f"activations become zero at the loss scale {self.scale:.9g}")
         room = f"which has room for gradients {2**default_headroom:g} times as large"
         res += f", {least} at the safe scale, {best:.9g}, {room}. " if best!=self.scale else ". "
         if self.keep is None: return f"{res}No keep brings the difference under {self.tolerance:.0%}."
@@ -108,10 +107,10 @@ def measure_precision(
         m = report.modules.setdefault(f.name, new)
         m.largest = max([m.largest,*[t.abs().max().item() for t in f.out]])
         m.out_error += _error(c.out, f.out)
-        m.acts += _exponents([t for ts in f.grad_out for t in ts])
-    for name,keys in _owned(full).items():
-        report.modules[name].grad_error += errors[name]
-        report.modules[name].weights += _exponents([t for k in keys for t in full.grads[k]])
+        m.acts += _exponents(sum(f.grad_out, []))
+    for name,of_module in errors.items():
+        report.modules[name].grad_error += of_module
+        report.modules[name].weights += _exponents(full.grads[name])
     report.error,report.kept = max(report.error, error),half.keep
     if error<=report.tolerance or report.keep is None: return
     best,batches = report.safe_scale,[(compute_loss,full)]
@@ -166,23 +165,18 @@ def clones(
     "Clones of the floating tensors in `tree`, as the next module may change these: `measure` for `trace_batch`"
     return [t.detach().clone() for t in tensors(tree)]
 
-def _owned(trace):
-    "Name of each module with gradients of its own -> the keys of these in `trace.grads`"
-    owned = {c.name:trace.grads.keys() & {id(p) for p in c.module._parameters.values()} for c in trace.calls}
-    return {n:keys for n,keys in owned.items() if keys}
-
 def compare_gradients(
     seen, # `Trace` of a batch, with `clones`
     full, # The same in float32
     scale:float=1., # Loss scale of `seen`
 )->tuple:
-    """Squared norms of each module's error and gradients in float32, and the relative error of all
+    """Squared norms of each called module's error and gradients in float32, and the relative error of all
 
     The latter is the root of the mean square over modules; inf if something isn't finite in half precision. Raises
     `ValueError` if it isn't in float32."""
     # without a finite loss there are no gradients in half precision
-    errors = {n:sum([_error(seen.grads.get(k, [math.nan]), full.grads[k], scale) for k in keys])
-              for n,keys in _owned(full).items()}
+    errors = {c.name:_error(seen.grads[c.name] or [math.nan], full.grads[c.name], scale)
+              for c in full.calls if full.grads[c.name]}
     if not errors or not all([math.isfinite(norm) for _,norm in errors.values()]):
         raise ValueError(f"In float32 this batch has a loss of {full.loss:g} and gradients that are not finite, so "
                          "half precision is not the cause. Ask learn.find_nonfinite() what is, or diagnose().")

@@ -8,12 +8,7 @@ Docs: https://example.github.io/mp_callbacks/looks.html.md"""
 __all__ = ['find_nonfinite', 'precision_report', 'precision_plan']
 
 # %% ../nbs/12_looks.ipynb #8d9c9a6d
-import random,numpy as np,torch
-from contextlib import contextmanager
-from numbers import Real
-
 from fastai.basics import *
-from fastprogress.fastprogress import progress_bar
 
 from .dtypes import leaves,map_tensors
 from .modules import unchanged,unwrap
@@ -21,8 +16,7 @@ from .nonfinite import Finding
 from .half_report import PrecisionReport,measure_precision
 from .plan import MemoryPlan,plan_memory
 from .fp8_report import Fp8Report,measure_fp8
-from .inside import LeanCallback,autocast_closed,is_look,keep_quiet,look_name,reset_state,training_batches
-from .inside import within_batch
+from .inside import LeanCallback,autocast_closed,is_look,keep_quiet,look_name,reset_state,training_batches,within_batch
 from .skipped import alone,diagnose_batch,loss_again,loss_modules
 from .step import clear_state
 from .precision import precision_callback
@@ -110,20 +104,17 @@ def precision_plan(
 class _Look(LeanCallback):
     "Call `look` in the batches of a fit, instead of a forward pass, until it returns true"
     order,name = 1000,look_name
-    def __init__(self, look, batches, bar): self.look,self.batches,self.bar,self.seen = look,batches,bar,0
+    def __init__(self, look, batches): self.look,self.batches,self.answer = look,batches,None
 
     def before_train(self): self.learn.dl = self.batches
 
     def before_batch(self):
         if not len(self.learn.yb): raise CancelBatchException
         if cb := precision_callback(self.learn): cb.half.remove()
-        if self.bar is not None: self.bar.update(self.seen)
-        self.seen += 1
         self.run = False # the look may call the event again
         self.answer = self.look()
-        if self.answer: raise CancelFitException
         self.run = True
-        raise CancelBatchException
+        raise CancelTrainException if self.answer else CancelBatchException
 
     def after_train(self): raise CancelFitException # before metrics are reset for a validation
 
@@ -162,17 +153,14 @@ def _look_at(learn, look, batch=None):
                         "dls.one_batch() returns it.")
     if is_look(learn) or within_batch(learn):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
-    batches = training_batches(learn) if batch is None else [batch]
-    bar = progress_bar(batches, leave=False) if hasattr(learn, 'progress') else None
-    cb = _Look(look, batches, bar)
-    with alone(learn.model), _undisturbed(learn), learn.no_bar(), learn.no_logging(), autocast_closed(learn):
+    cb = _Look(look, training_batches(learn) if batch is None else [batch])
+    with alone(learn.model), _undisturbed(learn), learn.no_mbar(), learn.no_logging(), autocast_closed(learn):
         learn.model = unwrap(learn.model)
         keep_quiet(learn)
-        try: learn.fit(1, cbs=cb)
-        finally:
-            if bar is not None and cb.seen: bar.on_iter_end()
-    if not cb.seen: raise ValueError("There was no batch with targets. Use a DataLoaders whose dls.train has some, or "
-                                     "pass a batch as it comes from there.")
+        if hasattr(learn, 'progress'): vars(learn.progress).pop('mbar', None) # the bar of a fit that goes on
+        learn.fit(1, cbs=cb)
+    if cb.answer is None: raise ValueError("There was no batch with targets. Use a DataLoaders whose dls.train has "
+                                           "some, or pass a batch as it comes from there.")
     return cb.answer
 
 def _half(learn):

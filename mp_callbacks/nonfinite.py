@@ -14,6 +14,7 @@ from contextlib import ExitStack,nullcontext
 from functools import partial
 from textwrap import fill
 from typing import NamedTuple
+from fastcore.basics import flatten
 from torch import nn
 
 from .dtypes import dtype_name,half_dtypes,leaves
@@ -55,13 +56,9 @@ def diagnose(
         raise RuntimeError("diagnose runs the batch in float32, too. Call it outside of `with half:`.")
     ends = torch.finfo(half.dtype).max if half else math.inf
     def _run(half, scale=1., **kwargs): return trace_batch(model, compute_loss, half, count_nonfinite, scale, **kwargs)
-    def _look(half, scale=1.):
-        "Look at single operations, which takes three times as long, only if the batch isn't finite"
-        seen = _run(half, scale)
-        return seen if _finite(seen) else _run(half, scale, with_masks=True)
-    seen = _look(half, scale)
+    seen = _run(half, scale)
     given,wanted,why = count_nonfinite(inputs),count_nonfinite(targets),''
-    try: full = _look(None) if half and not _finite(seen) else seen
+    try: full = _run(None) if half and not _finite(seen) else seen
     except Exception as e: # such as a lack of memory, or a kernel for half precision
         full,why = seen,f"the model raises {type(e).__name__}: {str(e).strip()}"
     predicted = full.calls[-1].out.largest # the model's own call ends last
@@ -71,6 +68,7 @@ def diagnose(
     if not _finite(full):
         if given.bad: return Finding('inputs', f"The inputs of this batch have inf or nan, {given.bad} in all.")
         if half and full.halved and not why: why = f"{full.halved[0] or 'the model'} still returns half precision"
+        full = _run(half, scale, with_masks=True) if full is seen else _run(None, with_masks=True)
         return _find_float32(model, full, wanted, label if far else None, why, usual_weight)
     if given.largest>ends and not _finite(seen):
         return Finding('inputs', f"The inputs have values up to {given.largest:g}, {dtype_name(half.dtype)} ends at "
@@ -81,7 +79,7 @@ def diagnose(
                                    f"overflow, and it was {usual_loss:.3g} before. Lower the learning rate.")
     if _finite(seen): return Finding('nothing', f"This batch is finite. Its loss is {seen.loss:.3g}.")
     if wanted.largest>ends and far: return label
-    where,text,c = _place(seen, full.calls, ends)
+    where,text,c = _place(_run(half, scale, with_masks=True), full.calls, ends)
     name = _name(c)
     if where=='backward' and scale!=1 and _finite(_run(half)):
         return Finding('scale', f"{text} The loss scale of {scale:.9g} is too large for this batch: with 1, all "
@@ -90,12 +88,11 @@ def diagnose(
     keep = shortest_keep(half, _works, name)
     try: in_bfloat16 = half.dtype==torch.float16 and _works(half.replace(dtype=torch.bfloat16))
     except Exception: in_bfloat16 = False # a rule of `keep` may name float16
-    text = (f"{text} Precision is the cause: {_limits(half, in_bfloat16)}, and in float32 all is finite, with a loss "
-            f"of {full.loss:.3g}. ")
     other = 'bfloat16, which has the range of float32' if in_bfloat16 else 'float32'
-    if not keep: text += f"To keep single modules in float32 is not enough: train in {other}."
-    else: text += (f"Keep {'it' if len(keep)==1 else 'these'} in float32: {call}({keep_option(half.keep, keep)}), or "
-                   f"train in {other}.")
+    cure = "To keep single modules in float32 is not enough:"
+    if keep: cure = f"Keep {'it' if len(keep)==1 else 'these'} in float32: {call}({keep_option(half.keep, keep)}), or"
+    text += (f" Precision is the cause: {_limits(half, in_bfloat16)}, and in float32 all is finite, with a loss of "
+             f"{full.loss:.3g}. {cure} train in {other}.")
     return Finding(where, text, name, True, tuple(keep or ()))
 
 # %% ../nbs/06_nonfinite.ipynb #ee138f33
@@ -103,7 +100,7 @@ class Trace(NamedTuple):
     "What `trace_batch` has seen in a batch"
     loss:float # Unscaled
     calls:list # `Call`s in the order in which they ended
-    grads:dict # `id` of a parameter -> result of `measure` for its gradient
+    grads:dict # Name of a module -> result of `measure` for the gradients of its own parameters
     halved:list # Names of the modules that returned half precision
 
 class Call(NamedTuple):
@@ -124,25 +121,13 @@ def tensors(
     found = [o for o in leaves(tree) if isinstance(o, torch.Tensor)]
     return [t.to_dense() for t in found if t.is_floating_point() and t.numel()]
 
-class _MaskedRows(TorchDispatchMode):
-    "Adds the last of `running` to `masked` when a softmax gets a row of -inf"
-    def __init__(self, running, masked):
-        super().__init__()
-        self.running,self.masked = running,masked
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        softmax = func.overloadpacket in (torch.ops.aten._softmax,torch.ops.aten._log_softmax)
-        if softmax and self.running and args[0].eq(-math.inf).all(args[1]).any(): self.masked.add(self.running[-1][0])
-        return func(*args, **(kwargs or {}))
-
 def check_called(
     model:nn.Module, # Model that half precision is on for
     called:bool, # Has the loss called it?
 ):
     "Raise `ValueError` if the loss has called only modules in `model`: then half precision was off"
-    if called: return
-    raise ValueError(f"compute_loss must call {type(model).__name__} itself, not only modules in it. "
-                     "Pass the model that it calls.")
+    if not called: raise ValueError(
+        f"compute_loss must call {type(model).__name__} itself, not only modules in it. Pass the model that it calls.")
 
 def trace_batch(
     model:nn.Module, # Model that `compute_loss` calls
@@ -151,10 +136,10 @@ def trace_batch(
     measure, # Function of a structure of tensors
     scale:float=1., # Loss scale of the backward pass
     with_args:bool=True, # Measure the arguments of modules, too?
-    with_masks:bool=False, # Look at each operation, too: does a softmax get a masked row?
+    with_masks:bool=False, # Look at each operation, too: does a softmax get a masked row? Takes three times as long
 )->Trace:
     "Run `compute_loss` and the backward pass, and `measure` what modules take and return, and all gradients"
-    calls,running,halved,masked = [],[],[],set()
+    named,calls,running,halved,masked = named_modules(model),[],[],[],set()
     def _watch(tree):
         seen = []
         for t in tensors(tree):
@@ -170,17 +155,23 @@ def trace_batch(
         calls.append(Call(name, module, started, *given, measure(out), _watch(out), started in masked))
         if any(o.dtype in half_dtypes for o in tensors(out)): halved.append(name)
 
+    class _MaskedRows(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            softmax = func.overloadpacket in (torch.ops.aten._softmax,torch.ops.aten._log_softmax)
+            if softmax and running and args[0].eq(-math.inf).all(args[1]).any(): masked.add(running[-1][0])
+            return func(*args, **(kwargs or {}))
+
     # `unchanged` gives each run the same random numbers
     with unchanged(model), half or nullcontext(), torch.compiler.set_stance('force_eager'), ExitStack() as watches:
-        if with_masks: watches.enter_context(_MaskedRows(running, masked))
+        if with_masks: watches.enter_context(_MaskedRows())
         with ExitStack() as hooks: # removed before checkpointing runs `forward` again
-            for name,m in named_modules(model).items():
+            for name,m in named.items():
                 hooks.enter_context(m.register_forward_pre_hook(_before, with_kwargs=True))
                 hooks.enter_context(m.register_forward_hook(partial(_after, name), with_kwargs=True))
             loss = compute_loss()
         check_called(model, any(not o.name for o in calls)) # the model itself has no name
         if loss.isfinite(): (loss*scale).backward()
-        grads = {id(p):measure(p.grad) for p in model.parameters() if p.grad is not None}
+        grads = {n:measure([p.grad for p in m._parameters.values() if p is not None]) for n,m in named.items()}
     return Trace(loss.item(), calls, grads, halved)
 
 # %% ../nbs/06_nonfinite.ipynb #6d564544
@@ -207,9 +198,8 @@ def _first_backward(trace):
     def _spoilt(c):
         "The last call inside `c` whose results have bad gradients, or whether those of its arguments or parameters are"
         if _bad(c.grad_out): return None
-        own = [trace.grads.get(id(p), Numbers()) for p in c.module._parameters.values()]
         inner = [o for o in trace.calls[:trace.calls.index(c)] if o.started>c.started and _bad(o.grad_out)]
-        return inner[-1] if inner else _bad([*c.grad_args,*own])>0
+        return inner[-1] if inner else _bad([*c.grad_args,trace.grads[c.name]])>0
     spoils = [(c,o) for c in trace.calls if (o := _spoilt(c))]
     return max(spoils, key=lambda pair: pair[0].started, default=(None,None))
 
@@ -271,15 +261,13 @@ def fewest(
 
 def keep_option(
     keep, # The option `keep` as it is
-    names=(), # Names of more modules to keep in float32, or a dict of names and dtypes
+    names=(), # Names of more modules to keep in float32
 )->str: # Such as "keep=['0', '2']"
     "The option `keep` as it is to be written, with `names` added"
-    def _flat(o): return [x for part in o for x in _flat(part)] if isinstance(o, (list,tuple,set)) else [o]
-    def _rules(o): return o if isinstance(o, dict) else dict.fromkeys(_flat(o), 'float32')
-    if isinstance(keep, dict) or isinstance(names, dict): return f'keep={ {**_rules(keep), **_rules(names)} }'
-    each = [getattr(o, '__name__', repr(o)) for o in [*_flat(keep),*names]]
-    if not each: return 'keep=()'
-    return f'keep={each[0]}' if len(each)==1 else f"keep=[{', '.join(each)}]"
+    if isinstance(keep, dict): return f"keep={ {**keep, **dict.fromkeys(names, 'float32')} }"
+    each = [getattr(o, '__name__', repr(o)) for o in flatten([keep,names])]
+    if len(each)==1: return f'keep={each[0]}'
+    return f"keep=[{', '.join(each)}]" if each else 'keep=()'
 
 # %% ../nbs/06_nonfinite.ipynb #73a5635f
 def _name(c): return c.name if c else ''
@@ -308,12 +296,12 @@ def _place(seen, normal, ends):
 
 _masked = "a softmax gets -inf in all of a row"
 
+_digits = {torch.float16:'rounds to 11 bits (0.9999 to 1)', torch.bfloat16:'rounds to 8 bits (0.999 to 1)'}
+
 def _limits(half, in_bfloat16):
     "What the format of `half` can't hold. If all is finite `in_bfloat16`, with fewer digits, only the range counts."
-    info = torch.finfo(half.dtype)
-    smallest = f'has only 0 below {info.smallest_normal*info.eps/2:.0g}'
-    limits = ['ends at 65504',smallest] if half.dtype==torch.float16 else []
-    if not in_bfloat16: limits.append(f'rounds to {1-round(math.log2(info.eps))} bits ({1-info.eps/8:.4g} to 1)')
+    limits = ['ends at 65504 and has only 0 below 3e-08'] if half.dtype==torch.float16 else []
+    if not in_bfloat16: limits.append(_digits[half.dtype])
     return f"{dtype_name(half.dtype)} {' and '.join(limits)}{', FP8 to fewer' if half.fp8 else ''}"
 
 def _find_float32(model, full, wanted, label, why, usual_weight):
@@ -329,12 +317,9 @@ def _find_float32(model, full, wanted, label, why, usual_weight):
         where,text = 'targets',f"The targets of this batch have inf or nan, {wanted.bad} in all."
     elif where=='loss' and label: where,text = label.where,label.text
     largest = count_nonfinite([*model.parameters()]).largest
-    if where in ('forward','backward') and largest>huge_weight and not (c and c.masked):
-        if usual_weight is None:
-            text += (f" Weights have values up to {largest:.2g}: if these have grown, training has diverged, and a "
-                     "lower learning rate helps.")
-        elif largest>diverged*usual_weight:
-            where,name = 'training',''
-            text = (f"Training has diverged: weights have values up to {largest:.2g}, and had up to {usual_weight:.2g} "
-                    "when it began. Lower the learning rate.")
+    grown = usual_weight is not None and largest>max(huge_weight, diverged*usual_weight)
+    if grown and where in ('forward','backward') and not (c and c.masked):
+        where,name = 'training',''
+        text = (f"Training has diverged: weights have values up to {largest:.2g}, and had up to {usual_weight:.2g} "
+                "when it began. Lower the learning rate.")
     return Finding(where, f"{text} {same}", name)

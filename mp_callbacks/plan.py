@@ -83,13 +83,12 @@ class MemoryPlan(NamedTuple):
 def _show(x): return f'{x:,.0f}' if x>=100 else f'{x:.3g}'
 
 # %% ../nbs/08_plan.ipynb #29d54850
-def _train_step(live, model, compute_loss, n, opt, stepped, half):
+def _step(live, model, compute_loss, n, opt, stepped, half):
     "Bytes of gradients, of new optimizer state and of activations, and logs of forward pass and rest, of a step"
     if half: model.zero_grad()
     start,held = live.now,[]
     live.log.clear()
-    hook = model.register_forward_hook(lambda *args: held.append(args), with_kwargs=True)
-    with hook, half or nullcontext():
+    with model.register_forward_hook(lambda *args: held.append(args), with_kwargs=True), half or nullcontext():
         loss = compute_loss(n)
         check_called(model, bool(held))
         activations,end = live.now-start,len(live.log)
@@ -125,10 +124,9 @@ def plan_memory(
         for t in memo.values():
             if isinstance(t, torch.Tensor): live.add(t)
         had = live.now-weights
-        def _step(n, half): return _train_step(live, model, compute_loss, n, opt, stepped, half)
-        _,made,*_ = _step(2, None) # the first step of an optimizer makes its state
-        for o in filter(None, halves.values()): _step(2, o) # in its first call a model casts nothing ahead
-        seen = {k:(_step(2, o),_step(4, o)) for k,o in halves.items()}
+        # the first doesn't count: in its first call a model casts nothing ahead
+        seen = {k:[_step(live, model, compute_loss, n, opt, stepped, o) for n in (2,2,4)] for k,o in halves.items()}
+    made = seen['float32'][0][1] # by the first step of the optimizer
     def _columns(grads, _, activations, *logs): return [weights],[grads],[had+made],[activations],*logs
-    lines = {k:[_line(*o) for o in zip(_columns(*two), _columns(*four))] for k,(two,four) in seen.items()}
+    lines = {k:[_line(*o) for o in zip(_columns(*two), _columns(*four))] for k,(_,two,four) in seen.items()}
     return MemoryPlan(batch_size, {k:[*v[:4],torch.cat(v[4:], 1)] for k,v in lines.items()})

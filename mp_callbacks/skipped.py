@@ -13,7 +13,7 @@ from contextlib import contextmanager,nullcontext,suppress
 from torch import nn
 
 from .grads import StepStats,largest_number
-from .modules import named_modules,no_collectives,parameter_name,remember_buffers,restore_buffers
+from .modules import no_collectives,parameter_name,remember_buffers,restore_buffers
 from .modules import several_ranks,training_group,unchanged,unwrap
 from .half import half_precision
 from .nonfinite import Finding,count_nonfinite,diagnose
@@ -141,8 +141,7 @@ def find_cure(
         torch.distributed.all_gather_object(findings, found, group)
     findings = [o for o in findings if isinstance(o, Finding)] # in other processes the batch may have been finite
     if not all(o.precision and o.keep for o in findings): return []
-    names = {name for o in findings for name in o.keep}
-    names = [name for name in named_modules(half.model) if name in names]
+    names = [*dict.fromkeys(name for o in findings for name in o.keep)]
     try: half.keeping(names)
     except ValueError: return [] # no module would be left in half precision
     return names

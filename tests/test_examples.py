@@ -33,6 +33,7 @@ def run(forked, tmp_path):
 
 # --- In one process
 
+@pytest.mark.slow
 def test_resume(run, tmp_path):
     "The resumed run knows the best epoch, and how many have been worse since"
     out = run('resume')
@@ -79,6 +80,7 @@ def test_inference(run):
                                                                   'torch.float32','torch.bfloat16']
     assert min(int(re.search(r'(\d+) of 64', o)[1]) for o in out)>60
 
+@pytest.mark.slow
 def test_trainer(run):
     pytest.importorskip('transformers')
     found,end = run('trainer')

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fastai.learner import load_learner
 from learners import *
 from mp_callbacks.dtypes import half_dtypes
-from mp_callbacks.fp8 import Fp8,Fp8Recipe,fp8_linear,fp8_recipes,quantize
+from mp_callbacks.fp8 import Fp8,Fp8Recipe,fp8_linear,fp8_recipes
 from mp_callbacks.fp8_report import Fp8Report,measure_fp8
 
 bf16,recipes = torch.bfloat16,[*fp8_recipes]
@@ -82,6 +82,7 @@ def test_products(recipe, emulate, dtype, shape):
 @pytest.mark.parametrize('format', [torch.float8_e4m3fn,torch.float8_e5m2])
 def test_rounds_to_the_nearest(format):
     "Each number of the format, scaled by a power of two, comes back; between two of them, the nearest"
+    quantize = fp8_recipes['tensorwise'].quantize
     all_ = torch.arange(256, dtype=torch.uint8).view(format).float()
     numbers = all_[all_.isfinite()].unique()
     back = quantize(numbers*2.**-9, format)
@@ -410,3 +411,10 @@ def test_report_of_odd_batches():
     assert '<table' in report._repr_html_() and report.plot().get_xlabel()=='largest/median'
     spoil = Callback(before_batch=lambda cb: setattr(cb.learn, 'xb', (cb.xb[0]*torch.nan,)))
     with pytest.raises(ValueError, match='find_nonfinite'): in_fp8(learner(Net(), cbs=spoil)).precision_report()
+
+def test_report_says_what_to_write():
+    "What is kept already stays, also where it is named by type, which a dict of dtypes has no room for"
+    learn = in_fp8(learner(planted(1), dls=get_dls(64)), keep=[nn.LayerNorm])
+    told = str(learn.precision_report(batches=1)).partition('Take out of FP8: keep=')[2].removesuffix('.')
+    want = {'norms.0':'float32','norms.1':'float32','norms.2':'float32','layers.1':'bfloat16'}
+    assert told==str(want) and in_fp8(learn, keep=want).precision_report(batches=1).keep=={}

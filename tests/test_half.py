@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mp_callbacks.grads import prepare_grads
 from mp_callbacks.half import half_precision
 from mp_callbacks.ways import is_norm
+from cases import slow_unless
 from learners import get_learner
 from states import *
 
@@ -217,7 +218,7 @@ wraps = dict(
     both       = lambda m: torch.compile(DistributedDataParallel(m), backend='eager'))
 
 # each form with the plain model, and each wrapper with a dict
-keep_cases = [(w,f) for w in wraps for f in keeps if w=='plain' or f=='dict']
+keep_cases = [slow_unless(w!='both', w, f) for w in wraps for f in keeps if w=='plain' or f=='dict']
 
 @pytest.mark.parametrize('wrap,form', keep_cases)
 def test_keep(wrap, form, one_process):

@@ -244,7 +244,7 @@ def test_keep_of_odd_names():
     model[1].forward = lambda x: model[1]['p[0]'](x)
     assert get_learner(model).to_fp16().find_nonfinite().keep==('1.p[0]',)
 
-@pytest.mark.parametrize('n', [8, 64, 512])
+@pytest.mark.parametrize('n', [8, 64, 128])
 def test_few_runs(n):
     "One sick module among `n` is found by halves"
     half = half_precision(nn.Sequential(*[nn.Linear(1,1) for _ in range(n)]), torch.bfloat16)

@@ -229,6 +229,7 @@ from fastai.callback.all import *
 print(json.dumps([*res, see()]), 'mp_callbacks.learner' in sys.modules)
 """
 
+@pytest.mark.slow
 def test_unpatched_process(forked_plain, tmp_path):
     "load_learner needs nothing but that mp_callbacks is installed, and predicts in float32"
     learn = modes['fp16'](get_learner(norm=True, path=tmp_path))

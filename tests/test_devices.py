@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from learners import get_learner
 from machines import Fake,bf16,convs,f16,f32,machine,machines,pretend,rnns
 from mp_callbacks.devices import Machine,emulation,known_faults,layers,missing,support
-from mp_callbacks.fp8 import quantize
+from mp_callbacks.fp8 import fp8_recipes
 from mp_callbacks.half import half_precision
 from mp_callbacks.modules import fork_rngs
 
@@ -204,7 +204,7 @@ class Dtypes(TorchDispatchMode):
 
 @pytest.mark.parametrize('device,double', [('mps',False), ('xpu',False), ('cuda',True)])
 def test_fp8_without_float64(device, double):
-    with FakeTensorMode(),Dtypes() as dtypes: quantize(torch.ones(4, 4, device=device), dim=1, power_of_2=True)
+    with FakeTensorMode(),Dtypes() as dtypes: fp8_recipes['rowwise'].quantize(torch.ones(4, 4, device=device), dim=1)
     assert (torch.float64 in dtypes.seen)==double
 
 def test_fake_tensors():

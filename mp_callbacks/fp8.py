@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from .dtypes import cast_tree,half_dtypes
 from .devices import device_name,support
 from .modules import replaced_forward
+from .cast import has_plain_weights
 from .ways import Layer
 
 # %% ../nbs/09_fp8.ipynb #f8000016
@@ -219,7 +220,7 @@ class Fp8:
             raise ValueError(f"fp8={self} needs bfloat16 copies, and the model computes in {half.dtype} with "
                              f"copies={half.copies}. Use half_precision(model, torch.bfloat16, fp8=…).")
         linear = [name for name,module in named.items() if isinstance(module, nn.Linear)]
-        reasons = {name:_why_not(name, named, linear) for name in linear}
+        reasons = {name:_why_not(name, named, linear, ways) for name in linear}
         if all(reasons.values()):
             found = [f"{name or 'the model'} ({why})" for name,why in reasons.items()][:4]
             raise ValueError(f"No linear layer of this {type(half.model).__name__} can multiply in FP8: "
@@ -228,11 +229,11 @@ class Fp8:
             if why: ways[name].why = f'not in FP8: {why}'
         return {name:Fp8Product(self, ways[name]) for name,why in reasons.items() if not why}
 
-def _why_not(name, named, linear):
+def _why_not(name, named, linear, ways):
     "Why the linear layer `name` doesn't multiply in FP8; empty if it does"
     module = named[name]
-    if replaced_forward(module) or type(module).forward is not nn.Linear.forward: return 'a forward of its own'
-    if 'weight' not in module._parameters: return 'its weight is computed'
+    if not has_plain_weights(module): return 'its weight is computed'
+    if replaced_forward(module) or not isinstance(ways[name], Layer): return 'a forward of its own'
     if any(isinstance(named[name[:i]], nn.MultiheadAttention) for i,c in enumerate(name) if c=='.'):
         return 'inside MultiheadAttention'
     if name==linear[0]: return 'first linear layer'

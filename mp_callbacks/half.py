@@ -12,7 +12,7 @@ import re,torch
 from collections import Counter
 from functools import partial
 from glob import escape
-from inspect import getclosurevars,signature
+from inspect import getattr_static,getclosurevars,signature
 from itertools import chain
 from threading import RLock
 from traceback import walk_tb
@@ -94,7 +94,7 @@ class half_precision:
     def refresh(self):
         "Choose again how modules compute if the modules, their classes or the device of the model have changed"
         device_type,modules,self.params = _device_type(self.model),[*self.model.modules()],[*self.model.parameters()]
-        forwards = [getattr(type(m), 'forward', None) for m in modules]
+        forwards = [getattr_static(type(m), 'forward', None) for m in modules]
         if (device_type,modules,forwards)==(self.device_type,self.modules,self._forwards): return
         if self._some_on: self._take_off()
         _check_model(self.model)
@@ -146,6 +146,7 @@ class half_precision:
     def _switch(self):
         on = self.by_install or self._open>0
         if on and not self._on:
+            if self._some_on: self._take_off() # what Ctrl-C has ended
             self._some_on = True # also if Ctrl-C ends the next line
             for o in self._stand_ins: o.install()
             self._on = True
@@ -157,7 +158,7 @@ class half_precision:
 
     def _take_off(self):
         self._on = False
-        self._stand_ins = [o.remove() for o in self._stand_ins]
+        for i,o in enumerate(self._stand_ins): self._stand_ins[i] = o.remove()
         self._some_on = False
 
     def install(self):

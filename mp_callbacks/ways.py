@@ -306,7 +306,7 @@ def _norm(module, why='kernel adds up in float32'): return _by_function(Norm, no
 def _layer(module):
     "`Layer`, unless its weights are results of others, or its convolution is one of its own"
     conv = getattr(type(module), '_conv_forward', _conv)
-    plain = conv is _conv or conv.__module__=='torch.nn.modules.conv'
+    plain = conv is _conv or conv.__module__=='torch.nn.modules.conv' and not hasattr(conv, '__wrapped__')
     if plain and has_plain_weights(module): return _by_function(Layer, layer_functions, module, 'cast with all others')
 
 

@@ -1,13 +1,13 @@
 """FP8: the same bits as torchao, in a learner that stays an ordinary one, and a report that finds outliers
 
 What torchao's module swap breaks is here right: hooks, subclasses, interrupts, the float32 reference."""
-import dataclasses,pickle,warnings
+import dataclasses,functools,pickle,warnings
 from unittest.mock import patch as patched
 
 import pytest,torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations,prune
 from torch.utils.checkpoint import checkpoint
 
 from fastai.learner import load_learner
@@ -418,3 +418,13 @@ def test_report_says_what_to_write():
     told = str(learn.precision_report(batches=1)).partition('Take out of FP8: keep=')[2].removesuffix('.')
     want = {'norms.0':'float32','norms.1':'float32','norms.2':'float32','layers.1':'bfloat16'}
     assert told==str(want) and in_fp8(learn, keep=want).precision_report(batches=1).keep=={}
+
+def test_layers_that_are_no_longer_ones(monkeypatch):
+    "A pruned bias, and a patched class: not in FP8, and no error but for a model without a layer in FP8"
+    model = nn.Sequential(*[nn.Linear(16,16) for _ in range(4)])
+    prune.random_unstructured(model[1], 'bias', .5)
+    table = half_precision(model, bf16, fp8=Fp8(emulate=True)).policy().set_index('module')
+    assert table.way['2']=='fp8' and table.why['1'].endswith('not in FP8: its weight is computed')
+    own = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, 'forward', functools.wraps(own)(lambda self, x: own(self, x)))
+    with pytest.raises(ValueError, match='a forward of its own'): half_precision(model, bf16, fp8=Fp8(emulate=True))

@@ -320,6 +320,29 @@ def test_patched_class(cls, keeps_name, monkeypatch):
     for _ in range(2):
         with half: assert torch.allclose(model(x), want, atol=.05)
 
+def test_wrapped_convolution():
+    "With the name of PyTorch's, but with a weight of its own making: autocast gives it float32 weights"
+    class Standardized(nn.Conv1d):
+        @functools.wraps(nn.Conv1d._conv_forward)
+        def _conv_forward(self, x, weight, bias):
+            seen.append(weight.dtype)
+            return super()._conv_forward(x, weight-weight.mean(), bias)
+    seen,model = [],nn.Sequential(Standardized(2, 4, 3), nn.Conv1d(4, 2, 3))
+    half = half_precision(model, bf16)
+    for _ in range(2):
+        with half: model(torch.randn(2,2,9)).sum().backward()
+    assert seen==[f32,f32]
+
+def test_partial_method():
+    "How such a module computes is chosen once, though each look at it makes a function"
+    class Scaled(nn.Module):
+        def scaled(self, x, by): return x*by
+        forward = functools.partialmethod(scaled, by=2)
+    half = half_precision(nn.Sequential(nn.Linear(4,4), Scaled()), bf16)
+    ways = half.ways
+    with half: assert half.model(torch.randn(2,4)).dtype==f32
+    assert half.ways is ways
+
 def test_called_by_name():
     "A layer computes the same, and a norm returns the dtype of its input"
     class Named(nn.Module):

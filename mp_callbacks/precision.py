@@ -229,7 +229,7 @@ class PrecisionCallback(PrecisionPart):
 
     @contextmanager
     def batch(self):
-        "Context manager around one batch of the learner, when it is no longer `within_batch`"
+        "Context manager around one batch of the learner; it ends when the learner is no longer `within_batch`"
         training,half = self.learn.training,self.half
         on = half.by_install # a prediction inside a batch must not remove it
         try: yield
@@ -248,6 +248,7 @@ class PrecisionCallback(PrecisionPart):
                 self._step = None
                 remove_grads(self._opt_params())
             (half.install if on else half.remove)()
+            if self._half[0] is not half: self._half[0].remove() # a callback has replaced the model
 
     def before_batch(self):
         if not within_batch(self.learn): return # called outside `one_batch`: an ordinary float32 batch

@@ -66,6 +66,21 @@ def test_error_leaves_no_gradients(mode):
     learn.fit(1)
     assert learn.precision_recorder.log.finite.all()
 
+class Replaces(Callback):
+    "Another model in the first batch, whose forward pass fails"
+    def __init__(self, model): self.model = model
+    def before_batch(self): self.learn.model = self.model
+
+@pytest.mark.parametrize('mode', modes)
+def test_replaced_model_fails(mode):
+    "It is an ordinary model afterwards, as the one before it"
+    class Broken(Net):
+        def forward(self, x): raise RuntimeError('as asked')
+    before,broken = Net(),Broken()
+    learn = modes[mode](get_learner(before))
+    with pytest.raises(RuntimeError, match='as asked'): learn.fit(1, cbs=Replaces(broken))
+    assert not [m for model in (before,broken) for m in model.modules() if 'forward' in vars(m)]
+
 class Join(Callback):
     "Gradual unfreezing: the body joins the optimizer after the first epoch"
     def __init__(self, how): self.how = how

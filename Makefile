@@ -9,6 +9,8 @@ UV     := $(or $(shell command -v uv 2>/dev/null),$(BIN)/uv)
 OLDEST := $(shell sed -n 's/^pythons *= *\([0-9.]*\).*/\1/p' settings.ini)
 stop    = { echo "$(1)" >&2; exit 1; }
 install = $(UV) pip install --python $(BIN)/python
+# Python keeps what it has compiled: many processes import PyTorch, and each would compile it
+export PYTHONDONTWRITEBYTECODE :=
 # The demo does with less, unless everything is there already
 DEMO   := $(if $(wildcard .venv/ready),.venv/ready,.venv/demo)
 
@@ -55,7 +57,6 @@ endif
 
 .venv/ready: settings.ini setup.py pyproject.toml | .venv/bin/python $(UV)
 	$(install) -e '.[dev,docs]'
-	$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true # else each process of the tests may compile PyTorch
 	@touch $@
 
 # Without what needs nbdev, which needs a newer fastcore. The first line of the file names the interpreter.

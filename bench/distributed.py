@@ -112,7 +112,9 @@ def main():
     args,_,results = start(p, 'distributed_{dev}')
     for world in (1,args.processes):
         with tempfile.TemporaryDirectory() as path:
-            mp.spawn(work, (world,path,args), nprocs=world)
+            # a fork imports nothing, and can't use a GPU
+            kind = 'spawn' if torch.cuda.is_available() else 'fork'
+            mp.start_processes(work, (world,path,args), nprocs=world, start_method=kind)
             groups = torch.load(f'{path}/rows{world}', weights_only=False)
         for group,rows in groups: results.measure(*group, rows)
     results.write('Several processes', [*tables(results.read())])

@@ -121,7 +121,7 @@ class PrecisionCallback(PrecisionPart):
         first,model = self._half is None,without_ddp(self.learn.model) # to hold the wrapper would keep it alive
         # `to_fp16` and the others set `half`, and warn themselves
         outdated = first or self._half[0].model is not model
-        if outdated or self._half[1]!=self._rescued_parts() and not within_batch(self.learn):
+        if outdated or not within_batch(self.learn) and self._half[1]!=self._rescued_parts():
             half,names = self.new_half(model),self._rescued_parts()
             try: longer = half.keeping(names) if names else half
             except ValueError: longer = half # another model, of which nothing would be left in half precision

@@ -1,7 +1,7 @@
 """The benchmarks run, with toy sizes, and write what they say. Nothing here looks at a time.
 
-The file takes long because each script trains all its loops, in processes of their own."""
-import csv,subprocess,sys
+The file takes long because each script trains all its loops, some in processes of their own."""
+import csv
 from pathlib import Path
 
 import pytest
@@ -11,14 +11,16 @@ columns = ['run','part','case','size','loop','opt','precision','turn','metric','
 
 def failed(o): return o['metric'] in ('error','oom')
 
-def call(script, *args):
-    "What `script` prints with these arguments"
-    cmd = [sys.executable, '-W', 'ignore', str(bench/f'{script}.py'), *args]
-    res = subprocess.run(cmd, capture_output=True, text=True)
-    assert res.returncode==0, res.stderr[-2000:]
-    return res.stdout
+@pytest.fixture
+def call(forked, tmp_path):
+    "What a script prints with these arguments"
+    def _call(script, *args):
+        argv = [str(bench/f'{script}.py'),*args]
+        code = f"import runpy,sys\nsys.path.insert(0, {str(bench)!r})\nsys.argv = {argv}\n"
+        return forked(code+"runpy.run_path(sys.argv[0], run_name='__main__')", tmp_path)
+    return _call
 
-def run(script, out, *args):
+def run(call, script, out, *args):
     "Run `script` with toy sizes; the path of its csv file and its rows"
     call(script, '--tiny', '--out', str(out), *args)
     path, = out.glob(f'{script}*_tiny.csv')
@@ -42,10 +44,10 @@ scripts = dict( # its options, and some of what it measures
 
 @pytest.mark.slow
 @pytest.mark.parametrize('script', scripts)
-def test_script(script, tmp_path):
+def test_script(script, call, tmp_path):
     "A table is written, too, and no loop fails that shouldn't"
     options,metrics = scripts[script]
-    path,found = run(script, tmp_path, *options.split())
+    path,found = run(call, script, tmp_path, *options.split())
     assert {*metrics.split()} <= {o['metric'].replace(' ', '_') for o in found}
     # fastai's flat masters are views, which channels-last weights don't have
     expected = 'fastai','flat','resnet50-nhwc'
@@ -53,7 +55,7 @@ def test_script(script, tmp_path):
     if script!='first_minute': assert '\n| ' in path.with_suffix('.md').read_text()
 
 @pytest.mark.slow
-def test_report():
+def test_report(call):
     table = [o.split(' | ') for o in call('report', '--tiny', '--turns', '1').splitlines() if o.startswith('| ')][2:]
     assert [o[1] for o in table]==['bf16','fp16','bf16','bf16','fp16'] # convolutions in bfloat16 only
 
@@ -61,18 +63,12 @@ measure_nothing = dict(train=['--only'], step=['--tensors','--elements'], compar
                        quality=['--device','cpu'])
 
 @pytest.mark.slow
-def test_tables_are_of_the_csv(tmp_path):
+def test_tables_are_of_the_csv(call, tmp_path):
     "What is committed as a table is what the script makes of the csv file beside it"
     committed = {o:(bench/'results'/o).read_text() for k in measure_nothing for o in (f'{k}_cpu.csv',f'{k}_cpu.md')}
     for name,text in committed.items():
         if name.endswith('.csv'): (tmp_path/name).write_text(text)
-    # in one process, as each would import fastai
-    code = f"""import runpy,sys
-sys.path.insert(0, {str(bench)!r})
-for name,args in {measure_nothing!r}.items():
-    sys.argv = [name, '--out', {str(tmp_path)!r}, *args]
-    runpy.run_path(f'{bench}/{{name}}.py', run_name='__main__')"""
-    subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True)
+    for script,args in measure_nothing.items(): call(script, '--out', str(tmp_path), *args)
     assert {o:(tmp_path/o).read_text() for o in committed}==committed
 
 @pytest.mark.slow

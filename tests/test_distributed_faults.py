@@ -3,14 +3,14 @@
 The processes train as `examples/distributed.py` does. They are real, and so are the faults: signals, a write that the
 system ends in the middle, data that don't come. The file takes long because each fault needs new
 processes, and one that hangs its time-out."""
-import importlib.util,os,re,signal,sys,time
+import importlib.util,os,re,signal,time
 from datetime import timedelta
 from multiprocessing import get_context
 
 import pytest,torch
 import torch.distributed as dist
 
-from interpreters import launch,torchrun
+from interpreters import launch
 from learners import *
 from states import *
 
@@ -142,7 +142,7 @@ def test_late_rank_is_named(tmp_path):
     "By the example's `WaitForAll`: rank 0 names all that don't come"
     fault_run(tmp_path, 'killed', 'Ranks 1 failed to pass', patience)
 
-# --- The programs that start several processes
+# --- Started by Accelerate
 
 accelerate = '-m accelerate.commands.launch --multi_gpu --num_processes 2'.split()
 
@@ -158,13 +158,3 @@ def test_example(tmp_path):
     learn.to_fp16().load('digits_1')
     assert learn.mixed_precision.loss_scale>1024
     with learn.no_bar(), learn.no_logging(): assert abs(learn.validate()[1]-float(found[0]))<1e-3
-
-@pytest.mark.slow
-def test_torchrun_names_the_first_failure(tmp_path):
-    "It also ends the other processes"
-    res = launch([*torchrun, __file__, 'killed'], tmp_path, PYTHONPATH=str(here.parent))
-    assert res.returncode!=0 and re.search(r'exitcode: -9\) local_rank: 1', res.stdout), res.stdout
-
-if __name__=='__main__': # for torchrun
-    kind,f,event,rank,_ = faults[sys.argv[1]]
-    train(False, kind(f, event, rank))

@@ -1,12 +1,11 @@
 """The programs of `examples` do what their first lines say, and a page shows each as it is
 
 The file takes long because each program trains, some in processes of their own."""
-import csv,json,re
+import csv,json,os,re
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from interpreters import launch,torchrun
 from learners import *
 
 root = Path(__file__).resolve().parent.parent
@@ -94,14 +93,39 @@ def test_own_loop(run):
 
 # --- In two processes
 
-def in_two(name, folder):
-    "The lines that the example prints, without what torchrun and warnings say"
-    res = launch([*torchrun, examples[name]], folder, PYTHONPATH=str(root))
-    assert res.returncode==0, res.stdout
-    # two processes that print at once may share a line
-    out = re.findall('process .*? items|(?:accuracy|part|weights).*', res.stdout)
-    as_saved(name, out, sorted) # each process prints when it likes
-    return out
+# Two forks with the environment of torchrun, which would import all three times; the page on several GPUs runs it
+as_torchrun = """
+import os,runpy,signal,socket,sys,traceback
+with socket.socket() as s:
+    s.bind(('127.0.0.1', 0))
+    port = str(s.getsockname()[1])
+os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT=port, WORLD_SIZE='2', LOCAL_WORLD_SIZE='2')
+children = []
+for rank in '01':
+    if pid := os.fork(): children.append(pid)
+    else:
+        signal.alarm(120) # if the other one has failed
+        os.environ.update(RANK=rank, LOCAL_RANK=rank)
+        try: runpy.run_path({!r}, run_name='__main__')
+        except BaseException: traceback.print_exc()
+        else:
+            sys.stdout.flush()
+            os._exit(0)
+        os._exit(1)
+assert [os.waitpid(o, 0)[1] for o in children]==[0,0]
+"""
+
+@pytest.fixture
+def in_two(forked, tmp_path):
+    "The lines that an example prints in two processes"
+    def _run(name):
+        if not hasattr(os, 'fork'): pytest.skip('needs fork')
+        # two processes that print at once may share a line
+        printed = forked(as_torchrun.format(str(examples[name])), tmp_path)
+        out = re.findall('process .*? items|(?:accuracy|part|weights).*', printed)
+        as_saved(name, out, sorted) # each process prints when it likes
+        return out
+    return _run
 
 @pytest.mark.parametrize('name', ['own_data','fsdp2'])
 def test_alone(name, forked, tmp_path):
@@ -115,8 +139,8 @@ with contextlib.redirect_stderr(io.StringIO()) as said:
     assert out==f'2 Start it with: torchrun --nproc-per-node 2 examples/{name}.py'
 
 @pytest.mark.slow
-def test_own_data(tmp_path):
-    out = in_two('own_data', tmp_path)
+def test_own_data(in_two, tmp_path):
+    out = in_two('own_data')
     result,*items = sorted(out) # each process prints when it likes
     assert items==['process 0 of 2 has 899 items', 'process 1 of 2 has 898 items']
     acc,same = re.fullmatch(r'accuracy (.*), weights are equal: (.*)', result).groups()
@@ -125,8 +149,8 @@ def test_own_data(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not fsdp2_runs, reason=no_fsdp2)
-def test_fsdp2(tmp_path):
-    assert in_two('fsdp2', tmp_path)==['part of the first weight: (32, 64), loaded scale: 8192',
+def test_fsdp2(in_two, tmp_path):
+    assert in_two('fsdp2')==['part of the first weight: (32, 64), loaded scale: 8192',
                                          'weights are equal: True']
     assert len([*(tmp_path/'checkpoint').glob('*.distcp')])==2 # each process has written its part
 

@@ -70,7 +70,8 @@ def check_modules(dtype):
     slow = dtype==torch.float16 and support('cpu', dtype)=='emulated' # then convolutions take seconds
     # lazy modules are refused as long as they have no shapes
     infos = [o for o in module_db if 'Lazy' not in o.name and not (slow and 'Conv' in o.name)]
-    return [found for info in infos for training in (True,False) for found in check_module(info, training, dtype)]
+    def _trainings(info): return (True,False) if info.train_and_eval_differ else (True,)
+    return [found for info in infos for o in _trainings(info) for found in check_module(info, o, dtype)]
 
 def check_module(info, training, dtype):
     "As the model itself, and behind a layer in half precision"
@@ -87,11 +88,14 @@ def check_module(info, training, dtype):
             try: compare(new, args, dtype, called.kwargs)
             except Exception as e: yield f'{info.name}, {sample.desc}: {type(e).__name__}: {e}'
 
+@pytest.fixture(scope='module')
+def pool():
+    "A process of its own, as PyTorch's test helpers change settings of PyTorch for good"
+    with ProcessPoolExecutor(1, get_context('spawn')) as res: yield res
+
 @pytest.mark.slow
 @pytest.mark.parametrize('dtype', [torch.bfloat16,torch.float16])
-def test_modules(dtype):
-    "In a process of its own, as PyTorch's test helpers change settings of PyTorch for good"
-    with ProcessPoolExecutor(1, get_context('spawn')) as pool: assert pool.submit(check_modules, dtype).result()==[]
+def test_modules(dtype, pool): assert pool.submit(check_modules, dtype).result()==[]
 
 # --- A module's own code
 

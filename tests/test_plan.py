@@ -41,7 +41,8 @@ def trained_peak(task, opt, call):
     gc.collect()
     return max(live.log)
 
-@pytest.mark.parametrize('name,opt', crossed(tasks, opts, fast=lambda name, opt: opt=='fused' and name=='vit'))
+@pytest.mark.parametrize('name,opt', [('vit','fused'), *[slow_unless(False, k, 'fused') for k in tasks if k!='vit'],
+                                      slow_unless(False, 'vit', 'fastai')])
 def test_peak(name, opt):
     "Within 1 % of training with a learner, in each precision"
     task = tasks[name]

@@ -9,7 +9,7 @@ UV     := $(or $(shell command -v uv 2>/dev/null),$(BIN)/uv)
 OLDEST := $(shell sed -n 's/^pythons *= *\([0-9.]*\).*/\1/p' settings.ini)
 stop    = { echo "$(1)" >&2; exit 1; }
 install = $(UV) pip install --python $(BIN)/python
-# Else each process compiles what it imports
+# Let Python keep bytecode, so that not each process compiles what it imports
 export PYTHONDONTWRITEBYTECODE :=
 # The demo does with less, unless everything is there already
 DEMO   := $(if $(wildcard .venv/ready),.venv/ready,.venv/demo)

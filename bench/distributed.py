@@ -112,8 +112,8 @@ def main():
     args,_,results = start(p, 'distributed_{dev}')
     for world in (1,args.processes):
         with tempfile.TemporaryDirectory() as path:
-            # a fork imports nothing, and can't use a GPU
-            kind = 'spawn' if torch.cuda.is_available() else 'fork'
+            # a fork needn't import again, but can't use a GPU
+            kind = 'fork' if sys.platform=='linux' and not torch.cuda.is_available() else 'spawn'
             mp.start_processes(work, (world,path,args), nprocs=world, start_method=kind)
             groups = torch.load(f'{path}/rows{world}', weights_only=False)
         for group,rows in groups: results.measure(*group, rows)

@@ -1,9 +1,10 @@
 """Model families of timm, torchvision and transformers: which compute in half precision, and how exact are gradients?
 
 Each family's smallest model, with random weights and without dropout, computes one batch of random inputs on a CPU: in
-float32, with `torch.autocast` and with our rules, each twice, as the first call casts nothing ahead. What a family is: a module of timm or torchvision, a kind of
-configuration of transformers, which is made tiny. The loss is a fixed linear function of all floating outputs. The part
-`stream` compares autocast and copies in transformers' GPT-2 and BERT: gradient's error, memory of activations, time."""
+float32, with `torch.autocast` and with our rules, each twice, as the first call casts nothing ahead. What a family is:
+a module of timm or torchvision, a kind of configuration of transformers, which is made tiny. The loss is a fixed linear
+function of all floating outputs. The part `stream` compares autocast and our rules in transformers' GPT-2 and BERT: the
+gradient's error, memory of activations, and time, but not with `--float32-kernels`."""
 import inspect,logging,multiprocessing,warnings
 from contextlib import nullcontext
 from functools import partial
@@ -11,17 +12,19 @@ from math import isfinite
 
 import timm,transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode # PyTorch has no public way to replace kernels for a while
 from torchvision.models import get_model,get_model_builder,list_models
 
 from common import *
 from loops import Variant
+from mp_callbacks.dtypes import cast_tree
 from mp_callbacks.half import half_precision
 from mp_callbacks.plan import plan_memory
 
 libraries = ['timm','torchvision','transformers']
 in_half = {'autocast-bf16':dict(copies=False), 'bf16':dict()}
 quick = ['ghostnet','squeezenet','albert'] # one family of each library
-seconds,most = 120,200e6 # that a family may take, and parameters that its model may have
+most = 200e6 # parameters that a model may have
 
 # --- Models and inputs
 
@@ -122,6 +125,20 @@ def transformers_model(names):
 
 # --- What is measured
 
+aten = torch.ops.aten
+products = {o.default for o in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm,
+                                aten.convolution, aten.convolution_backward)}
+
+class Float32Kernels(TorchDispatchMode):
+    """Products and convolutions in bfloat16, computed by float32 kernels from the same numbers, and rounded
+
+    That is what processors with instructions for bfloat16 do. Others emulate it, which takes many times as long."""
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        # tensors of several dtypes are an error, here as there
+        if f not in products or {o.dtype for o in tensors(args)}!={bf16}: return f(*args, **kwargs)
+        return cast_tree(f(*cast_tree(args, torch.float32, bf16), **kwargs), bf16, torch.float32)
+
 def gradient(model, args, kwargs, half=None):
     "Gradients of all parameters as one vector, of a fixed linear function of the floating outputs, seeded"
     model.zero_grad()
@@ -171,26 +188,28 @@ def family(library, names):
         except Exception as e: yield precision,'error',0,explained(e)[1]
         yield precision,'whole',shape_of(model)==before,''
 
-def run_family(connection, library, names):
+def run_family(connection, library, names, kernels):
     torch.set_num_threads(1)
     rows = []
-    try: rows += family(library, names)
+    try:
+        with kernels: rows += family(library, names)
     except Exception as e: rows.append(('fp32', 'error', 0, explained(e)[1]))
     connection.send(rows)
 
-def in_a_process(library, names):
+def in_a_process(library, names, kernels, seconds):
     "The rows of `family`, computed in a fork, as some models end the process or don't end"
     fork = multiprocessing.get_context('fork')
     here,there = fork.Pipe()
-    process = fork.Process(target=run_family, args=(there, library, names), daemon=True)
+    process = fork.Process(target=run_family, args=(there, library, names, kernels), daemon=True)
     process.start()
     there.close()
     try: rows = here.recv() if here.poll(seconds) else [('fp32', 'error', 0, f'longer than {seconds} seconds')]
     except EOFError: rows = [('fp32', 'error', 0, 'the process ended')]
     process.kill()
+    process.join()
     for precision,*row in rows: yield Variant('ours', '', precision),1,*row
 
-# --- Autocast, copies, and copies with a float32 residual stream
+# --- Autocast, our rules, and our rules with a float32 residual stream
 
 ways = {'autocast-bf16':dict(copies=False), 'bf16':dict(), 'bf16, embeddings kept':dict(keep=nn.Embedding)}
 
@@ -223,7 +242,7 @@ def relative_times(model, words, turns):
         rows.append({way:seconds_of(model, words, half)/full for way,half in halves.items()})
     return pd.DataFrame(rows[1:]).median()
 
-def stream(name, turns=21, width=512):
+def stream(name, kernels, turns=21, width=512):
     "Rows of (precision, metric, value, note)"
     torch.manual_seed(0)
     model,words = Words(name),torch.randint(200, (8,64))
@@ -231,11 +250,13 @@ def stream(name, turns=21, width=512):
     def _loss(n): return model(torch.randint(200, (n,64)))
     for way,options in ways.items():
         half = half_precision(model, bf16, **options)
-        for _ in range(2): error = relative_error(gradient(model, (words,), {}, half), exact)
+        with kernels:
+            for _ in range(2): error = relative_error(gradient(model, (words,), {}, half), exact)
         yield way,'error of the gradient',error,''
         plan = plan_memory(model, _loss, torch.optim.AdamW(model.parameters()), 64, half).table
         yield way,'activations, MB',plan.activations['copies' if half.copies else 'autocast'],''
     yield 'fp32','activations, MB',plan.activations.float32,''
+    if isinstance(kernels, Float32Kernels): return # the time of those kernels says nothing about bfloat16
     times = relative_times(Words(name, width, 4), torch.randint(200, (8,64)), turns)
     for way in ways: yield way,'time',times[way],''
 
@@ -247,7 +268,7 @@ def summary(df):
     for library,o in df[df.part!='stream'].groupby('part', sort=False):
         errors = o[o.metric=='error of the gradient'].pivot_table(index='case', columns='precision', values='value')
         rows[library] = dict(families=o.case.nunique(), float32=o[o.metric=='again'].case.nunique())
-        for name,precision in dict(autocast='autocast-bf16', copies='bf16').items():
+        for name,precision in dict(autocast='autocast-bf16', rules='bf16').items():
             rows[library] |= {name:errors[precision].count(), f'error, {name}':errors[precision].median()}
         rows[library]['whole'] = o[o.metric=='whole'].groupby('case').value.min().eq(1).sum()
     return pd.DataFrame(rows).T.rename_axis('library')
@@ -259,24 +280,28 @@ def failures(df):
 
 def main():
     p = arguments(__doc__)
-    p.add_argument('--only', nargs='*', choices=libraries, default=libraries, help='libraries, without the part `stream` [all]')
+    p.add_argument('--only', nargs='*', choices=[*libraries,'stream'], default=[*libraries,'stream'], help='parts [all]')
+    p.add_argument('--seconds', type=int, default=120, help='seconds that a family may take [120]')
+    p.add_argument('--float32-kernels', action='store_true',
+                   help='where bfloat16 is emulated: compute products and convolutions in float32, and round them')
     torch.set_num_threads(1)
     args,_,results = start(p, 'families_cpu')
+    kernels = Float32Kernels() if args.float32_kernels else nullcontext()
     warnings.filterwarnings('ignore')
     logging.disable(logging.WARNING)
     transformers_model('GPT2Model') # what it imports then, each fork would import again
-    for library in args.only:
+    for library in [o for o in libraries if o in args.only]:
         for name,models in globals()[f'{library}_families']().items():
             if args.tiny and name not in quick: continue
-            results.measure(library, name, '', in_a_process(library, models))
-    for name in ('gpt2','bert') if args.only==libraries else ():
-        rows = ((Variant('ours', '', o),1,*row) for o,*row in stream(name, *(1,64) if args.tiny else ()))
+            results.measure(library, name, '', in_a_process(library, models, kernels, args.seconds))
+    for name in ('gpt2','bert') if 'stream' in args.only else ():
+        rows = ((Variant('ours', '', o),1,*row) for o,*row in stream(name, kernels, *(1,64) if args.tiny else ()))
         results.measure('stream', name, '', rows)
     df = results.read()
     of_stream = df[df.part=='stream']
     of_stream = of_stream.pivot_table(index=['case','precision'], columns='metric', values='value', sort=False)
     results.write('Model families in half precision, on a CPU',
-                  [markdown(summary(df)), '\n## Failures\n', markdown(failures(df)), '\n## Autocast and copies\n',
+                  [markdown(summary(df)), '\n## Failures\n', markdown(failures(df)), '\n## Autocast and our rules\n',
                    markdown(of_stream)], of='all families')
 
 if __name__=='__main__': main()

@@ -32,7 +32,7 @@ for folder in sys.stdin:
         sys.stdout.flush()
         os._exit(failed)
     print(os.waitpid(pid, 0)[1], flush=True)
-os._exit(0) # by itself it ends after seconds, as it frees all modules
+os._exit(0) # else it takes seconds to end, because it frees all modules
 """
 
 @contextmanager

@@ -93,18 +93,18 @@ def test_own_loop(run):
 
 # --- In two processes
 
-# Two forks with the environment of torchrun, which would import all three times; the page on several GPUs runs it
+# Two forks with the environment that torchrun gives to its processes. It starts interpreters, which import for seconds.
 as_torchrun = """
-import os,runpy,signal,socket,sys,traceback
-with socket.socket() as s:
-    s.bind(('127.0.0.1', 0))
-    port = str(s.getsockname()[1])
-os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT=port, WORLD_SIZE='2', LOCAL_WORLD_SIZE='2')
+import os,runpy,signal,sys,traceback
+from torch.distributed import TCPStore
+store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE='True',
+                  WORLD_SIZE='2', LOCAL_WORLD_SIZE='2')
 children = []
 for rank in '01':
     if pid := os.fork(): children.append(pid)
     else:
-        signal.alarm(120) # if the other one has failed
+        signal.alarm(120) # to end if the other process has failed
         os.environ.update(RANK=rank, LOCAL_RANK=rank)
         try: runpy.run_path({!r}, run_name='__main__')
         except BaseException: traceback.print_exc()
@@ -120,7 +120,6 @@ def in_two(forked, tmp_path):
     "The lines that an example prints in two processes"
     def _run(name):
         if not hasattr(os, 'fork'): pytest.skip('needs fork')
-        # two processes that print at once may share a line
         printed = forked(as_torchrun.format(str(examples[name])), tmp_path)
         out = re.findall('process .*? items|(?:accuracy|part|weights).*', printed)
         as_saved(name, out, sorted) # each process prints when it likes
@@ -150,8 +149,7 @@ def test_own_data(in_two, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not fsdp2_runs, reason=no_fsdp2)
 def test_fsdp2(in_two, tmp_path):
-    assert in_two('fsdp2')==['part of the first weight: (32, 64), loaded scale: 8192',
-                                         'weights are equal: True']
+    assert in_two('fsdp2')==['part of the first weight: (32, 64), loaded scale: 8192', 'weights are equal: True']
     assert len([*(tmp_path/'checkpoint').glob('*.distcp')])==2 # each process has written its part
 
 # --- Where readers find them

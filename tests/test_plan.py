@@ -41,8 +41,10 @@ def trained_peak(task, opt, call):
     gc.collect()
     return max(live.log)
 
-@pytest.mark.parametrize('name,opt', [('vit','fused'), *[slow_unless(False, k, 'fused') for k in tasks if k!='vit'],
-                                      slow_unless(False, 'vit', 'fastai')])
+of_vit = 'vit','fused'
+others = [*((k,'fused') for k in tasks if k!='vit'),('vit','fastai')] # the optimizer's bytes depend on no model
+
+@pytest.mark.parametrize('name,opt', [of_vit, *(slow_unless(False, *o) for o in others)])
 def test_peak(name, opt):
     "Within 1 % of training with a learner, in each precision"
     task = tasks[name]

@@ -4,7 +4,7 @@ The file takes long because each script trains all its loops, some in processes 
 import csv
 from pathlib import Path
 
-import pytest
+import pytest,torch
 
 bench = Path(__file__).parent.parent/'bench'
 columns = ['run','part','case','size','loop','opt','precision','turn','metric','value','note']
@@ -83,3 +83,16 @@ def test_report_of_failures(tmp_path, monkeypatch):
     results.measure('train', 'mlp', 4, [(Variant('hand','fused','fp32'),0,'error',0,'cuDNN error')])
     gpu.report(results)
     assert 'train: mlp' in (tmp_path/'a.md').read_text()
+
+@pytest.mark.slow
+def test_float32_kernels(monkeypatch):
+    "They give the numbers of bfloat16's own kernels, and their errors"
+    monkeypatch.syspath_prepend(bench)
+    from families import Float32Kernels
+    a,b,c = torch.randn(3,2,8,8).bfloat16()
+    def _product(): return torch.baddbmm(c, a, b, beta=.5, alpha=.25)
+    want = _product()
+    with Float32Kernels():
+        res = _product()
+        with pytest.raises(RuntimeError, match='dtype'): torch.mm(a[0], b[0].float())
+    assert res.dtype==torch.bfloat16 and torch.allclose(res, want, rtol=1e-2, atol=1e-2)

@@ -42,7 +42,7 @@ def trained_peak(task, opt, call):
     return max(live.log)
 
 of_vit = 'vit','fused'
-others = [*((k,'fused') for k in tasks if k!='vit'),('vit','fastai')] # what an optimizer keeps is the same in any kind of model
+others = [*((k,'fused') for k in tasks if k!='vit'),('vit','fastai')] # what an optimizer keeps is the same in any model
 
 @pytest.mark.parametrize('name,opt', [of_vit, *(slow_unless(False, *o) for o in others)])
 def test_peak(name, opt):

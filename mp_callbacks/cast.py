@@ -123,9 +123,8 @@ class OneCast:
             if layer not in wanted or not has_plain_weights(layer) or not all(map(_castable, params)): continue
             if any([id(p) in copies for p in params]): continue # another layer has the same weight
             chosen.append(layer)
-            for p in params:
-                copies[id(p)] = None
-                size += p.numel()*self.dtype.itemsize
-                nodes.setdefault((p.device,size//node_bytes), []).append(p)
+            copies.update(dict.fromkeys(map(id, params)))
+            size += sum([p.numel() for p in params])*self.dtype.itemsize
+            nodes.setdefault((params[0].device,size//node_bytes), []).extend(params)
         for params in nodes.values(): copies.update(zip(map(id, params), CastAll.apply(self.dtype, *params)))
         return {m:(_state(m._parameters.values()),{k:copies[id(p)] for k,p in m._parameters.items()}) for m in chosen}

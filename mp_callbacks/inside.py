@@ -106,7 +106,7 @@ def keep_average(
 ):
     "Leave the loss of a skipped step out of the training loss that fastai shows, which begins anew if it isn't finite"
     smooth = getattr(getattr(learn, 'recorder', None), 'smooth_loss', None)
-    if not hasattr(smooth, 'count'): return
+    if not hasattr(smooth, 'count') or learn.iter>0 and not skipped: return
     known = smooth.value.item() if smooth.count else 0. # fastai keeps it on the CPU
     if learn.iter==0 and not math.isfinite(known): smooth.reset()
     if not skipped: return

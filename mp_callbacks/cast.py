@@ -43,8 +43,8 @@ def has_plain_weights(
     module:nn.Module, # Any module
 )->bool:
     "Are its parameters a weight, and perhaps a bias? Pruning and parametrizations compute these from others."
-    names = module._parameters # PyTorch 2.10 can't compile a comparison of sets
-    return 'weight' in names and all([o in ('weight','bias') for o in names])
+    names = module._parameters
+    return 'weight' in names and len(names)==1+('bias' in names)
 
 def _castable(p):
     "Is `p` an ordinary trained weight? A frozen one may be written in the middle of a call, by a momentum encoder."
@@ -120,7 +120,8 @@ class OneCast:
         wanted,chosen,nodes,copies,size = self.used[graph]-self.in_vain[graph],[],{},{id(None):None},0
         for layer in self.layers:
             params = [p for p in layer._parameters.values() if p is not None]
-            if layer not in wanted or not has_plain_weights(layer) or not all(map(_castable, params)): continue
+            if not params or layer not in wanted or not has_plain_weights(layer): continue
+            if not all(map(_castable, params)): continue
             if any([id(p) in copies for p in params]): continue # another layer has the same weight
             chosen.append(layer)
             copies.update(dict.fromkeys(map(id, params)))

@@ -267,7 +267,7 @@ class StandIn:
         attrs = self.module.__dict__
         found = attrs.get('forward')
         if found is not self:
-            self.found = None if _is_own(found, self.module) else found
+            self.found = None if found is None or _is_own(found, self.module) else found
             attrs['forward'] = self
         self.on = True
 
@@ -282,7 +282,7 @@ class StandIn:
         attrs = self.module.__dict__
         # installed above a function that calls it, it would call itself without end
         if attrs.get('forward') is not self: return StandIn(self.module, self.around)
-        top = self
+        top = self.found
         while isinstance(top, StandIn) and not top.on: top = top.found
         if top is None: del attrs['forward']
         else: attrs['forward'] = top

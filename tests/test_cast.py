@@ -81,6 +81,13 @@ def test_once(node_bytes, nodes, monkeypatch):
         assert forward.together==together==back.together[::-1] and forward.single==single
     check(Model)
 
+def test_no_weights():
+    "A norm may have none, as with `affine=False`"
+    def _make():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(8,8), nn.GroupNorm(2, 8, affine=False), nn.Linear(8,1))
+    check(_make)
+
 def test_memory_format():
     "A copy has that of its weight, and the gradient, too: a convolution in `channels_last` stays so"
     weight = nn.Parameter(torch.randn(4,3,3,3).to(memory_format=torch.channels_last))

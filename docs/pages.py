@@ -7,6 +7,7 @@ hidden cells, and knows where names are documented; its own pages need Quarto, a
 links."""
 import argparse,ast,base64,inspect,json,os,re,shutil,sys,yaml
 from dataclasses import is_dataclass
+from collections import ChainMap
 from functools import lru_cache
 from html import escape
 from importlib import import_module
@@ -20,7 +21,7 @@ from fastcore.docments import docments,docstring
 from fastcore.nbio import read_nb
 from nbdev.config import get_config,nbpath2html
 from nbdev.doclinks import NbdevLookup,nbglob
-from nbdev.processors import FilterDefaults,add_links,exec_show_docs
+from nbdev.processors import FilterDefaults,add_links,clean_magics,exec_show_docs
 
 here = Path(__file__).resolve().parent
 cfg  = get_config(here)
@@ -105,7 +106,7 @@ def documented():
 def to_dialect(s, d, names=()):
     "Markdown `s` in dialect `d`: links, formulas, diffs; documented names in back-ticks become links, but for `names`"
     lookup = NbdevLookup()
-    lookup.syms = {k: v for k,v in documented().items() if k not in names}
+    lookup.syms = ChainMap(dict.fromkeys(names), documented())
     s = lookup.linkify(s) or ''
     s = re.sub(r'\[([^][]*)\[(`[^`]*`)\]\([^)]*\)([^][]*)\]\(', r'[\1\2\3](', s) # no link in a link
     s = _link.sub(lambda m: m[0] if m['code'] else f']({d.link(m["url"])}', s)
@@ -215,8 +216,10 @@ def symbol_md(name, ns, shown, d):
 # --- Notebooks
 
 class Filter(FilterDefaults):
-    "What nbdev makes of directives; but notebooks are not run for their `show_doc`s, and `to_dialect` makes the links"
-    def base_procs(self): return [o for o in super().base_procs() if o not in (exec_show_docs, add_links)]
+    """What nbdev makes of directives; but notebooks are not run for their `show_doc`s, and `to_dialect` makes the links
+
+    They have no magics, for which nbdev reads its settings again at each cell."""
+    def base_procs(self): return [o for o in super().base_procs() if o not in (exec_show_docs, add_links, clean_magics)]
 
 def options(cell):
     "Split a cell into its `#|` options and the rest"

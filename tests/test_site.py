@@ -85,10 +85,10 @@ widths = phone,wide = 390,1600
 def looks(html, new_tab):
     "What `look` and the console say about each page, on a phone and in a wide window"
     (tab,errors),res = new_tab(phone),{}
-    for page in html:
+    for i,page in enumerate(html):
         errors.clear()
         tab.goto(page)
-        for width in widths:
+        for width in widths[::(-1)**i]: # first that of the page before: to change it takes long
             tab.set_viewport_size(dict(width=width, height=900))
             res[page,width] = dict(tab.evaluate(look), errors=[*errors])
     return res

@@ -72,7 +72,7 @@ class Steps(Callback):
 def make_learner(mode, path):
     model,opt_func = mlp(True),fused_adam if mode.endswith('fused') else Adam
     model.insert(2, Bomb())
-    learn = get_learner(model, dls=get_dls(n=32), loss_func=Loss(), lr=1e-3, path=path, opt_func=opt_func)
+    learn = get_learner(model, dls=get_dls(bs=8, n=16), loss_func=Loss(), lr=1e-3, path=path, opt_func=opt_func)
     precisions[mode](learn)
     learn.create_opt()
     return learn

@@ -77,7 +77,6 @@ class half_precision:
     def _forget(self):
         self.device_type = None # of the parameters, when the ways were chosen
         self.modules,self.params = [],[] # of the model
-        self._children = [] # of the modules
         self._forwards = [] # of the classes of the modules
         self.ways = {} # name of a module -> how it computes
         self.cast,self.root = OneCast(),None # the latter is the model without wrappers
@@ -116,13 +115,14 @@ class half_precision:
         if attends and device_type=='cpu': around = partial(_without_fast_path, around)
         arounds[self.model] = partial(self._whole, around) # the last one to be installed
         self._stand_ins = [StandIn(module, f) for module,f in arounds.items()]
-        self.modules,self._forwards,self._children = modules,forwards,_children(modules)
+        self.modules,self._forwards = modules,forwards
         self._switch()
 
     @property
     def outdated(self)->bool:
         "Have modules been added, removed or replaced since `refresh`? This takes less time."
-        return _children(self.modules)!=self._children
+        inside = chain.from_iterable(map(dict.values, [m._modules for m in self.modules]))
+        return {None,*inside}!={None,*self.modules[1:]} # None: a module may be registered as None
 
     def choose_ways(self,
         named:dict, # Name -> module, for the modules of the model
@@ -230,8 +230,6 @@ class half_precision:
         return cast_tree(res, torch.float32, half_dtypes)
 
 _switching = RLock() # one thread at a time
-
-def _children(modules): return [*chain.from_iterable(map(dict.values, [m._modules for m in modules]))]
 
 def _plain(forward, args, kwargs): return forward(*args, **kwargs)
 

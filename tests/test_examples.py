@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from learners import *
 
+pytestmark = pytest.mark.slow
 root = Path(__file__).resolve().parent.parent
 examples = {o.stem: o for o in sorted((root/'examples').glob('*.py'))}
 page = json.loads((root/'nbs/howto/examples.ipynb').read_text(encoding='utf-8'))['cells']
@@ -32,7 +33,6 @@ def run(forked, tmp_path):
 
 # --- In one process
 
-@pytest.mark.slow
 def test_resume(run, tmp_path):
     "The resumed run knows the best epoch, and how many have been worse since"
     out = run('resume')
@@ -79,7 +79,6 @@ def test_inference(run):
                                                                   'torch.float32','torch.bfloat16']
     assert min(int(re.search(r'(\d+) of 64', o)[1]) for o in out)>60
 
-@pytest.mark.slow
 def test_trainer(run):
     pytest.importorskip('transformers')
     found,end = run('trainer')
@@ -137,7 +136,6 @@ with contextlib.redirect_stderr(io.StringIO()) as said:
     out, = forked(code, tmp_path).split('\n')[:1]
     assert out==f'2 Start it with: torchrun --nproc-per-node 2 examples/{name}.py'
 
-@pytest.mark.slow
 def test_own_data(in_two, tmp_path):
     out = in_two('own_data')
     result,*items = sorted(out) # each process prints when it likes
@@ -146,7 +144,6 @@ def test_own_data(in_two, tmp_path):
     assert float(acc)>.8 and same=='True'
     assert (tmp_path/'models/digits.pth').exists()
 
-@pytest.mark.slow
 @pytest.mark.skipif(not fsdp2_runs, reason=no_fsdp2)
 def test_fsdp2(in_two, tmp_path):
     assert in_two('fsdp2')==['part of the first weight: (32, 64), loaded scale: 8192', 'weights are equal: True']

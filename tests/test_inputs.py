@@ -231,14 +231,19 @@ print(json.dumps([*res, see()]), 'mp_callbacks.learner' in sys.modules)
 
 @pytest.mark.slow
 def test_unpatched_process(forked_plain, tmp_path):
-    "load_learner needs nothing but that mp_callbacks is installed, and predicts in float32"
+    "`load_learner` needs nothing but that mp_callbacks is installed, and predicts in float32"
     learn = modes['fp16'](get_learner(norm=True, path=tmp_path))
     learn.fit(1)
     cloudpickle.register_pickle_by_value(learners) # so that the other process needn't import it, and with it all ours
-    try: learn.export()
+    try:
+        learn.export()
+        learn.to_fp32().export('float32.pkl')
     finally: cloudpickle.unregister_pickle_by_value(learners)
-    want = [[learn.to_fp32().predict(i)[2].tolist() for i in (3,4)],['torch.float32']]
+    want = [[learn.predict(i)[2].tolist() for i in (3,4)],['torch.float32']]
     assert forked_plain(load_code, tmp_path).splitlines()[-1]==f'{json.dumps([want]*2)} False'
+    # after `to_fp32` it need not be installed
+    code = "import sys; sys.modules['mp_callbacks'] = None; from fastai.learner import *; load_learner('float32.pkl')"
+    forked_plain(code, tmp_path)
 
 @pytest.mark.parametrize('piece', ['prepare_grads','flat_steps'])
 def test_default_device(piece):

@@ -119,6 +119,7 @@ changes = '''if True:
         return [k for k in changed if '._orig_to_' not in str(k)]
     print(json.dumps([*map(change_by, sys.argv[1:])]))'''
 
+@pytest.mark.slow
 def test_only_learner_changes_fastai(imports):
     "Or PyTorch's classes, or fastai's default callbacks; and `learner` only methods of `Learner`"
     last = [o for o in in_order if o=='learner' or 'learner' in imports[o]]

@@ -40,6 +40,7 @@ def test_level():
     "Where the difference is the margin, about one in twenty is called equivalent"
     assert .02<share(eq.margin, .2, 'equivalent')<.08
 
+@pytest.mark.slow
 @pytest.mark.parametrize('noise', [.2,.4])
 def test_power(noise):
     "A known effect is found, and none is not"

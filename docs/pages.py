@@ -6,8 +6,8 @@ rest: the sidebar and the look are in mkdocs.yml, and it checks the links betwee
 hidden cells, and knows where names are documented; its own pages need Quarto, and its tables of parameters have no
 links."""
 import argparse,ast,base64,inspect,json,os,re,shutil,sys,yaml
-from dataclasses import is_dataclass
 from collections import ChainMap
+from dataclasses import is_dataclass
 from functools import lru_cache
 from html import escape
 from importlib import import_module
@@ -218,7 +218,7 @@ def symbol_md(name, ns, shown, d):
 class Filter(FilterDefaults):
     """What nbdev makes of directives; but notebooks are not run for their `show_doc`s, and `to_dialect` makes the links
 
-    They have no magics, for which nbdev reads its settings again at each cell."""
+    Nor are magics removed: no notebook has one, and nbdev would read its settings again at each cell."""
     def base_procs(self): return [o for o in super().base_procs() if o not in (exec_show_docs, add_links, clean_magics)]
 
 def options(cell):

@@ -4,6 +4,9 @@ from fastcore.foundation import L
 from torch import nn
 from torch.nn import functional as F
 
+# `torch.manual_seed` also formats the stack for each kind of device that isn't there, which takes longer than a step
+seed_cpu = torch.default_generator.manual_seed
+
 def leaves(x):
     "All that is in `x`, in a list: values, and the keys of dicts"
     if isinstance(x, dict): return [o for k in sorted(x, key=str) for o in (str(k), *leaves(x[k]))]

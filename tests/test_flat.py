@@ -10,11 +10,8 @@ from fastai.optimizer import *
 from fastai.optimizer import l2_reg,sgd_step,weight_decay
 
 from mp_callbacks.flat import flat_steps
-from states import same
+from states import same,seed_cpu
 from tracing import interrupted
-
-# `torch.manual_seed` also formats the stack for each kind of device that isn't there, which takes longer than a step
-seed_cpu = torch.default_generator.manual_seed
 
 optimizers = dict(
     sgd      = lambda ps: SGD(ps, lr=.1),

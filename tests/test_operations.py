@@ -14,11 +14,9 @@ from torch import Tensor,nn
 from learners import *
 from mp_callbacks.devices import support
 from mp_callbacks.dtypes import cast_tree,leaves
-from states import assert_plain,identical
+from states import assert_plain,identical,seed_cpu
 
 ways = dict(float32=None, autocast=False, half=True)
-# `torch.manual_seed` also formats the stack for each kind of device that isn't there, which takes a third of the time
-seed = torch.default_generator.manual_seed
 halves = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 
 def outcome(model, args, way, dtype, kwargs={}):
@@ -26,7 +24,7 @@ def outcome(model, args, way, dtype, kwargs={}):
     half = nullcontext() if ways[way] is None else half_precision(model, dtype, copies=ways[way])
     try:
         for _ in range(2 if ways[way] else 1): # in a second call, weights are cast together
-            seed(0)
+            seed_cpu(0)
             model.zero_grad()
             with half:
                 res = leaves(model(*args, **kwargs))
@@ -41,7 +39,7 @@ def compare(new, args, dtype, kwargs={}):
     "Raise an error if half precision fails where autocast doesn't, is less exact, or leaves something behind"
     seen = {}
     for way in ways:
-        seed(0)
+        seed_cpu(0)
         model = new()
         params = dict(model.named_parameters())
         if not params: return # nothing to compute from
@@ -78,14 +76,14 @@ def check_modules(dtype):
 
 def check_module(info, training, dtype):
     "As the model itself, and behind a layer in half precision"
-    seed(0)
+    seed_cpu(0)
     samples = [*info.module_inputs_func(info, 'cpu', torch.float32, True, training)]
     for sample in samples[::1+2*(len(samples)//24)]: # one loss has hundreds; odd, as kinds of samples alternate
         made,called = sample.constructor_input,sample.forward_input
         if called is None: continue
         args = cast_tree(called.args, torch.float32, torch.float64)
         def _new():
-            seed(0)
+            seed_cpu(0)
             return info.module_cls(*made.args, **made.kwargs).train(training)
         for new in (_new, lambda: Behind(_new())):
             try: compare(new, args, dtype, called.kwargs)

@@ -160,7 +160,7 @@ def main():
     p = arguments(__doc__)
     p.set_defaults(threads=1)
     p.add_argument('--turns', type=int, default=15, help='how many turns every loop has [15]')
-    args,_,results = start(p, 'host_cpu')
+    args,_,results = start(p, 'host_{dev}')
     sizes,how = (tasks(1, 5),(1,.01)) if args.tiny else (tasks(12, 240),(args.turns,.2))
     for task in sizes:
         results.measure('host', task.name, task.batch, measure(task, *how))

@@ -283,10 +283,9 @@ class PrecisionCallback(PrecisionPart):
         learn,half,loss,state = self.learn,self.half,self.learn.loss_grad,self.state
         if state is not self.last_state: self.remember(state) # a callback has loaded a checkpoint
         scale = state.scaling.loss_scale
-        step = self._step
-        step.params = self._params()
-        others = self._others_reached(loss, step.params)
-        params,step.others = [*step.params,*others],[*step.others,*others]
+        step,others = self._step,self._others_reached(loss)
+        step.others += others
+        params = [*self._params(),*others] if scale!=1 else [] # those whose gradients are multiplied
         step.losses.append(loss.detach())
         if self._tells(state.skips+1) or state.bad_losses+1==self.warn_skips:
             step.batches.append((learn.xb,learn.yb))
@@ -324,7 +323,7 @@ class PrecisionCallback(PrecisionPart):
     def before_step(self):
         learn,state = self.learn,self.state
         stats = prepare_grads(self._opt_params(), state.scaling.loss_scale, self.clip, state.steps,
-                              state.scaling.wants_amax, also=self._step.params, unscaled=True, losses=self._step.losses)
+                              state.scaling.wants_amax, also=self._params(), unscaled=True, losses=self._step.losses)
         learn.step_stats = self._step.stats = stats
         if stats.finite: return
         self._step.drop(self._params())
@@ -371,13 +370,13 @@ class PrecisionCallback(PrecisionPart):
         params = *self._opt_params(),*self.half.params,*(of_loss() if of_loss else ())
         return [*{id(p):p for p in params}.values()]
 
-    def _others_reached(self, loss, params):
+    def _others_reached(self, loss):
         "What else the backward pass of `loss` leads to, such as inputs, hidden states, points of a gradient penalty"
         given = any(isinstance(o, torch.Tensor) and o.requires_grad for o in leaves([self.learn.xb, self.learn.yb]))
         # to look costs a microsecond for each operation
         if not given and not self._reaches_others and self.learn.iter>0: return []
         if is_sharded(self.learn.model): return [] # whole parameters stand in for the parts
-        known = {*map(id, params)}
+        known = {*map(id, self._params())}
         others = [o for o in reached_leaves(loss) if id(o) not in known]
         self._reaches_others = bool(others)
         return others

@@ -73,7 +73,7 @@ class GatheredStep:
         self.buffers = remember_buffers(others) # what they were
         self.losses = [] # of its batches
         self.batches = [] # their inputs and targets, if the step may have to be explained
-        self.params,self.others = [],[] # parameters that get gradients, and what else has got some
+        self.others = [] # tensors that have got gradients, beside parameters
         self.stats = None # `StepStats` of the gradients, as soon as they are complete
         self.outcome = '' # 'made' or 'skipped', as soon as it has ended
 

@@ -142,7 +142,8 @@ def syncs_per_batch(mode, opt={}, **kwargs):
     return cb.counts[-6:]
 
 fused = dict(opt_func=fused_adamw)
-plain = [(m,{}) for m in modes[1:]]+[('to_fp16',dict(headroom=None))]
+low = dict(headroom=None, max_loss_scale=1024.) # no step is skipped, which would wait once more
+plain = [('to_fp16',low),('to_bf16',{}),('to_native_fp16',dict(init_scale=1024.)),('to_native_bf16',{})]
 searching = [('to_fp16',{}),('to_fp16',dict(clip=1.))] # a scale, which waits once more until a gradient isn't zero
 cases = [*[(*o,opt) for o in plain for opt in ({},fused)], ('to_bf16',dict(flat_master=True),{}),
          *[pytest.param(*o, opt, marks=results) for o in searching for opt in ({},fused)]]

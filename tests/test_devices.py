@@ -202,7 +202,9 @@ class Dtypes(TorchDispatchMode):
         self.seen |= {o.dtype for o in (res if isinstance(res, (list,tuple)) else [res]) if isinstance(o, torch.Tensor)}
         return res
 
-@pytest.mark.parametrize('device,double', [('mps',False), ('xpu',False), ('cuda',True)])
+# with a GPU of NVIDIA, PyTorch 2.11 makes no fake tensors for one of Intel
+xpu = pytest.param('xpu', False, marks=pytest.mark.skipif(torch.cuda.is_available(), reason='needs no CUDA device'))
+@pytest.mark.parametrize('device,double', [('mps',False), xpu, ('cuda',True)])
 def test_fp8_without_float64(device, double):
     with FakeTensorMode(),Dtypes() as dtypes: fp8_recipes['rowwise'].quantize(torch.ones(4, 4, device=device), dim=1)
     assert (torch.float64 in dtypes.seen)==double

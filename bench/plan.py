@@ -1,6 +1,6 @@
 """How good `plan_memory` is: plans made on a CPU, beside the peaks that `gpu.py` measured on a GPU
 
-Takes the rows of bench/results/gpu.csv in float32 and with autocast. Prints a Markdown table."""
+Takes the rows of bench/results/gpu.csv in float32, with autocast and of `to_bf16`. Prints a Markdown table."""
 import argparse
 
 import pandas as pd,torch
@@ -16,7 +16,7 @@ opts = dict(fused  = lambda params: OptimWrapper(params, torch.optim.AdamW, fuse
             fastai = lambda params: Adam(params, 1e-3, wd=.01))
 # (optimizer, precision and loop in the csv file) -> precision in the plan
 compared = {('fused','fp32','fastai'):'float32', ('fused','autocast-bf16','ours'):'autocast',
-            ('fastai','fp32','fastai'):'float32'}
+            ('fused','bf16','ours'):'copies', ('fastai','fp32','fastai'):'float32'}
 
 def plan(task, opt):
     model = task.model('cpu')

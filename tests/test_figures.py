@@ -33,7 +33,7 @@ def over_float32(name, cases, call=('fused','bf16'), part=None, metric='step_ms'
     ms = medians(name, metric, part)
     return [one(ms, o, 'ours', *call)/one(ms, o, 'fastai', 'fused', 'fp32') for o in cases]
 
-cpu,on_gpu = ['mlp','conv','vit','gpt'],['vit-base','gpt-124M','resnet50-nhwc','mlp-8x2048']
+cpu,on_gpu = ['mlp','conv','vit','gpt'],['vit-base','gpt-124M','resnet50','mlp-8x2048']
 halves = ('fused','bf16'),('fused','fp16'),('fused','autocast-bf16')
 def gpu(metric, cases): return [x for o in halves for x in over_float32('gpu', cases, o, 'train', metric)]
 def spread(xs): return [100*min(xs),100*max(xs)]
@@ -47,8 +47,23 @@ def step_cost(case, size, *loops):
 many = [('fastai','fused','fp32'), ('fastai','fused','autocast-bf16'), ('lightning','fused','autocast-bf16'),
         ('ours','fused','autocast-bf16'), ('ours','fused','bf16')]
 def batches(case, *sizes):
-    ms = medians('gpu', part='mpx')[case]
+    ms = medians('gpu_a76470f', part='mpx')[case]
     return [ms[o]['fastai','fused','fp32']/ms[o]['ours','fused','bf16'] for o in sizes]
+
+def less(part, case, loop, *others, metric='step_ms'):
+    "Percent that `loop` takes less than each of `others`, on a GPU"
+    ms = medians('gpu', metric, part)
+    return [100-100*one(ms, case, *loop)/one(ms, case, *o) for o in others]
+
+bf16,native,autocast = ('ours','fused','bf16'),('ours','fused','autocast-bf16'),('hand','fused','autocast-bf16')
+by_hand = 'hand','fused','bf16'
+def kernels(*loops): return [one(medians('host_cuda', 'kernels'), 'vit', *o) for o in loops]
+
+fp8 = 'fp8-tensorwise'
+def times(loop, precision, metric='step_ms', of='ours', base='bf16'):
+    "How many times as much a GPT takes, in the part where some are compiled"
+    ms = medians('gpu', metric, 'compiled')
+    return one(ms, 'gpt-124M', loop, 'fused', precision)/one(ms, 'gpt-124M', of, 'fused', base)
 
 claims = [ # page, the figures in a sentence of it, and where they are from
     ('results', r'an MLP takes ([\d.]+) of the time of float32, a convolutional net ([\d.]+), and two small '
@@ -62,6 +77,19 @@ claims = [ # page, the figures in a sentence of it, and where they are from
         lambda: spread([1-o for o in gpu('peak_mb', on_gpu[:3])])),
     ('results', r'takes only (\d+) ms in float32',
         lambda: [one(medians('gpu', part='train'), 'mlp-8x2048', 'fastai', 'fused', 'fp32')]),
+    ('results', r'took (\d+) % less time than `to_bf16` for the same work', lambda: less('train', 'vit-base', by_hand, bf16)),
+    ('results', r'took (\d+) % less time than autocast in a plain loop, (\d+) % less than `to_native_bf16`, and',
+        lambda: less('mpx', 'vit-base', bf16, autocast, native)),
+    ('results', r'and (\d+) % less memory than both', lambda: less('mpx', 'vit-base', bf16, native, metric='peak_mb')),
+    ('results', r'gives the GPU (\d+) in a step with `to_bf16`, (\d+) in that plain loop, (\d+) with fastai\'s autocast '
+                r'and (\d+) with `to_native_bf16`',
+        lambda: kernels(bf16, by_hand, ('fastai','fused','autocast-bf16'), native)),
+    ('fp8', r'Compiled, `to_fp8` took ([\d.]+) times the time of `to_bf16` and',
+        lambda: [times('compiled', fp8, of='compiled')]),
+    ('fp8', r'and (\d+) % less memory; not compiled', lambda: [100-100*times('compiled', fp8, 'peak_mb', 'compiled')]),
+    ('fp8', r'it took ([\d.]+) times the time. So', lambda: [times('ours', fp8)]),
+    ('fast_on_a_gpu', r'took ([\d.]+) of the time with `to_bf16\(\)` when it was compiled, and ([\d.]+) with',
+        lambda: [times('compiled', o, base=o) for o in ('bf16','autocast-bf16')]),
     ('results', r'ViT-base rises from ([\d.]+) at 16 images to ([\d.]+) at 256', lambda: batches('vit-base', 16, 256)),
     ('results', r'a ViT with 256 features from ([\d.]+) at 64 images to ([\d.]+) at 1024',
         lambda: batches('vit-256-800', 64, 1024)),

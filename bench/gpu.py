@@ -99,6 +99,7 @@ def table(df):
 
 def plot_mpx(df, path):
     for case,o in df.groupby('case'):
+        if o['size'].nunique()<2: continue
         fig,axs = plt.subplots(1, 2, figsize=(11,4))
         for ax,metric,label in zip(axs, ('peak_mb','step_ms'), ('peak memory (MB)','time per step (ms)')):
             for (loop,precision),d in o[o.metric==metric].groupby(['loop','precision'], sort=False):

@@ -1,4 +1,5 @@
 "The models that are measured, and batches of random numbers for them"
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -70,35 +71,34 @@ class GPT(Transformer):
     def tokens(self, x): return self.embed(x)
     def head(self, x): return F.linear(x, self.embed.weight)
 
+@cache
+def _consts(n, size, dtype, device):
+    "Gradients of `n` parameters; no module holds them, as its half-precision tensors would be cast after each call"
+    return [torch.full((size,), 1e-3, dtype=dtype, device=device) for _ in range(n)]
+
 class Constant(torch.autograd.Function):
     "No forward pass to speak of, and a backward pass that only writes its results"
     @staticmethod
-    def forward(ctx, x, consts, *ps):
-        ctx.consts = consts(ps)
+    def forward(ctx, x, *ps):
+        ctx.consts = _consts(len(ps), len(ps[0]), ps[0].dtype, ps[0].device)
         return x.new_zeros(len(x), 2)
 
     @staticmethod
     def backward(ctx, g):
         g = g[0,0].to(ctx.consts[0].dtype) # with another dtype CUDA would need a kernel for each
-        return None,None,*torch._foreach_mul(ctx.consts, g)
+        return None,*torch._foreach_mul(ctx.consts, g)
 
 class Weights(nn.Module):
     "`n` parameters with `size` numbers each, and nothing to compute; under autocast they are cast"
     def __init__(self, n, size):
         super().__init__()
-        self.consts = {}
         for i in range(n): self.register_parameter(f'p{i}', nn.Parameter(torch.randn(size)))
-
-    def _consts(self, ps):
-        dtype = ps[0].dtype
-        if dtype not in self.consts: self.consts[dtype] = [torch.full_like(p, 1e-3) for p in ps]
-        return self.consts[dtype]
 
     def forward(self, x):
         ps,dev = list(self._parameters.values()),x.device.type
         half = torch.get_autocast_dtype(dev) if torch.is_autocast_enabled(dev) else ps[0].dtype
         if ps[0].dtype!=half: ps = [p.to(half) for p in ps]
-        return Constant.apply(x, self._consts, *ps)
+        return Constant.apply(x, *ps)
 
 def loss_func(pred, y): return F.cross_entropy(pred.flatten(0, -2), y.flatten())
 

@@ -146,7 +146,7 @@ def _largest_in_shards(xs):
     res = torch.stack(foreach_norm([o if o.numel() else o.new_zeros(1) for o in shards], inf))
     return type(xs[0]).from_local(res, mesh, [Partial('max')]*mesh.ndim)
 
-_few = 2**16 # numbers: to copy them takes less time than a norm of their own
+_few = 2**12 # numbers: to copy them takes less time than a norm of their own, on a CPU, too
 
 def _join_vectors(xs):
     "`xs`, with vectors such as biases in one tensor"

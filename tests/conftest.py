@@ -1,4 +1,4 @@
-import os,random,signal,threading
+import os,random,signal,sys,threading
 from importlib.util import find_spec
 
 import numpy as np,pytest,torch
@@ -52,6 +52,12 @@ def pytest_terminal_summary(terminalreporter, config):
 def flags(request):
     "What to run besides the ordinary"
     return {*marks}-{*left_out(request.config)}
+
+@pytest.fixture(autouse=True)
+def on_cpu(request):
+    "Learners are on the CPU, also where there is a GPU, but for tests marked `cuda`"
+    if torch_core := sys.modules.get('fastai.torch_core'):
+        torch_core.default_device(None if request.node.get_closest_marker('cuda') else False)
 
 @pytest.fixture(autouse=True)
 def seed():

@@ -20,8 +20,6 @@ modes = dict( # the scale starts where nothing overflows, so that no step is ski
     native_bf16  = lambda learn, **kwargs: learn.to_native_bf16(**kwargs))
 calls = 'to_fp16 to_bf16 to_native_fp16 to_native_bf16'.split()
 
-default_device(False) # the CPU, also where there is a GPU: tests marked `cuda` name their device
-
 # A test's processes are forks of one that has imported fastai, and so start at once. A fork can't use a GPU.
 start_method = 'spawn' if torch.cuda.is_available() else 'forkserver'
 set_forkserver_preload('fastai.callback.all fastai.distributed mp_callbacks.all sklearn.datasets torch._dynamo'.split())

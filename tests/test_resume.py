@@ -112,6 +112,7 @@ def stopped(learn, way, k, event, order, at):
 
 def resume(path, mode, opt, way, files):
     "Load each of `files`, go on from the step that stands beside its name, and write down where that leads"
+    default_device(False) # the CPU, as in the test's own process
     warnings.simplefilter('ignore')
     warnings.filterwarnings('error', 'Could not load|Saved file')
     res = {}

@@ -10,6 +10,7 @@ __all__ = ['node_bytes', 'CastAll', 'has_plain_weights', 'Call', 'OneCast']
 # %% ../nbs/02b_cast.ipynb #d24fa5c9
 import torch
 from threading import get_ident
+from typing import NamedTuple
 from torch import nn
 
 from .grads import foreach_copy_
@@ -46,30 +47,32 @@ def has_plain_weights(
     names = module._parameters
     return 'weight' in names and len(names)==1+('bias' in names)
 
-def _castable(p):
-    "Is `p` an ordinary trained weight? A frozen one may be written in the middle of a call, by a momentum encoder."
-    ordinary = type(p) is nn.Parameter and not p.is_inference() # inference mode counts no versions
-    return ordinary and p.requires_grad and p.dtype==torch.float32
+def _castable(layer):
+    """Are its parameters plain, and ordinary trained ones?
 
-def _state(params): return [p if p is None else (id(p),p._version,p.data_ptr(),p.requires_grad) for p in params]
+    A frozen one may be written in the middle of a call, by a momentum encoder. Inference mode counts no versions."""
+    return has_plain_weights(layer) and all([
+        p is None or type(p) is nn.Parameter and p.requires_grad and p.dtype==torch.float32 and not p.is_inference()
+        for p in layer._parameters.values()])
 
-class Call:
-    "A call of the model in one thread: the copies that it has cast, and the layers that have computed"
-    def __init__(self,
-        graph:bool, # Are gradients on?
-        copies:dict, # Layer -> state of its parameters, and their copies by name
-    ): self.graph,self.copies,self.used = graph,copies,set()
+def _state(layer):
+    params = [p for p in layer._parameters.values() if p is not None]
+    return [o for p in params for o in (id(p),p._version,p.data_ptr(),p.requires_grad)] # flat: there are many
 
-    def take(self,
-        layer:nn.Module, # Layer that is about to compute
-    )->dict: # Name -> copy; None: autocast is to cast
-        "The copies for `layer`, for one use, if its parameters are what they were when they were cast"
-        if torch.is_grad_enabled() is not self.graph: return None
-        self.used.add(layer)
-        state,copies = self.copies.get(layer, (None,None))
-        if copies is None or state!=_state(layer._parameters.values()): return None # cast in vain
-        del self.copies[layer]
-        return copies
+def _in_nodes(layers, dtype):
+    "Lists of the `layers` that one node of the graph casts to `dtype`"
+    nodes,size = {},0
+    for layer in layers:
+        params = [*layer.parameters(recurse=False)]
+        size += sum(p.numel() for p in params)*dtype.itemsize
+        if params: nodes.setdefault((params[0].device,size//node_bytes), []).append(layer)
+    return [*nodes.values()]
+
+class Call(NamedTuple):
+    "A call of the model in one thread"
+    graph:bool # Are gradients on?
+    copies:dict # Layer -> state of its parameters, and their copies by name, until it takes them
+    used:set # Layers that have computed
 
 # %% ../nbs/02b_cast.ipynb #e3ba25f7
 class OneCast:
@@ -80,7 +83,7 @@ class OneCast:
         layers=(), # Modules of which all parameters are to be cast
         dtype:torch.dtype=torch.float16, # Half-precision dtype
     ):
-        self.layers,self.dtype = layers,dtype
+        self.nodes,self.dtype = _in_nodes(layers, dtype),dtype
         # by whether gradients are on: layers that the last call has used, and those that were ever cast in vain
         self.used,self.in_vain = {True:set(), False:set()},{True:set(), False:set()}
         self.calls = {} # thread -> its call of the model
@@ -89,7 +92,7 @@ class OneCast:
         "A call of the model begins in this thread. Returns the one that it is a part of, or None."
         outer,graph = self.call,torch.is_grad_enabled()
         # a model that calls itself has cast already, and what `torch.func` computes has another graph
-        self.calls[get_ident()] = Call(graph, {} if outer or _transform() else self._cast(graph))
+        self.calls[get_ident()] = Call(graph, {} if outer or _transform() else self._cast(graph), set())
         return outer
 
     def end(self,
@@ -111,21 +114,21 @@ class OneCast:
     def take(self,
         layer:nn.Module, # Layer that is about to compute
     )->dict: # Name -> parameter in half precision; None: autocast is to cast
-        "What the parameters of `layer` have been cast to"
+        "What the parameters of `layer` have been cast to, for one use, if they are what they were then"
         call = self.call
-        return call and call.take(layer)
+        if call is None or torch.is_grad_enabled() is not call.graph: return None
+        call.used.add(layer)
+        state,copies = call.copies.get(layer, (None,None))
+        if copies is None or state!=_state(layer): return None # cast in vain
+        del call.copies[layer]
+        return copies
 
     def _cast(self, graph):
         "What a call begins with: for a layer, the state of its parameters, and their copies by name"
-        wanted,chosen,nodes,copies,size = self.used[graph]-self.in_vain[graph],[],{},{id(None):None},0
-        for layer in self.layers:
-            params = [p for p in layer._parameters.values() if p is not None]
-            if not params or layer not in wanted or not has_plain_weights(layer): continue
-            if not all(map(_castable, params)): continue
-            if any([id(p) in copies for p in params]): continue # another layer has the same weight
-            chosen.append(layer)
-            copies.update(dict.fromkeys(map(id, params)))
-            size += sum([p.numel() for p in params])*self.dtype.itemsize
-            nodes.setdefault((params[0].device,size//node_bytes), []).extend(params)
-        for params in nodes.values(): copies.update(zip(map(id, params), CastAll.apply(self.dtype, *params)))
-        return {m:(_state(m._parameters.values()),{k:copies[id(p)] for k,p in m._parameters.items()}) for m in chosen}
+        wanted,res = self.used[graph]-self.in_vain[graph],{}
+        for node in self.nodes:
+            layers = [o for o in node if o in wanted and _castable(o)]
+            params = [p for o in layers for p in o._parameters.values() if p is not None]
+            copies = iter(CastAll.apply(self.dtype, *params) if params else ())
+            for o in layers: res[o] = _state(o),{k:p if p is None else next(copies) for k,p in o._parameters.items()}
+        return res

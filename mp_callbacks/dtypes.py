@@ -154,11 +154,12 @@ def hand_back(
     "Do to the tensors, lists and dicts of the old structure what has been done to those of the new one"
     known = {id(new):old for old,new in replaced}
     for old,new in replaced:
-        now = {k:known.get(id(o), o) for k,o in (parts_of(new) or {}).items()}
         if isinstance(new, Tensor):
             if new.is_inference() or not new._version: continue # nothing was written
             with torch.no_grad() if old.is_leaf else nullcontext(): old.copy_(new)
-        elif isinstance(old, list): old[:] = now.values()
+            continue
+        now = {k:known.get(id(o), o) for k,o in (parts_of(new) or {}).items()}
+        if isinstance(old, list): old[:] = now.values()
         elif isinstance(old, MutableMapping):
             for k in old.keys()-now.keys(): del old[k]
             for k,o in now.items():

@@ -125,8 +125,8 @@ def largest_number(
 
 def _grads(params):
     "The `params` that have a gradient, without repetitions, and the gradients, or the values of sparse gradients"
-    found = {id(p):(p,g) for p in params if (g := p.grad) is not None} # each access makes a Python object
-    params,grads = [p for p,_ in found.values()],[g for _,g in found.values()]
+    params = [p for p in {id(p):p for p in params}.values() if p.grad is not None]
+    grads = [p.grad for p in params]
     if not any(map(attrgetter('is_sparse'), grads)): return params,grads
     for p in params:
         if p.grad.is_sparse: p.grad = p.grad.coalesce() # the sum of two finite entries for the same row may overflow
@@ -157,7 +157,9 @@ def _join_vectors(xs):
 def _norms_of_kind(dtype, xs, ord):
     "Scalar tensors whose norm is that of `xs`, which are all on one device, in `dtype` and of one class"
     as_float32 = dict(dtype=torch.float32) if dtype in half_dtypes else {}
-    if not hasattr(xs[0], 'to_local'): return foreach_norm(_join_vectors(xs), ord, **as_float32)
+    if not hasattr(xs[0], 'to_local'):
+        if dtype==torch.float32 and not any(x.dim() for x in xs): return xs # numbers, such as losses, with their signs
+        return foreach_norm(_join_vectors(xs), ord, **as_float32)
     res = _largest_in_shards(xs) if ord==inf else torch.stack(foreach_norm(xs, ord, **as_float32))
     return [*res.full_tensor()] # combine the parts of `fully_shard`
 
@@ -169,7 +171,7 @@ def _norms(groups, ord=2):
             found.setdefault(device, []).extend([(group,o) for o in _norms_of_kind(dtype, kind, ord)])
     for norms in found.values():
         for (group,_),x in zip(norms, torch.stack([o for _,o in norms]).tolist()): group.append(x)
-    return [max(o, default=0.) if ord==inf else hypot(*o) for o in res]
+    return [max(map(abs, o), default=0.) if ord==inf else hypot(*o) for o in res]
 
 def _last_bad(grads):
     "Index of the last of `grads` that isn't finite, or if only the norm of all isn't, of the largest"

@@ -76,7 +76,7 @@ class half_precision:
 
     def _forget(self):
         self.device_type = None # of the parameters, when the ways were chosen
-        self.modules,self.params = [],[] # of the model
+        self.modules,self.params,self.full = [],[],[] # of the model; the last are its float32 parameters
         self._forwards = [] # of the classes of the modules
         self.ways = {} # name of a module -> how it computes
         self.cast,self.root = OneCast(),None # the latter is the model without wrappers
@@ -94,6 +94,7 @@ class half_precision:
     def refresh(self):
         "Choose again how modules compute if the modules, their classes or the device of the model have changed"
         device_type,modules,self.params = _device_type(self.model),[*self.model.modules()],[*self.model.parameters()]
+        self.full = [p for p in self.params if p.dtype==torch.float32]
         forwards = [getattr_static(type(m), 'forward', None) for m in modules]
         if (device_type,modules,forwards)==(self.device_type,self.modules,self._forwards): return
         if self._some_on: self._take_off()

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from fastai.callback.core import CancelStepException
+from fastai.optimizer import OptimWrapper
 from fastai.torch_core import default_device
 
 from .dtypes import cast_tree,half_dtypes,leaves
@@ -246,7 +247,8 @@ class PrecisionCallback(PrecisionPart):
         finally:
             if not within_batch(self.learn) and self._step is not None and self._step.outcome:
                 self._step = None
-                remove_grads(self._opt_params())
+                # a wrapped optimizer of PyTorch has removed them; fastai's own fill them with zeros
+                if not isinstance(self.learn.opt, OptimWrapper): remove_grads(self._opt_params())
             (half.install if on else half.remove)()
             if self._half[0] is not half: self._half[0].remove() # a callback has replaced the model
 
@@ -268,7 +270,7 @@ class PrecisionCallback(PrecisionPart):
 
     def _check_float32(self):
         "Raise a `RuntimeError` if the forward pass has rounded parameters for good"
-        changed = [p for p in self._step.full if p.dtype!=torch.float32]
+        changed = [p for p in self.half.full if p.dtype!=torch.float32]
         if not changed: return
         name,dtype = parameter_name(self.learn.model, changed[0]),changed[0].dtype
         for p in changed: p.data = p.data.float()
@@ -365,10 +367,9 @@ class PrecisionCallback(PrecisionPart):
     def _opt_params(self): return [p for pg in self.learn.opt.param_lists for p in pg]
 
     def _params(self):
-        "Parameters of optimizer, model and loss function, each once"
+        "Parameters of optimizer, model and loss function, some of them twice"
         of_loss = getattr(self.learn.loss_func, 'parameters', None)
-        params = *self._opt_params(),*self.half.params,*(of_loss() if of_loss else ())
-        return [*{id(p):p for p in params}.values()]
+        return [*self._opt_params(),*self.half.params,*(of_loss() if of_loss else ())]
 
     def _others_reached(self, loss):
         "What else the backward pass of `loss` leads to, such as inputs, hidden states, points of a gradient penalty"

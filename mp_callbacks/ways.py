@@ -185,6 +185,14 @@ def _is_activation(x, given):
 
 def _round(x, dtype): return keep_attributes(x, x.to(dtype=dtype))
 
+def _call_with(passed, f, args, kwargs):
+    "What `f` returns if it gets `passed` for `args` and `kwargs`. What it does to lists, dicts and tensors counts."
+    given,n = [*args,*kwargs.values()],len(args)
+    compiling = torch.compiler.is_compiling() # it can't follow lists and dicts
+    replaced = [] if compiling else [o for pair in zip(given, passed) for o in replaced_parts(*pair)]
+    try: return f(*passed[:n], **dict(zip(kwargs, passed[n:])))
+    finally: hand_back(replaced)
+
 class Owner(Way):
     """As autocast computes with its parameters, in float32; what it returns and passes to modules inside is rounded
 
@@ -254,9 +262,7 @@ class Owner(Way):
         else: which = ()
         if not any(which) or len(which)!=len(values): return around(forward, args, kwargs)
         passed = [_round(o, half.dtype) if rounds else o for o,rounds in zip(values, which)]
-        res = around(forward, tuple(passed[:len(args)]), dict(zip(kwargs, passed[len(args):])))
-        if not compiling: hand_back([(o,new) for o,new in zip(values, passed) if new is not o])
-        return res
+        return _call_with(passed, lambda *o, **ko: around(forward, o, ko), args, kwargs)
 
 
 # %% ../nbs/02c_ways.ipynb #2a49d39e
@@ -271,14 +277,8 @@ class Float32(Way):
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns in float32"
         # one by one: `torch.compile` can't follow a comparison of tuples
-        full = [cast_tree(o, torch.float32, half_dtypes) for o in args]
-        full_kwargs = {k:cast_tree(o, torch.float32, half_dtypes) for k,o in kwargs.items()}
-        compiling = torch.compiler.is_compiling() # it can't follow lists and dicts
-        replaced = [] if compiling else replaced_parts([*args,kwargs], [*full,full_kwargs])
-        try:
-            with _autocast_off(half.device_type): res = forward(*full, **full_kwargs)
-        finally: hand_back(replaced)
-        return res
+        full = [cast_tree(o, torch.float32, half_dtypes) for o in (*args,*kwargs.values())]
+        with _autocast_off(half.device_type): return _call_with(full, forward, args, kwargs)
 
 class Float32Norm(Float32):
     "In float32, but with the result in the dtype of the input"

@@ -106,9 +106,9 @@ def mul_grads(
     "Multiply the gradients of `params`: in place, or as a part of the graph that `create_graph` has made"
     if by==1: return
     params,grads = _grads(params)
-    for p,g in zip(params, grads):
-        if g.requires_grad: p.grad = p.grad*by # that of a sparse one is not `g`
-    with torch.no_grad(): _mul([g for g in grads if not g.requires_grad], by)
+    in_graph = [p for p,g in zip(params, grads) if g.requires_grad]
+    for p in in_graph: p.grad = p.grad*by # that of a sparse one is not in `grads`
+    with torch.no_grad(): _mul([g for g in grads if not g.requires_grad] if in_graph else grads, by)
 
 def _mul(grads, by):
     if by==1: return

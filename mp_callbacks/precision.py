@@ -325,7 +325,8 @@ class PrecisionCallback(PrecisionPart):
     def before_step(self):
         learn,state = self.learn,self.state
         stats = prepare_grads(self._opt_params(), state.scaling.loss_scale, self.clip, state.steps,
-                              state.scaling.wants_amax, also=self._params(), unscaled=True, losses=self._step.losses)
+                              state.scaling.wants_amax, also=self._model_params(), unscaled=True,
+                              losses=self._step.losses)
         learn.step_stats = self._step.stats = stats
         if stats.finite: return
         self._step.drop(self._params())
@@ -366,10 +367,14 @@ class PrecisionCallback(PrecisionPart):
 
     def _opt_params(self): return [p for pg in self.learn.opt.param_lists for p in pg]
 
-    def _params(self):
-        "Parameters of optimizer, model and loss function, some of them twice"
+    def _model_params(self):
+        "Parameters of model and loss function"
         of_loss = getattr(self.learn.loss_func, 'parameters', None)
-        return [*self._opt_params(),*self.half.params,*(of_loss() if of_loss else ())]
+        return [*self.half.params,*(of_loss() if of_loss else ())]
+
+    def _params(self):
+        "Parameters of optimizer, model and loss function, each once"
+        return [*{id(p):p for p in (*self._opt_params(),*self._model_params())}.values()]
 
     def _others_reached(self, loss):
         "What else the backward pass of `loss` leads to, such as inputs, hidden states, points of a gradient penalty"

@@ -76,9 +76,8 @@ class half_precision:
 
     def _forget(self):
         self.device_type = None # of the parameters, when the ways were chosen
-        self.modules,self.params,self.full = [],[],[] # of the model; the last are its float32 parameters
+        self.modules,self.params = [],[] # of the model
         self._forwards = [] # of the classes of the modules
-        self._children,self._inside = [],{None} # their dicts of modules, and what these held
         self.ways = {} # name of a module -> how it computes
         self.cast,self.root = OneCast(),None # the latter is the model without wrappers
         self._stand_ins = [] # of the modules
@@ -95,7 +94,6 @@ class half_precision:
     def refresh(self):
         "Choose again how modules compute if the modules, their classes or the device of the model have changed"
         device_type,modules,self.params = _device_type(self.model),[*self.model.modules()],[*self.model.parameters()]
-        self.full = [p for p in self.params if p.dtype==torch.float32]
         forwards = [getattr_static(type(m), 'forward', None) for m in modules]
         if (device_type,modules,forwards)==(self.device_type,self.modules,self._forwards): return
         if self._some_on: self._take_off()
@@ -118,14 +116,13 @@ class half_precision:
         arounds[self.model] = partial(self._whole, around) # the last one to be installed
         self._stand_ins = [StandIn(module, f) for module,f in arounds.items()]
         self.modules,self._forwards = modules,forwards
-        # a module may be registered as None
-        self._children,self._inside = [m._modules for m in modules],{None,*modules[1:]}
         self._switch()
 
     @property
     def outdated(self)->bool:
         "Have modules been added, removed or replaced since `refresh`? This takes less time."
-        return {None,*chain.from_iterable(map(dict.values, self._children))}!=self._inside
+        inside = chain.from_iterable(map(dict.values, [m._modules for m in self.modules]))
+        return {None,*inside}!={None,*self.modules[1:]} # None: a module may be registered as None
 
     def choose_ways(self,
         named:dict, # Name -> module, for the modules of the model

@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from fastai.callback.core import CancelStepException
-from fastai.optimizer import OptimWrapper
 from fastai.torch_core import default_device
 
 from .dtypes import cast_tree,half_dtypes,leaves
@@ -247,8 +246,7 @@ class PrecisionCallback(PrecisionPart):
         finally:
             if not within_batch(self.learn) and self._step is not None and self._step.outcome:
                 self._step = None
-                # a wrapped optimizer of PyTorch has removed them; fastai's own fill them with zeros
-                if not isinstance(self.learn.opt, OptimWrapper): remove_grads(self._opt_params())
+                remove_grads(self._opt_params())
             (half.install if on else half.remove)()
             if self._half[0] is not half: self._half[0].remove() # a callback has replaced the model
 
@@ -270,7 +268,7 @@ class PrecisionCallback(PrecisionPart):
 
     def _check_float32(self):
         "Raise a `RuntimeError` if the forward pass has rounded parameters for good"
-        changed = [p for p in self.half.full if p.dtype!=torch.float32]
+        changed = [p for p in self._step.full if p.dtype!=torch.float32]
         if not changed: return
         name,dtype = parameter_name(self.learn.model, changed[0]),changed[0].dtype
         for p in changed: p.data = p.data.float()

@@ -69,7 +69,7 @@ class GatheredStep:
     def __init__(self,
         others=(), # Modules beside the model, such as those of the loss
     ):
-        self.modules = [] # of the model
+        self.modules,self.full = [],[] # of the model, and its float32 parameters
         self.buffers = remember_buffers(others) # what they were
         self.losses = [] # of its batches
         self.batches = [] # their inputs and targets, if the step may have to be explained
@@ -84,7 +84,7 @@ class GatheredStep:
         if self.modules is half.modules: return
         known = {id(m) for m in self.modules}
         new = [m for m in half.modules if id(m) not in known]
-        self.modules = half.modules
+        self.modules,self.full = half.modules,[p for p in half.params if p.dtype==torch.float32]
         self.buffers += remember_buffers(new)
 
     def drop(self,

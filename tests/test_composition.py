@@ -65,6 +65,36 @@ class When(Callback):
     def _when(self):
         if self.training: self.f(self.learn)
 
+class Grows(nn.Module):
+    "Its last layer computes in the dtype of its weight"
+    def __init__(self):
+        super().__init__()
+        self.body,self.last = nn.Sequential(nn.Linear(8,16), nn.Linear(16,16)),nn.Linear(16,1)
+    def forward(self, x): return self.last(self.body(x).to(self.last.weight.dtype))
+
+def in_second_epoch(mode, change, **kwargs):
+    "The model of a fit, which `change` has changed in the middle"
+    learn = modes[mode](get_learner(Grows()), **kwargs)
+    learn.fit(2, cbs=When('before_train', lambda o: change(o.model) if o.epoch==1 else None))
+    return learn.model
+
+@pytest.mark.parametrize('mode', ['fp16','bf16'])
+def test_block_replaced_in_a_fit(mode):
+    "The new one counts in the next batch, also if the old one has another place in the model"
+    seen = []
+    def change(model):
+        model.old = model.body.pop(1)
+        model.body.append(nn.LayerNorm(16))
+        model.body[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    in_second_epoch(mode, change, keep=nn.LayerNorm)
+    assert len(seen)==8 and {*seen}=={torch.float32}
+
+@pytest.mark.parametrize('mode', ['fp16','bf16'])
+def test_float64_part_in_a_fit(mode):
+    "is no parameter that the forward pass has rounded"
+    model = in_second_epoch(mode, lambda o: o.last.requires_grad_(False).double())
+    assert {p.dtype for p in model.last.parameters()}=={torch.float64}
+
 class Uphill(Callback):
     "From epoch 3 on every step makes it worse"
     order = 70

@@ -66,6 +66,22 @@ def test_error_leaves_no_gradients(mode):
     learn.fit(1)
     assert learn.precision_recorder.log.finite.all()
 
+class Ends(Callback):
+    "Ends each batch when its step was made, before the optimizer clears gradients"
+    order = 80
+    def after_step(self): raise CancelBatchException
+
+@pytest.mark.parametrize('opt', [SGD,partial(OptimWrapper, opt=torch.optim.SGD)], ids=['fastai','torch'])
+@pytest.mark.parametrize('mode', modes)
+def test_batch_ends_after_step(mode, opt):
+    "The gradients of a step that was made don't count in the next one"
+    def _trained(*cbs):
+        learn = modes[mode](get_learner(Net(), opt_func=opt, lr=.05))
+        learn.fit(2, cbs=cbs)
+        assert all(p.grad is None for p in learn.model.parameters())
+        return flat(weights(learn))
+    assert torch.equal(_trained(Ends()), _trained())
+
 class Replaces(Callback):
     "Another model in the first batch, whose forward pass fails"
     def __init__(self, model): self.model = model

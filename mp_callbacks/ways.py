@@ -186,7 +186,7 @@ def _is_activation(x, given):
 def _round(x, dtype): return keep_attributes(x, x.to(dtype=dtype))
 
 def _call_with(passed, f, args, kwargs):
-    "What `f` returns if it gets `passed` for `args` and `kwargs`. What it does to lists, dicts and tensors counts."
+    "What `f` returns for `passed` in place of `args` and `kwargs`, in which it changes lists, dicts and tensors, too"
     given,n = [*args,*kwargs.values()],len(args)
     compiling = torch.compiler.is_compiling() # it can't follow lists and dicts
     replaced = [] if compiling else [o for pair in zip(given, passed) for o in replaced_parts(*pair)]
@@ -262,7 +262,7 @@ class Owner(Way):
         else: which = ()
         if not any(which) or len(which)!=len(values): return around(forward, args, kwargs)
         passed = [_round(o, half.dtype) if rounds else o for o,rounds in zip(values, which)]
-        return _call_with(passed, lambda *o, **ko: around(forward, o, ko), args, kwargs)
+        return _call_with(passed, lambda *a, **ka: around(forward, a, ka), args, kwargs)
 
 
 # %% ../nbs/02c_ways.ipynb #2a49d39e

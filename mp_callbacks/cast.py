@@ -29,14 +29,14 @@ class CastAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        known = [g for g in grads if g is not None]
         # with a gradient penalty the backward pass is differentiated, too
-        full = iter([g.float() for g in known] if torch.is_grad_enabled() else _cast_all(known, torch.float32))
-        return None,*[None if g is None else next(full) for g in grads]
+        if torch.is_grad_enabled(): return None,*[g if g is None else g.float() for g in grads]
+        return None,*_cast_all(grads, torch.float32)
 
 def _cast_all(tensors, dtype):
-    res = tuple([torch.empty_like(t, dtype=dtype) for t in tensors]) # in the memory format of each
-    if res: foreach_copy_(res, tensors)
+    "`tensors` in `dtype`, each in its memory format, without a graph. Some may be None, as a missing bias is."
+    res = tuple([t if t is None else torch.empty_like(t, dtype=dtype) for t in tensors])
+    if pairs := [o for o in zip(res, tensors) if o[0] is not None]: foreach_copy_(*zip(*pairs))
     return res
 
 # %% ../nbs/02b_cast.ipynb #4d10716d
@@ -56,8 +56,7 @@ def _castable(layer):
         for p in layer._parameters.values()])
 
 def _state(layer):
-    params = [p for p in layer._parameters.values() if p is not None]
-    return [o for p in params for o in (id(p),p._version,p.data_ptr(),p.requires_grad)] # flat: there are many
+    return [(id(p),p._version,p.data_ptr(),p.requires_grad) for p in layer._parameters.values() if p is not None]
 
 def _in_nodes(layers, dtype):
     "Lists of the `layers` that one node of the graph casts to `dtype`"
@@ -128,7 +127,7 @@ class OneCast:
         wanted,res = self.used[graph]-self.in_vain[graph],{}
         for node in self.nodes:
             layers = [o for o in node if o in wanted and _castable(o)]
-            params = [p for o in layers for p in o._parameters.values() if p is not None]
+            params = [p for o in layers for p in o._parameters.values()]
             copies = iter(CastAll.apply(self.dtype, *params) if params else ())
-            for o in layers: res[o] = _state(o),{k:p if p is None else next(copies) for k,p in o._parameters.items()}
+            for o in layers: res[o] = _state(o),dict(zip(o._parameters, copies))
         return res

@@ -1,6 +1,6 @@
 """Pairs of training loops on a CPU, in one thread: is ours as fast as it should be?
 
-Ours with copies beside ours with autocast, ours beside a loop written by hand, ours beside fastai's own, and with
+`to_bf16` beside `to_native_bf16`, ours beside a loop written by hand, ours beside fastai's own, and with
 `--against PATH` ours beside the package in another checkout. Each loop has several processes of its own, and takes
 turns with the others. What is measured is the CPU time of a step, which depends less on other work on the machine than
 the time that passes, and its page faults. What is in the csv file already is not measured again."""
@@ -27,13 +27,13 @@ def fused(loop, precision): return Variant(loop, 'fused', precision)
 
 def each(precision): return [fused(o, precision) for o in ('ours','hand','fastai')]
 
-copies,bare = fused('ours', 'bf16'),fused('bare', 'fp32')
+half,bare = fused('ours', 'bf16'),fused('bare', 'fp32')
 bf16_loops = ours_bf16,_,fastai_bf16 = each('autocast-bf16')
 fp16_loops = ours_fp16,_,fastai_fp16 = each('autocast-fp16')
 adam_loops = [Variant(*o) for o in (('ours','fastai','bf16'), ('ours','fastai','autocast-bf16'),
                                     ('fastai','fastai','autocast-bf16'))]
-loops = {'mlp':[copies,*bf16_loops], 'mlp-fp16':fp16_loops, 'mlp-adam':adam_loops, 'vit':[copies],
-         'linears':[copies,ours_bf16], 'weights':[ours_fp16,fastai_fp16,ours_bf16,fastai_bf16,bare]}
+loops = {'mlp':[half,*bf16_loops], 'mlp-fp16':fp16_loops, 'mlp-adam':adam_loops, 'vit':[half],
+         'linears':[half,ours_bf16], 'weights':[ours_fp16,fastai_fp16,ours_bf16,fastai_bf16,bare]}
 # Whose first loop is compared with that of another checkout
 against = {'mlp':'MLP 6×1024', 'mlp-adam':"MLP 6×1024, fastai's Adam", 'vit':'ViT 192×6', 'linears':'120 × Linear(8,8)'}
 
@@ -42,15 +42,15 @@ def pairs(task, ms, other):
     def _less_fastai(loops, name, check, most):
         ours,hand,fastai = [ms[o] for o in loops] # fastai-hand is what a `Learner` takes
         return f"MLP 6×1024, {name}: autocast less fastai's own time, and by hand {check}",ours-fastai+hand,hand,most
-    if other: yield f'{against[task]}, bf16 copies: this code, and {other.loop}',ms[loops[task][0]],ms[other],1.03
+    if other: yield f'{against[task]}, `to_bf16`: this code, and {other.loop}',ms[loops[task][0]],ms[other],1.03
     if task=='mlp':
-        yield 'MLP 6×1024, bf16: copies, and autocast',ms[copies],ms[ours_bf16],1.08
+        yield 'MLP 6×1024: `to_bf16`, and `to_native_bf16`',ms[half],ms[ours_bf16],1.08
         yield _less_fastai(bf16_loops, 'bf16', 'without a check', 1.1)
     elif task=='mlp-fp16': yield _less_fastai(fp16_loops, 'fp16', 'with GradScaler', 1.05)
     elif task=='mlp-adam':
-        for v,name in zip(adam_loops, ('copies','autocast')):
-            yield f"MLP 6×1024, fastai's Adam, bf16: {name}, and fastai's autocast",ms[v],ms[adam_loops[2]],1.05
-    elif task=='linears': yield '120 × Linear(8,8), bf16: copies, and autocast',ms[copies],ms[ours_bf16],1.1
+        for v,name in zip(adam_loops, ('to_bf16','to_native_bf16')):
+            yield f"MLP 6×1024, fastai's Adam: `{name}`, and fastai's autocast",ms[v],ms[adam_loops[2]],1.05
+    elif task=='linears': yield '120 × Linear(8,8): `to_bf16`, and `to_native_bf16`',ms[half],ms[ours_bf16],1.1
     elif task=='weights':
         for name,ours,fastai in (('float16',ours_fp16,fastai_fp16),('bfloat16',ours_bf16,fastai_bf16)):
             case = f"240 tensors, {name} autocast, a step without forward and backward: ours, and fastai's"

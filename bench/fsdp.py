@@ -1,4 +1,4 @@
-"""Memory of a step with FSDP2: half-precision copies and autocast beside FSDP2's own `MixedPrecisionPolicy`
+"""Memory of a step with FSDP2: `to_bf16` and `to_native_bf16` beside FSDP2's own `MixedPrecisionPolicy`
 
     python bench/fsdp.py [--processes 2]
 
@@ -24,7 +24,7 @@ class Block(nn.Module):
         self.up,self.down = nn.Linear(width, 4*width),nn.Linear(4*width, width)
     def forward(self, x): return x+self.down(self.up(x).relu())
 
-ways = {'float32':(None,False), 'to_bf16 (copies)':(True,False), 'to_native_bf16 (autocast)':(False,False),
+ways = {'float32':(None,False), 'to_bf16':(True,False), 'to_native_bf16':(False,False),
         'MixedPrecisionPolicy':(None,True), 'to_native_bf16 and the policy':(False,True)}
 
 def measure(copies, policy, width=256, depth=24, bs=16):

@@ -18,13 +18,16 @@ from .grads import foreach_copy_
 _transform = torch._C._functorch.peek_interpreter_stack # what `torch.func` computes now, or None; it has no public name
 
 # %% ../nbs/02b_cast.ipynb #095cc261
-node_bytes = 32*2**20 # of half precision: a node of the autograd graph holds its gradients until it has all of them
+node_bytes = 12*2**20 # of half precision: a node of the autograd graph holds its gradients until it has all of them
 
 class CastAll(torch.autograd.Function):
     "Float32 tensors in another dtype, and their gradients in float32, each way at once"
     @staticmethod
     def forward(ctx, dtype, *tensors):
         ctx.set_materialize_grads(False) # the gradient of what isn't used stays None
+        # The backward pass takes the ready node with the largest number, which counts those of the forward pass. This
+        # one has the first, so it would wait for all others, and DDP with it. There is no public name for that.
+        ctx._set_sequence_nr(2**63)
         return _cast_all(tensors, dtype)
 
     @staticmethod

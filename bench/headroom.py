@@ -2,7 +2,8 @@
 
 Each small model trains with AdamW on random batches, under autocast and with three rules more, as `to_native_fp16` and
 `to_fp16` do. The loss scale starts at 2**10 and is measured in the first finite step; `None` is a scale without
-headroom, from 2**24. Prints a Markdown table. Needs timm and transformers."""
+headroom, from 2**24. On a CPU, `to_fp16` leaves layer norms in float32. Prints a Markdown table. Needs timm and
+transformers."""
 import argparse
 
 import timm,torch,transformers

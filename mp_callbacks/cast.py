@@ -25,9 +25,9 @@ class CastAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, dtype, *tensors):
         ctx.set_materialize_grads(False) # the gradient of what isn't used stays None
-        # The backward pass takes the ready node with the largest number, which counts those of the forward pass. This
-        # one has the first, so it would wait for all others, and DDP with it. There is no public name for that.
-        ctx._set_sequence_nr(2**63)
+        # Of the nodes that are ready, the backward pass takes the one made last, by its number. This one is made first,
+        # so it would wait for all others, and DDP with it. No public name sets the number.
+        ctx._set_sequence_nr(2**62) # beyond all others but those of parameters, which have 2**64-1
         return _cast_all(tensors, dtype)
 
     @staticmethod
@@ -37,7 +37,7 @@ class CastAll(torch.autograd.Function):
         return None,*_cast_all(grads, torch.float32)
 
 def _cast_all(tensors, dtype):
-    "`tensors` in `dtype`, each in its memory format, without a graph. Some may be None, as a missing bias is."
+    "`tensors` in `dtype`, each in its memory format, without a graph. A bias or a gradient may be None."
     res = tuple([t if t is None else torch.empty_like(t, dtype=dtype) for t in tensors])
     if pairs := [o for o in zip(res, tensors) if o[0] is not None]: foreach_copy_(*zip(*pairs))
     return res
@@ -59,15 +59,18 @@ def _castable(layer):
         for p in layer._parameters.values()])
 
 def _state(layer):
-    return [(id(p),p._version,p.data_ptr(),p.requires_grad) for p in layer._parameters.values() if p is not None]
+    params = layer._parameters.items() # pruning gives a weight another name
+    return [(name,id(p),p._version,p.data_ptr(),p.requires_grad) for name,p in params if p is not None]
 
 def _in_nodes(layers, dtype):
-    "Lists of the `layers` that one node of the graph casts to `dtype`"
-    nodes,size = {},0
+    "Lists of the `layers` that one node of the graph casts to `dtype`: `node_bytes` at most, or one layer"
+    nodes,start = {},0
     for layer in layers:
         params = [*layer.parameters(recurse=False)]
-        size += sum(p.numel() for p in params)*dtype.itemsize
-        if params: nodes.setdefault((params[0].device,size//node_bytes), []).append(layer)
+        size = sum(p.numel() for p in params)*dtype.itemsize
+        if start%node_bytes+size>node_bytes: start = -(-start//node_bytes)*node_bytes # of the next node
+        if params: nodes.setdefault((params[0].device,start//node_bytes), []).append(layer)
+        start += size
     return [*nodes.values()]
 
 class Call(NamedTuple):

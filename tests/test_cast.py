@@ -9,6 +9,7 @@ import pytest,torch
 from torch import nn
 from torch.func import functional_call,grad,jacfwd,jacrev,vmap
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -81,6 +82,13 @@ def test_once(node_bytes, nodes, monkeypatch):
         assert forward.together==together==back.together[::-1] and forward.single==single
     check(Model)
 
+def test_size_of_a_node(monkeypatch):
+    "At most `node_bytes`, or one layer that has more"
+    monkeypatch.setattr(cast, 'node_bytes', 600)
+    layers = [nn.Linear(8, n, bias=False) for n in (20,30,10,3,40,1,12,12,12)] # of 16 bytes a row
+    nodes = cast.OneCast(layers, bf16).nodes
+    assert [[o.out_features for o in node] for node in nodes]==[[20],[30],[10,3],[40],[1,12,12],[12]]
+
 def test_no_weights():
     "A norm may have none, as with `affine=False`"
     def _make():
@@ -109,6 +117,14 @@ def mul(m): m.weight.mul_(1.5)
 def mul_data(m): m.weight.data.mul_(1.5)
 def assign_data(m): m.weight.data = m.weight.data*1.5
 def replace(m): m.weight = nn.Parameter(m.weight*1.5)
+
+class Pruned(Model):
+    "Takes numbers out of a weight in the middle of its second call"
+    def __init__(self): super().__init__(); self.b,self.calls = nn.Linear(8, 8, bias=False),0
+    def forward(self, x):
+        x,self.calls = self.a(x).tanh(),self.calls+1
+        if self.calls==2: prune.l1_unstructured(self.b, 'weight', .9)
+        return self.c(self.b(x).tanh())
 
 class Momentum(nn.Module):
     "As much code of momentum encoders does it: in place, through `.data`"
@@ -140,7 +156,7 @@ class Codebook(nn.Embedding):
 def between(kind): return lambda: nn.Sequential(nn.Linear(8,8), kind(8, 8), nn.Linear(8,1))
 
 kinds = dict(mul=partial(Written, mul), assign_data=partial(Written, assign_data), replace=partial(Written, replace),
-             momentum=Momentum, clamped=between(Clamped), codebook=between(Codebook))
+             pruned=Pruned, momentum=Momentum, clamped=between(Clamped), codebook=between(Codebook))
 
 @pytest.mark.parametrize('kind', kinds)
 def test_written(kind):
@@ -413,8 +429,10 @@ def test_ddp_sends_early(one_process, monkeypatch):
         sent.clear()
         differentiated.clear()
         model.zero_grad()
-        with half: ddp(torch.ones(2,32)).sum().backward()
-    assert len(sent)>2 and sent[0]<=4 and len(differentiated)==8
+        with half:
+            with Casts() as forward: loss = ddp(torch.ones(2,32)).sum()
+            loss.backward()
+    assert forward.together and len(sent)>2 and sent[0]<=4 and len(differentiated)==8
 
 # --- Ctrl-C
 

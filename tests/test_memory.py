@@ -1,5 +1,6 @@
 "What training in half precision needs in memory beside float32 training: almost nothing. Counted is what tensors hold."
 import gc,pytest
+from contextlib import nullcontext
 from learners import *
 from mp_callbacks import cast
 from mp_callbacks.plan import LiveBytes
@@ -43,5 +44,21 @@ def test_memory(way, monkeypatch):
 def test_memory_of_one_node():
     "What is cast together keeps its gradients in half precision until the last is there"
     assert peak(ways['to_bf16'])<=18.1
+
+@pytest.mark.parametrize('sizes', [[1024]*14, [447,2346,2346,2346]])
+def test_at_most_12_mb(sizes):
+    "Pages say how much more half precision may take than float32"
+    def _peak(precision):
+        with LiveBytes() as live:
+            model = nn.Sequential(*[nn.Linear(*o, bias=False) for o in zip(sizes, sizes[1:])])
+            opt,around = torch.optim.Adam(model.parameters(), fused=True),precision(model)
+            for _ in range(3): # the first call casts nothing ahead
+                with around: model(torch.zeros(1,sizes[0])).sum().backward()
+                opt.step()
+                opt.zero_grad()
+            gc.collect()
+        return max(live.log)
+    more = _peak(lambda model: half_precision(model, torch.bfloat16))-_peak(lambda model: nullcontext())
+    assert 0<more<12.1*2**20, more
 
 def test_float32(): assert 15.9<peak(learner(noop))<16.3, 'Adam: weights, gradients and two averages'

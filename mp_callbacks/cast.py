@@ -37,10 +37,21 @@ class CastAll(torch.autograd.Function):
         return None,*_cast_all(grads, torch.float32)
 
 def _cast_all(tensors, dtype):
-    "`tensors` in `dtype`, each in its memory format, without a graph. A bias or a gradient may be None."
-    res = tuple([t if t is None else torch.empty_like(t, dtype=dtype) for t in tensors])
-    if pairs := [o for o in zip(res, tensors) if o[0] is not None]: foreach_copy_(*zip(*pairs))
-    return res
+    """`tensors` in `dtype`, each in its memory format, without a graph. A bias or a gradient may be None.
+
+    Vectors, as biases are, lie in one block of memory: to split it costs the host less than a block for each."""
+    some = [t for t in tensors if t is not None]
+    if not some: return tensors
+    device = some[0].device
+    # with 64 numbers, or a multiple, the next vector is aligned as kernels want it
+    joins = [t is not None and t.dim()==1 and t.numel()%64==0 and t.device==device for t in tensors]
+    sizes = [t.numel() for t,joined in zip(tensors, joins) if joined]
+    # unlike `split`, it makes no views, so each has a version of its own
+    parts = iter(torch.unsafe_split_with_sizes(torch.empty(sum(sizes), dtype=dtype, device=device), sizes))
+    res = [next(parts) if joined else t if t is None else torch.empty_like(t, dtype=dtype)
+           for t,joined in zip(tensors, joins)]
+    foreach_copy_([o for o in res if o is not None], some)
+    return tuple(res)
 
 # %% ../nbs/02b_cast.ipynb #4d10716d
 def has_plain_weights(

@@ -61,17 +61,17 @@ def has_plain_weights(
     names = module._parameters
     return 'weight' in names and len(names)==1+('bias' in names)
 
-def _castable(layer):
-    """Are its parameters plain, and ordinary trained ones?
+def _state(layer):
+    """Which parameters `layer` has, with version and address; None if they aren't plain, or not ordinary trained ones
 
     A frozen one may be written in the middle of a call, by a momentum encoder. Inference mode counts no versions."""
-    return has_plain_weights(layer) and all([
-        p is None or type(p) is nn.Parameter and p.requires_grad and p.dtype==torch.float32 and not p.is_inference()
-        for p in layer._parameters.values()])
-
-def _state(layer):
-    params = layer._parameters.items() # pruning gives a weight another name
-    return [(name,id(p),p._version,p.data_ptr(),p.requires_grad) for name,p in params if p is not None]
+    if not has_plain_weights(layer): return None
+    res = []
+    for p in layer._parameters.values():
+        if p is None: continue
+        if type(p) is not nn.Parameter or not p.requires_grad or p.dtype!=torch.float32 or p.is_inference(): return None
+        res += id(p),p._version,p.data_ptr()
+    return res
 
 def _in_nodes(layers, dtype):
     "Lists of the `layers` that one node of the graph casts to `dtype`: `node_bytes` at most, or one layer"
@@ -143,8 +143,8 @@ class OneCast:
         "What a call begins with: for a layer, the state of its parameters, and their copies by name"
         wanted,res = self.used[graph]-self.in_vain[graph],{}
         for node in self.nodes:
-            layers = [o for o in node if o in wanted and _castable(o)]
-            params = [p for o in layers for p in o._parameters.values()]
+            states = {o:state for o in node if o in wanted and (state := _state(o))}
+            params = [p for o in states for p in o._parameters.values()]
             copies = iter(CastAll.apply(self.dtype, *params) if params else ())
-            for o in layers: res[o] = _state(o),dict(zip(o._parameters, copies))
+            for o,state in states.items(): res[o] = state,dict(zip(o._parameters, copies))
         return res

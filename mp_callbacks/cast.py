@@ -39,16 +39,16 @@ class CastAll(torch.autograd.Function):
 def _cast_all(tensors, dtype):
     """`tensors` in `dtype`, each in its memory format, without a graph. A bias or a gradient may be None.
 
-    Vectors, as biases are, lie in one block of memory: to split it costs the host less than a block for each."""
+    Most vectors lie in one block of memory, as to split one costs the host less than to allocate one for each."""
     some = [t for t in tensors if t is not None]
     if not some: return tensors
-    device = some[0].device
-    # with 64 numbers, or a multiple, the next vector is aligned as kernels want it
+    device = some[0].device # of all, unless a part of the model was moved after the nodes were made
+    # after a multiple of 64 numbers the next vector is aligned to 128 bytes
     joins = [t is not None and t.dim()==1 and t.numel()%64==0 and t.device==device for t in tensors]
     sizes = [t.numel() for t,joined in zip(tensors, joins) if joined]
-    # unlike `split`, it makes no views, so each has a version of its own
+    # `split` would make views, with one version for all
     parts = iter(torch.unsafe_split_with_sizes(torch.empty(sum(sizes), dtype=dtype, device=device), sizes))
-    res = [next(parts) if joined else t if t is None else torch.empty_like(t, dtype=dtype)
+    res = [next(parts) if joined else None if t is None else torch.empty_like(t, dtype=dtype)
            for t,joined in zip(tensors, joins)]
     foreach_copy_([o for o in res if o is not None], some)
     return tuple(res)
@@ -58,13 +58,13 @@ def has_plain_weights(
     module:nn.Module, # Any module
 )->bool:
     "Are its parameters a weight, and perhaps a bias? Pruning and parametrizations compute these from others."
-    names = module._parameters
-    return 'weight' in names and len(names)==1+('bias' in names)
+    names,computed = module._parameters,module._modules or 'bias' in module.__dict__ # parametrizations are modules
+    return 'weight' in names and len(names)==1+('bias' in names) and not computed
 
 def _state(layer):
-    """Which parameters `layer` has, with version and address; None if they aren't plain, or not ordinary trained ones
+    """Which parameters `layer` has, with version and address; None if they aren't plain and trained ones in float32
 
-    A frozen one may be written in the middle of a call, by a momentum encoder. Inference mode counts no versions."""
+    A frozen one may be written in the middle of a call, by a momentum encoder. One of inference mode has no version."""
     if not has_plain_weights(layer): return None
     res = []
     for p in layer._parameters.values():
@@ -134,10 +134,9 @@ class OneCast:
         call = self.call
         if call is None or torch.is_grad_enabled() is not call.graph: return None
         call.used.add(layer)
-        state,copies = call.copies.get(layer, (None,None))
-        if copies is None or state!=_state(layer): return None # cast in vain
-        del call.copies[layer]
-        return copies
+        state,copies = call.copies.pop(layer, (None,None))
+        if copies is None or state==_state(layer): return copies
+        self.in_vain[call.graph].add(layer)
 
     def _cast(self, graph):
         "What a call begins with: for a layer, the state of its parameters, and their copies by name"

@@ -9,7 +9,7 @@ import pytest,torch
 from torch import nn
 from torch.func import functional_call,grad,jacfwd,jacrev,vmap
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize,prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -190,6 +190,22 @@ def test_limit_of_data():
         fresh = model(x)
     assert not torch.equal(stale, fresh)
 
+def test_refused():
+    "A copy that was refused once is so for all of the call, also if other numbers lie where those that were cast lay"
+    layer = nn.Linear(8,8)
+    one_cast = cast.OneCast([layer], bf16)
+    def call(*values):
+        outer,taken = one_cast.begin(),[]
+        for o in values:
+            layer.weight.data = o
+            taken.append(one_cast.take(layer) is not None)
+        one_cast.end(outer, True)
+        return taken
+    first = layer.weight.data
+    assert [call(first),call(first)]==[[False],[True]]
+    assert call(first*2, first)==[False,False]
+    assert call(first)==[False] # it was cast in vain
+
 # --- Which layers a call uses, and how
 
 class Frozen(Model):
@@ -229,6 +245,16 @@ class OnlyBiases(Model):
         super().__init__()
         for m in (self.a,self.b,self.c): m.weight.requires_grad_(False)
 
+class ComputedBiases(Model):
+    "By a parametrization, of a norm, too, and by hand"
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Sequential(self.a, nn.LayerNorm(8))
+        for m in (self.a[1],self.b): parametrize.register_parametrization(m, 'bias', nn.Softplus())
+        bias = self.c.bias
+        del self.c.bias
+        self.c.bias = bias.detach()+.5
+
 class Hyper(Model):
     "Computes a weight for a layer"
     def forward(self, x):
@@ -243,7 +269,7 @@ class Energy(Model):
             energy = super().forward(x).sum()
             return torch.autograd.grad(energy, x, create_graph=True)[0]
 
-models = [Model,Frozen,Repeated,CallsItself,Tied,NoGrad,OnlyBiases,Hyper,Energy]
+models = [Model,Frozen,Repeated,CallsItself,Tied,NoGrad,OnlyBiases,ComputedBiases,Hyper,Energy]
 
 @pytest.mark.parametrize('make', models)
 def test_same_as_autocast(make): check(make, tol=.05)

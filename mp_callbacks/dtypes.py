@@ -60,7 +60,7 @@ def cast_tree(
     if source is not None: source = tuple(map(as_dtype, source if isinstance(source,(tuple,list)) else (source,)))
     def _cast(t):
         wanted = t.dtype.is_floating_point and t.dtype!=dtype and (source is None or t.dtype in source)
-        return keep_attributes(t, t.to(dtype)) if wanted else t
+        return keep_attributes(t, t.to(dtype=dtype)) if wanted else t # PyTorch would look for a device first
     return map_tensors(_cast, tree)
 
 def keep_attributes(

@@ -39,7 +39,7 @@ class CastAll(torch.autograd.Function):
 def _cast_all(tensors, dtype):
     """`tensors` in `dtype`, each in its memory format, without a graph. A bias or a gradient may be None.
 
-    Most vectors lie in one block of memory, as to split one costs the host less than to allocate one for each."""
+    Most vectors are parts of one block of memory: to split it costs the host less than to allocate one for each."""
     some = [t for t in tensors if t is not None]
     if not some: return tensors
     device = some[0].device # of all, unless a part of the model was moved after the nodes were made
@@ -58,7 +58,9 @@ def has_plain_weights(
     module:nn.Module, # Any module
 )->bool:
     "Are its parameters a weight, and perhaps a bias? Pruning and parametrizations compute these from others."
-    names,computed = module._parameters,module._modules or 'bias' in module.__dict__ # parametrizations are modules
+    names = module._parameters
+    # a parametrization is a module inside; a bias computed by hand is an ordinary attribute
+    computed = module._modules or 'bias' in module.__dict__
     return 'weight' in names and len(names)==1+('bias' in names) and not computed
 
 def _state(layer):
@@ -94,7 +96,7 @@ class Call(NamedTuple):
 class OneCast:
     """The weights of a model's layers, cast together when a call of the model begins
 
-    Who gets no copy is cast by autocast, to the same numbers. So one is left out whenever it might be wrong."""
+    A layer without a copy is cast by autocast, to the same numbers. So a copy is left out where it might be wrong."""
     def __init__(self,
         layers=(), # Modules of which all parameters are to be cast
         dtype:torch.dtype=torch.float16, # Half-precision dtype
@@ -136,7 +138,8 @@ class OneCast:
         call.used.add(layer)
         state,copies = call.copies.pop(layer, (None,None))
         if copies is None or state==_state(layer): return copies
-        self.in_vain[call.graph].add(layer)
+        self.in_vain[call.graph].add(layer) # and nothing later in this call: memory may come back at the same address
+        return None
 
     def _cast(self, graph):
         "What a call begins with: for a layer, the state of its parameters, and their copies by name"

@@ -232,7 +232,7 @@ class Fp8:
 def _why_not(name, named, linear, ways):
     "Why the linear layer `name` doesn't multiply in FP8; empty if it does"
     module = named[name]
-    if not has_plain_weights(module): return 'its weight is computed'
+    if not has_plain_weights(module): return 'its weight or bias is computed'
     if replaced_forward(module) or not isinstance(ways[name], Layer): return 'a forward of its own'
     if any(isinstance(named[name[:i]], nn.MultiheadAttention) for i,c in enumerate(name) if c=='.'):
         return 'inside MultiheadAttention'

@@ -1,7 +1,7 @@
 """The one cast: its weights give the numbers that autocast's casts give, whatever a model does with them meanwhile
 
 Cases run several batches in one `with`, as the first call of a model casts nothing ahead, and are compared with
-autocast."""
+autocast. Layers are 64 wide, so that their biases lie in one block of memory, as in most models."""
 from contextlib import nullcontext
 from functools import partial
 
@@ -24,14 +24,14 @@ autocast = partial(torch.autocast, 'cpu', bf16, cache_enabled=False)
 
 def data(n=8):
     g = torch.Generator().manual_seed(0)
-    return torch.randn(n, 8, generator=g)
+    return torch.randn(n, 64, generator=g)
 
 class Model(nn.Module):
     "Three layers; `forward` of a subclass says what it does with them"
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.a,self.b,self.c = nn.Linear(8,8),nn.Linear(8,8),nn.Linear(8,1)
+        self.a,self.b,self.c = nn.Linear(64,64),nn.Linear(64,64),nn.Linear(64,1)
     def forward(self, x): return self.c(self.b(self.a(x).tanh()).tanh())
 
 def backward(model, x): model(x).square().mean().backward()
@@ -68,7 +68,7 @@ class Casts(TorchDispatchMode):
 
 # --- What is cast
 
-@pytest.mark.parametrize('node_bytes,nodes', [(2**25,[6]), (300,[4,2])])
+@pytest.mark.parametrize('node_bytes,nodes', [(2**25,[6]), (16700,[4,2])])
 def test_once(node_bytes, nodes, monkeypatch):
     """From the second call on one operation casts all weights, and one casts their gradients back
 
@@ -93,7 +93,7 @@ def test_no_weights():
     "A norm may have none, as with `affine=False`"
     def _make():
         torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(8,8), nn.GroupNorm(2, 8, affine=False), nn.Linear(8,1))
+        return nn.Sequential(nn.Linear(64,64), nn.GroupNorm(2, 64, affine=False), nn.Linear(64,1))
     check(_make)
 
 def test_memory_format():
@@ -120,7 +120,7 @@ def replace(m): m.weight = nn.Parameter(m.weight*1.5)
 
 class Pruned(Model):
     "Takes numbers out of a weight in the middle of its second call"
-    def __init__(self): super().__init__(); self.b,self.calls = nn.Linear(8, 8, bias=False),0
+    def __init__(self): super().__init__(); self.b,self.calls = nn.Linear(64, 64, bias=False),0
     def forward(self, x):
         x,self.calls = self.a(x).tanh(),self.calls+1
         if self.calls==2: prune.l1_unstructured(self.b, 'weight', .9)
@@ -130,7 +130,7 @@ class Momentum(nn.Module):
     "As much code of momentum encoders does it: in place, through `.data`"
     def __init__(self):
         super().__init__()
-        self.q,self.k = nn.Sequential(nn.Linear(8,8), nn.LayerNorm(8)),nn.Sequential(nn.Linear(8,8), nn.LayerNorm(8))
+        self.q,self.k = [nn.Sequential(nn.Linear(64,64), nn.LayerNorm(64)) for _ in range(2)]
         self.k.requires_grad_(False)
     def forward(self, x):
         q = self.q(x)
@@ -147,13 +147,13 @@ class Clamped(nn.Linear):
 
 class Codebook(nn.Embedding):
     "Rows that follow the inputs next to them, in place of which they are returned"
-    def __init__(self, *args): super().__init__(4, 8); self.weight.requires_grad_(False)
+    def __init__(self, *args): super().__init__(4, 64); self.weight.requires_grad_(False)
     def forward(self, x):
         nearest = torch.cdist(x.detach().float(), self.weight).argmin(1)
         for i in nearest.unique(): self.weight.data[i].lerp_(x.detach()[nearest==i].float().mean(0), .5)
         return x+(super().forward(nearest)-x).detach()
 
-def between(kind): return lambda: nn.Sequential(nn.Linear(8,8), kind(8, 8), nn.Linear(8,1))
+def between(kind): return lambda: nn.Sequential(nn.Linear(64,64), kind(64, 64), nn.Linear(64,1))
 
 kinds = dict(mul=partial(Written, mul), assign_data=partial(Written, assign_data), replace=partial(Written, replace),
              pruned=Pruned, momentum=Momentum, clamped=between(Clamped), codebook=between(Codebook))
@@ -176,7 +176,7 @@ def test_written(kind):
             model.zero_grad()
         assert_plain(model)
         return seen
-    for got,want,tol in zip(run(True), run(False), [.01,.05]*4, strict=True): assert close(got, want, tol), kind
+    for got,want,tol in zip(run(True), run(False), [.01,.07]*4, strict=True): assert close(got, want, tol), kind
 
 def test_limit_of_data():
     "A trained weight that is written in place through `.data` counts from the next call on, as the page says"
@@ -249,7 +249,7 @@ class ComputedBiases(Model):
     "By a parametrization, of a norm, too, and by hand"
     def __init__(self):
         super().__init__()
-        self.a = nn.Sequential(self.a, nn.LayerNorm(8))
+        self.a = nn.Sequential(self.a, nn.LayerNorm(64))
         for m in (self.a[1],self.b): parametrize.register_parametrization(m, 'bias', nn.Softplus())
         bias = self.c.bias
         del self.c.bias
@@ -345,7 +345,7 @@ def test_inference_mode():
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm,self.lin,self.scale = nn.RMSNorm(8),nn.Linear(8,8),nn.Parameter(torch.ones(8))
+        self.norm,self.lin,self.scale = nn.RMSNorm(64),nn.Linear(64,64),nn.Parameter(torch.ones(64))
     def forward(self, x, t): return x+self.scale*self.lin(self.norm(x))*t
 
 class Positions(nn.Module):
@@ -353,8 +353,8 @@ class Positions(nn.Module):
     def __init__(self, reentrant=None):
         super().__init__()
         torch.manual_seed(1)
-        self.pos,self.reentrant = nn.Parameter(torch.randn(8)),reentrant
-        self.emb,self.blocks,self.head = nn.Linear(8,8),nn.ModuleList([Block() for _ in range(2)]),nn.Linear(8,1)
+        self.pos,self.reentrant = nn.Parameter(torch.randn(64)),reentrant
+        self.emb,self.blocks,self.head = nn.Linear(64,64),nn.ModuleList([Block() for _ in range(2)]),nn.Linear(64,1)
     def forward(self, x, t):
         x = self.emb(x)+self.pos
         for o in self.blocks:
@@ -391,7 +391,7 @@ class Reversible(nn.Module):
     def __init__(self, direct):
         super().__init__()
         torch.manual_seed(1)
-        self.first,self.f,self.last = nn.Linear(8,8),nn.Sequential(nn.Linear(8,8), nn.RMSNorm(8)),nn.Linear(8,1)
+        self.first,self.f,self.last = nn.Linear(64,64),nn.Sequential(nn.Linear(64,64), nn.RMSNorm(64)),nn.Linear(64,1)
         self.direct = direct
     def forward(self, x):
         x = self.first(x)

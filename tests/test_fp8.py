@@ -168,8 +168,9 @@ def test_eligible():
     assert got['plain']=='fp8' and got['conv']==got['kept']=='layer cast with all others'
     want = dict(first='layer not in FP8: first linear layer', last='layer not in FP8: last linear layer',
                 odd='layer not in FP8: 24 is no multiple of 16', patched='layer not in FP8: a forward of its own',
-                own='owner not in FP8: a forward of its own', param='autocast not in FP8: its weight is computed',
-                hook='autocast not in FP8: its weight is computed',
+                own='owner not in FP8: a forward of its own',
+                param='autocast not in FP8: its weight or bias is computed',
+                hook='autocast not in FP8: its weight or bias is computed',
                 **{'mha.out_proj':'layer not in FP8: inside MultiheadAttention'})
     assert {name:got[name] for name in want}==want
     assert ways(model, keep='kept')['kept']=='float32 keep'
@@ -424,7 +425,7 @@ def test_layers_that_are_no_longer_ones(monkeypatch):
     model = nn.Sequential(*[nn.Linear(16,16) for _ in range(4)])
     prune.random_unstructured(model[1], 'bias', .5)
     table = half_precision(model, bf16, fp8=Fp8(emulate=True)).policy().set_index('module')
-    assert table.way['2']=='fp8' and table.why['1'].endswith('not in FP8: its weight is computed')
+    assert table.way['2']=='fp8' and table.why['1'].endswith('not in FP8: its weight or bias is computed')
     own = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, 'forward', functools.wraps(own)(lambda self, x: own(self, x)))
     with pytest.raises(ValueError, match='a forward of its own'): half_precision(model, bf16, fp8=Fp8(emulate=True))

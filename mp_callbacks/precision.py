@@ -371,8 +371,8 @@ class PrecisionCallback(PrecisionPart):
         return [*self.half.params,*(of_loss() if of_loss else ())]
 
     def _params(self):
-        "Parameters of optimizer, model and loss function, each once"
-        return [*{id(p):p for p in (*self._opt_params(),*self._model_params())}.values()]
+        "Parameters of optimizer, model and loss function; most are there twice"
+        return [*self._opt_params(),*self._model_params()]
 
     def _others_reached(self, loss):
         "What else the backward pass of `loss` leads to, such as inputs, hidden states, points of a gradient penalty"

@@ -117,6 +117,7 @@ def mul(m): m.weight.mul_(1.5)
 def mul_data(m): m.weight.data.mul_(1.5)
 def assign_data(m): m.weight.data = m.weight.data*1.5
 def replace(m): m.weight = nn.Parameter(m.weight*1.5)
+def other_bias(m): m.bias = nn.Parameter(torch.full((64,), .5)) if m.bias is None else None
 
 class Pruned(Model):
     "Takes numbers out of a weight in the middle of its second call"
@@ -155,8 +156,9 @@ class Codebook(nn.Embedding):
 
 def between(kind): return lambda: nn.Sequential(nn.Linear(64,64), kind(64, 64), nn.Linear(64,1))
 
-kinds = dict(mul=partial(Written, mul), assign_data=partial(Written, assign_data), replace=partial(Written, replace),
-             pruned=Pruned, momentum=Momentum, clamped=between(Clamped), codebook=between(Codebook))
+writes = dict(mul=mul, assign_data=assign_data, replace=replace, other_bias=other_bias)
+kinds = dict({k:partial(Written, o) for k,o in writes.items()}, pruned=Pruned, momentum=Momentum,
+             clamped=between(Clamped), codebook=between(Codebook))
 
 @pytest.mark.parametrize('kind', kinds)
 def test_written(kind):
@@ -177,6 +179,15 @@ def test_written(kind):
         assert_plain(model)
         return seen
     for got,want,tol in zip(run(True), run(False), [.01,.07]*4, strict=True): assert close(got, want, tol), kind
+
+def test_replaced_without_a_copy():
+    "A new parameter over the old one's memory, with the same version, gets the gradient"
+    def wrap(m): m.weight = nn.Parameter(m.weight.data)
+    model = Written(wrap)
+    with half_precision(model, bf16):
+        for _ in range(2): # the second call casts
+            model(data()).sum().backward()
+            assert model.b.weight.grad is not None
 
 def test_limit_of_data():
     "A trained weight that is written in place through `.data` counts from the next call on, as the page says"

@@ -408,10 +408,14 @@ class Reversible(nn.Module):
         x = self.first(x)
         return self.last(self.f(x) if self.direct else Reverse.apply(x, self.f, *self.f.parameters()))
 
-def test_reversible():
-    "A layer that is given half precision outside of autocast computes in it, to the same bits"
+@pytest.mark.parametrize('compiled', [False,True])
+def test_reversible(compiled):
+    """A layer that is given half precision outside of autocast computes in it, to the same bits
+
+    `torch.compile` leaves the backward pass of the function to Python."""
     def run(direct):
         model = Reversible(direct)
+        if compiled: model.compile(backend='eager')
         return grads(model, half_precision(model, bf16))
     assert same(run(False), run(True))
 

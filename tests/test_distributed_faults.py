@@ -86,7 +86,7 @@ def work(rank, path, seconds, *args):
     torch.set_num_threads(1)
     dist.init_process_group('gloo', f'file://{path}/init', timedelta(seconds=seconds), rank=rank, world_size=2)
     torch.save(weights(train(*args)), f'{rank}.pt')
-    dist.barrier() # before PyTorch 2.8, to destroy the group may wait forever for a thread that holds its last tensor
+    dist.barrier() # in PyTorch 2.6, to destroy the group may wait forever for a thread that holds its last tensor
     dist.destroy_process_group()
 
 def run(path, resume=False, fault=None, *args):

@@ -59,7 +59,7 @@ def sent(task, dev, turns):
     for name,copies in dict(fp32=None, **{'autocast-bf16':False, 'bf16':True}).items():
         model = wrapped(task.model(dev))
         model.register_comm_hook(None, _hook)
-        half = nullcontext() if copies is None else half_precision(model, bf16, copies=copies)
+        half = nullcontext() if copies is None else half_precision(model, bf16, rules=copies)
         for i in range(turns+2): # DDP sorts its buckets after the first
             with half:
                 loss = loss_func(model(x), y)

@@ -22,7 +22,7 @@ from mp_callbacks.half import half_precision
 from mp_callbacks.plan import plan_memory
 
 libraries = ['timm','torchvision','transformers']
-in_half = {'autocast-bf16':dict(copies=False), 'bf16':dict()}
+in_half = {'autocast-bf16':dict(rules=False), 'bf16':dict()}
 quick = ['ghostnet','squeezenet','albert'] # one family of each library
 most = 200e6 # parameters that a model may have
 
@@ -211,7 +211,7 @@ def in_a_process(library, names, kernels, seconds):
 
 # --- Autocast, our rules, and our rules with a float32 residual stream
 
-ways = {'autocast-bf16':dict(copies=False), 'bf16':dict(), 'bf16, embeddings kept':dict(keep=nn.Embedding)}
+ways = {'autocast-bf16':dict(rules=False), 'bf16':dict(), 'bf16, embeddings kept':dict(keep=nn.Embedding)}
 
 class Words(nn.Module):
     "A language model of transformers, and its loss"
@@ -254,7 +254,7 @@ def stream(name, kernels, turns=21, width=512):
             for _ in range(2): error = relative_error(gradient(model, (words,), {}, half), exact)
         yield way,'error of the gradient',error,''
         plan = plan_memory(model, _loss, torch.optim.AdamW(model.parameters()), 64, half).table
-        yield way,'activations, MB',plan.activations['copies' if half.copies else 'autocast'],''
+        yield way,'activations, MB',plan.activations['to_bf16' if half.rules else 'to_native_bf16'],''
     yield 'fp32','activations, MB',plan.activations.float32,''
     if isinstance(kernels, Float32Kernels): return # the time of those kernels says nothing about bfloat16
     times = relative_times(Words(name, width, 4), torch.randint(200, (8,64)), turns)

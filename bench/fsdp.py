@@ -34,7 +34,7 @@ def measure(copies, policy, width=256, depth=24, bs=16):
     kwargs = dict(mp_policy=MixedPrecisionPolicy(bf16, torch.float32)) if policy else {}
     for m in (*model, model): fully_shard(m, **kwargs)
     opt,x = torch.optim.AdamW(model.parameters()),torch.randn(bs, width)
-    half = nullcontext() if copies is None else half_precision(model, bf16, copies=copies)
+    half = nullcontext() if copies is None else half_precision(model, bf16, rules=copies)
     def _step():
         with half:
             loss = model(x).float().square().mean()

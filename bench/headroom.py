@@ -56,7 +56,7 @@ def train(name, rules, scale, seed, steps, batch, lr):
     make,shape,n_out = models[name]
     torch.manual_seed(seed)
     model = make().train()
-    half = half_precision(model, torch.float16, copies=rules)
+    half = half_precision(model, torch.float16, rules=rules)
     opt,log = torch.optim.AdamW(model.parameters(), lr),[]
     for _ in range(steps):
         x = torch.randint(1000, (batch,shape)) if shape==words else torch.randn(batch, *shape)

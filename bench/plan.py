@@ -15,8 +15,8 @@ results = Path(__file__).parent/'results'/'gpu.csv'
 opts = dict(fused  = lambda params: OptimWrapper(params, torch.optim.AdamW, fused=True),
             fastai = lambda params: Adam(params, 1e-3, wd=.01))
 # (optimizer, precision and loop in the csv file) -> precision in the plan
-compared = {('fused','fp32','fastai'):'float32', ('fused','autocast-bf16','ours'):'autocast',
-            ('fused','bf16','ours'):'copies', ('fastai','fp32','fastai'):'float32'}
+compared = {('fused','fp32','fastai'):'float32', ('fused','autocast-bf16','ours'):'to_native_bf16',
+            ('fused','bf16','ours'):'to_bf16', ('fastai','fp32','fastai'):'float32'}
 
 def plan(task, opt):
     model = task.model('cpu')

@@ -135,7 +135,9 @@ def returns(func): return '' if inspect.isclass(func) else type_name(inspect.sig
 def parameters(func):
     "What `func` is called with; for a fastai callback without the events, which could be passed, too"
     without = 'self',*getattr(func, '_methods', ())
-    return [o for o in inspect.signature(func).parameters.values() if o.name not in without]
+    try: params = inspect.signature(func).parameters
+    except ValueError: return [] # a class of tensors, which PyTorch makes in C
+    return [o for o in params.values() if o.name not in without]
 def comments(func):
     "What the source says about each parameter of `func`, and as `return` about its result"
     if not hasattr(func, '_fields'):

@@ -164,7 +164,7 @@ class NativeMixedPrecision(PrecisionCallback):
         self._enabled = enabled and self.dtype==torch.float16
         super().__init__(scaling if self._enabled else StaticLossScale(), **kwargs)
 
-    def new_half(self, model): return half_precision(model, self.dtype, self.keep, copies=False)
+    def new_half(self, model): return half_precision(model, self.dtype, self.keep, rules=False)
 
     def before_train(self):
         super().before_train()

@@ -175,26 +175,26 @@ def check_fp8(
 class Fp8Product(Layer):
     "With half-precision weights, as other layers, which are rounded to FP8, as are the input and the gradient"
     name = 'fp8'
+    compiled = True
 
     def __init__(self,
         fp8, # The `Fp8` of the model
         layer:Layer, # How the layer computes in half precision
     ):
-        super().__init__('', layer.function, layer.forward)
+        super().__init__('', layer.function)
         self.fp8,self.layer = fp8,layer
 
     def compute_dtype(self, half):
         "That of inputs and weights"
         return torch.float8_e4m3fn
 
-    def around(self, half, module, forward, args, kwargs):
-        "What `module` returns, computed in FP8"
-        if not args and kwargs.keys()=={'input'}: args,kwargs = tuple(kwargs.values()),{}
-        casts = torch.is_autocast_enabled(half.device_type) and self.replaces(forward, args, kwargs)
-        params = self.weights(half, module) if casts else None
-        if params is None: return forward(*args, **kwargs)
-        x = cast_tree(args[0], half.dtype, (torch.float32,*half_dtypes)) # no other dtype, as autocast
-        return fp8_linear(x, params['weight'], params['bias'], self.fp8.recipe, self.fp8.emulate)
+    def compute(self, layer, x):
+        "What the layer returns, computed in FP8"
+        half = layer.half
+        params = layer.copies() or layer.cast_now() if torch.is_autocast_enabled(half.device_type) else None
+        if params is None: return layer.own(x)
+        x = cast_tree(x, half.dtype, (torch.float32,*half_dtypes)) # no other dtype, as autocast
+        return fp8_linear(x, *params, self.fp8.recipe, self.fp8.emulate)
 
     def in_half(self, module):
         "Without FP8"
@@ -216,9 +216,9 @@ class Fp8:
         ways:dict, # Name -> `Way` without FP8
     )->dict: # Name -> `Way` of the layers that can multiply in FP8
         "How layers multiply in FP8. The `ways` of those that can't are told why. Raises `ValueError` if none can."
-        if half.dtype!=torch.bfloat16 or not half.copies:
-            raise ValueError(f"fp8={self} needs bfloat16 copies, and the model computes in {half.dtype} with "
-                             f"copies={half.copies}. Use half_precision(model, torch.bfloat16, fp8=…).")
+        if half.dtype!=torch.bfloat16 or not half.rules:
+            raise ValueError(f"fp8={self} needs bfloat16 and rules=True, and the model computes in {half.dtype} with "
+                             f"rules={half.rules}. Use half_precision(model, torch.bfloat16, fp8=…).")
         linear = [name for name,module in named.items() if isinstance(module, nn.Linear)]
         reasons = {name:_why_not(name, named, linear, ways) for name in linear}
         if all(reasons.values()):

@@ -114,8 +114,9 @@ def plan_memory(
     memo = {id(p):c for p,c in stepped.items()}
     opt = copy.deepcopy(opt, memo) # its state is in `memo`, too
     if half is None: half = half_precision(model, torch.bfloat16)
-    halves = dict(float32=None, copies=half.replace(copies=True, fp8=None),
-                  autocast=half.replace(copies=False, fp8=None))
+    short = {torch.float16:'fp16', torch.bfloat16:'bf16'}[half.dtype]
+    halves = {'float32':None, f'to_{short}':half.replace(rules=True, fp8=None),
+              f'to_native_{short}':half.replace(rules=False, fp8=None)}
     if half.fp8: halves['fp8, emulated' if half.fp8.emulate else 'fp8'] = half
     with unchanged(model), LiveBytes() as live:
         live.known.update(c.untyped_storage() for c in stepped.values())

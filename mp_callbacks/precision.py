@@ -25,7 +25,7 @@ from .loss_scale import DynamicLossScale,StaticLossScale
 from .grads import check_clip,mul_grads,prepare_grads,reached_leaves,remove_grads
 from .modules import is_sharded,named_modules,parameter_name,reset_ddp,reset_shards,reshard
 from .modules import several_ranks,training_group,without_ddp
-from .half import half_precision,note_backward
+from .half import half_precision,note_dtypes
 from .fp8 import check_fp8
 from .nonfinite import keep_option
 from .inside import LeanCallback,cancels,is_fastai_precision,keep_average,reset_state,within_batch
@@ -49,7 +49,6 @@ def check_device(
     if support(device, half.dtype)=='no':
         raise ValueError(f"device={device} doesn't compute in {half.dtype} on this machine. Use learn.to_fp32(), or "
                          "put the learner's dls and model on a device that does.")
-
 
 # %% ../nbs/10c_precision.ipynb #4b0c7a12
 def keep_freed_memory():
@@ -234,6 +233,7 @@ class PrecisionCallback(PrecisionPart):
         on = half.by_install # a prediction inside a batch must not remove it
         try: yield
         except BaseException as e:
+            note_dtypes(half.model, half, e)
             unfinished = self._step is not None and not self._step.outcome
             if isinstance(e, cancels): reshard(self.learn.model)
             else:
@@ -298,9 +298,6 @@ class PrecisionCallback(PrecisionPart):
             scaled.register_hook(lambda _: reached.add('scaled'))
         half.install()
         try: yield
-        except Exception as e:
-            note_backward(half, e)
-            raise
         finally:
             half.remove()
             mul_grads(params, 1/scale)

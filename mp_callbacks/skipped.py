@@ -68,7 +68,7 @@ def call_name(
 )->str: # Such as 'to_fp16'
     "The learner's call that lets its model compute so"
     if half.fp8: return 'to_fp8'
-    return ('to_' if half.copies else 'to_native_')+('fp16' if half.dtype==torch.float16 else 'bf16')
+    return ('to_' if half.rules else 'to_native_')+('fp16' if half.dtype==torch.float16 else 'bf16')
 
 def diagnose_batch(
     learn, # `Learner` in the middle of a batch

@@ -86,8 +86,8 @@ def test_size_of_a_node(monkeypatch):
     "At most `node_bytes`, or one layer that has more"
     monkeypatch.setattr(cast, 'node_bytes', 600)
     layers = [nn.Linear(8, n, bias=False) for n in (20,30,10,3,40,1,12,12,12)] # of 16 bytes a row
-    nodes = cast.OneCast(layers, bf16).nodes
-    assert [[o.out_features for o in node] for node in nodes]==[[20],[30],[10,3],[40],[1,12,12],[12]]
+    nodes = cast.OneCast(layers, bf16)._nodes
+    assert [[o.layer.out_features for o in node] for node in nodes]==[[20],[30],[10,3],[40],[1,12,12],[12]]
 
 def test_no_weights():
     "A norm may have none, as with `affine=False`"
@@ -206,11 +206,11 @@ def test_refused():
     layer = nn.Linear(8,8)
     one_cast = cast.OneCast([layer], bf16)
     def call(*values):
-        outer,taken = one_cast.begin(),[]
+        begun,taken = one_cast.begin(),[]
         for o in values:
             layer.weight.data = o
-            taken.append(one_cast.take(layer) is not None)
-        one_cast.end(outer, True)
+            taken.append(one_cast.take(one_cast.layers[layer]) is not None)
+        one_cast.end(begun, True)
         return taken
     first = layer.weight.data
     assert [call(first),call(first)]==[[False],[True]]
@@ -408,14 +408,10 @@ class Reversible(nn.Module):
         x = self.first(x)
         return self.last(self.f(x) if self.direct else Reverse.apply(x, self.f, *self.f.parameters()))
 
-@pytest.mark.parametrize('compiled', [False,True])
-def test_reversible(compiled):
-    """A layer that is given half precision outside of autocast computes in it, to the same bits
-
-    `torch.compile` leaves the backward pass of the function to Python."""
+def test_reversible():
+    "A layer that is given half precision outside of autocast computes in it, to the same bits"
     def run(direct):
         model = Reversible(direct)
-        if compiled: model.compile(backend='eager')
         return grads(model, half_precision(model, bf16))
     assert same(run(False), run(True))
 
@@ -485,7 +481,7 @@ def test_interrupted():
     def batch():
         with half: timed(model, x)
     n = 1
-    while interrupted(batch, n, 'cast.py', 'ways.py', '_whole', 'install'):
+    while interrupted(batch, n, 'cast.py', 'ways.py', 'own.py', 'modules.py', 'turn_on', 'turn_off', '__call__'):
         assert_plain(model)
         assert same(grads(model, half, timed, times=1)[0], want), n
         n += 17

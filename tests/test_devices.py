@@ -64,7 +64,7 @@ def test_gaps(name, dtype):
         if device!='cpu': return
         net = nn.ModuleDict({o.__name__:o(*args) for o,(args,_) in layers.items()})
         for copies in (True,False):
-            table = half_precision(net, dtype, copies=copies).policy().set_index('module')
+            table = half_precision(net, dtype, rules=copies).policy().set_index('module')
             assert {k for k,o in table.iterrows() if o.compute=='float32'}=={o.__name__ for o in kinds}
             assert all(why in table.why[o.__name__] for o in kinds)
 

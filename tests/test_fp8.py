@@ -168,7 +168,7 @@ def test_eligible():
     assert got['plain']=='fp8' and got['conv']==got['kept']=='layer cast with all others'
     want = dict(first='layer not in FP8: first linear layer', last='layer not in FP8: last linear layer',
                 odd='layer not in FP8: 24 is no multiple of 16', patched='layer not in FP8: a forward of its own',
-                own='owner not in FP8: a forward of its own',
+                own='own parameters not in FP8: a forward of its own',
                 param='autocast not in FP8: its weight or bias is computed',
                 hook='autocast not in FP8: its weight or bias is computed',
                 **{'mha.out_proj':'layer not in FP8: inside MultiheadAttention'})
@@ -194,8 +194,8 @@ def test_tied_and_used_twice():
 
 def test_refused():
     def _half(*args, **kwargs): return half_precision(mlp(), *args, **kwargs)
-    for match,call in (('needs bfloat16 copies', lambda: _half(fp8=Fp8(emulate=True))),
-                       ('needs bfloat16 copies', lambda: _half(bf16, copies=False, fp8=Fp8())),
+    for match,call in (('needs bfloat16 and rules=True', lambda: _half(fp8=Fp8(emulate=True))),
+                       ('needs bfloat16 and rules=True', lambda: _half(bf16, rules=False, fp8=Fp8())),
                        ('24 is no multiple of 16', lambda: ways(mlp(24))),
                        ('there is none', lambda: ways(nn.Sequential(nn.Conv2d(1,1,1)))),
                        ("keep={'2': 'bfloat16'} leaves no layer", lambda: in_fp8(learner(), keep={'2':'bfloat16'})),
@@ -311,8 +311,8 @@ def test_plan(emulate):
     with kernels, patched('mp_callbacks.precision.check_fp8'):
         table = learner(mlp(256), dls=get_dls(64)).to_fp8(emulate=emulate).precision_plan().table
     row = 'fp8, emulated' if emulate else 'fp8'
-    assert [*table.index]==['float32','copies','autocast',row]
-    assert table.activations[row]<table.activations.copies
+    assert [*table.index]==['float32','to_bf16','to_native_bf16',row]
+    assert table.activations[row]<table.activations.to_bf16
 
 @pytest.mark.parametrize('recipe', crossed(recipes, fast=lambda o: o=='tensorwise'))
 def test_compiled_is_in_fp8(recipe):

@@ -42,8 +42,8 @@ def middle(): return nn.Linear(16,16)
 makes = dict(mlp=mlp, batch_norm=lambda: mlp(norm=True), tied=Tied, twice=Twice, unused=Unused,
              dropout=lambda: net(nn.Dropout, middle), compiled=lambda: torch.compile(mlp(), backend='eager'))
 batches = [*zip(*[o[:48].split(16) for o in numbers()])] # the first three of the learner's
-half_modes = [(dtype,copies) for dtype in (torch.float16,torch.bfloat16) for copies in (True,False)]
-each_half = pytest.mark.parametrize('dtype,copies', half_modes, ids=['fp16','native_fp16','bf16','native_bf16'])
+half_modes = [(dtype,rules) for dtype in (torch.float16,torch.bfloat16) for rules in (True,False)]
+each_half = pytest.mark.parametrize('dtype,rules', half_modes, ids=['fp16','native_fp16','bf16','native_bf16'])
 
 def make(name):
     torch.manual_seed(1)
@@ -70,10 +70,10 @@ def run(model, batch, half=None, scale=1.):
     grads = {n:[p.grad.clone() for p in m.parameters(False) if p.grad is not None] for n,m in own(model).items()}
     return loss.item(),outs,acts,grads
 
-def run_both(model, batch, dtype, copies, scale, keep=()):
+def run_both(model, batch, dtype, rules, scale, keep=()):
     "In float32 and in half precision, each with a copy of the model"
     a,b = [deepcopy(plain(model)) for _ in range(2)]
-    return run(a, batch),run(b, batch, half_precision(b, dtype, keep, copies), scale)
+    return run(a, batch),run(b, batch, half_precision(b, dtype, keep, rules), scale)
 
 def norm(ts): return math.sqrt(sum(t.double().pow(2).sum().item() for t in ts))
 def error(xs, ys): return norm([x.double()-y.double() for x,y in zip(xs, ys, strict=True)])/norm(ys) if norm(ys) else 0.
@@ -94,9 +94,9 @@ def off(full, half, scale):
     gs = [error([g/scale for g in half[3][n]], full[3][n]) for n in full[1] if full[3][n]]
     return math.sqrt(np.mean(np.square(gs)))
 
-def expected(model, batches, dtype, copies, scale):
+def expected(model, batches, dtype, rules, scale):
     "Table, error and safe scale of the report"
-    both = [run_both(model, b, dtype, copies, scale) for b in batches]
+    both = [run_both(model, b, dtype, rules, scale) for b in batches]
     def cat(i, k, n): return [t for o in both for t in o[i][k].get(n, [])]
     names = [*both[0][0][1]]
     best = largest_scale([g for n in names for k in (2,3) for g in cat(0, k, n)], dtype)
@@ -105,17 +105,17 @@ def expected(model, batches, dtype, copies, scale):
                *[lost(cat(0,k,n), dtype, s) for k in (2,3) for s in (scale,best)]] for n in names}
     return pd.DataFrame(rows).T,max(off(*o, scale) for o in both),best
 
-def report_of(model, batches, dtype, copies=True, scale=1., keep=(), **kwargs):
+def report_of(model, batches, dtype, rules=True, scale=1., keep=(), **kwargs):
     report = PrecisionReport(dtype, scale, **kwargs)
     for xb,yb in batches:
         torch.manual_seed(5)
-        measure_precision(report, model, lambda: F.mse_loss(model(xb), yb), half_precision(model, dtype, keep, copies))
+        measure_precision(report, model, lambda: F.mse_loss(model(xb), yb), half_precision(model, dtype, keep, rules))
     return report
 
-def check(name, n, dtype, copies, scale):
+def check(name, n, dtype, rules, scale):
     model = make(name)
-    want,err,best = expected(model, batches[:n], dtype, copies, scale)
-    report = report_of(model, batches[:n], dtype, copies, scale)
+    want,err,best = expected(model, batches[:n], dtype, rules, scale)
+    report = report_of(model, batches[:n], dtype, rules, scale)
     table = report.table
     assert report.safe_scale==best and math.isclose(report.error, err, rel_tol=1e-5)
     assert {*table.index}=={*want.index} and list(table.kind)==[type(own(model)[o]).__name__ for o in table.index]
@@ -128,7 +128,7 @@ def check(name, n, dtype, copies, scale):
 
 @each_half
 @pytest.mark.parametrize('name', makes)
-def test_numbers(name, dtype, copies): check(name, 3 if name=='batch_norm' else 1, dtype, copies, 2.**4)
+def test_numbers(name, dtype, rules): check(name, 3 if name=='batch_norm' else 1, dtype, rules, 2.**4)
 
 @pytest.mark.parametrize('scale', [2.**-14, 1., 2.**10])
 def test_scales(scale):

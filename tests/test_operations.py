@@ -21,7 +21,7 @@ halves = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 
 def outcome(model, args, way, dtype, kwargs={}):
     "Outputs and gradients of `model` computed in a `way`, as one vector; the error where it raises one"
-    half = nullcontext() if ways[way] is None else half_precision(model, dtype, copies=ways[way])
+    half = nullcontext() if ways[way] is None else half_precision(model, dtype, rules=ways[way])
     try:
         for _ in range(2 if ways[way] else 1): # in a second call, weights are cast together
             seed_cpu(0)
@@ -128,4 +128,4 @@ def test_own_code(name, dtype):
     def _new(): return nn.Sequential(nn.Linear(8,8), own_code[name](), nn.Linear(8,1))
     compare(_new, [numbers(8)[0]], dtype)
     way = half_precision(_new(), dtype).policy().set_index('module').way['1']
-    assert way==('float32 norm' if name=='group_norm' else 'owner')
+    assert way==('float32 norm' if name=='group_norm' else 'own parameters')

@@ -19,7 +19,7 @@ tasks = dict( # the models of bench, with fewer and smaller layers
     gpt      = Task('gpt',      lambda: GPT(500, 32, 32, 128, 2, 2),      (32,),     500, 8))
 opts = dict(fused  = lambda params, **kwargs: OptimWrapper(params, torch.optim.AdamW, fused=True, **kwargs),
             fastai = Adam)
-calls = dict(float32=noop, copies=lambda o: o.to_bf16(), autocast=lambda o: o.to_native_bf16())
+calls = dict(float32=noop, to_bf16=lambda o: o.to_bf16(), to_native_bf16=lambda o: o.to_native_bf16())
 
 def some(batch, n): return [t[torch.arange(n)%len(t)] for t in batch]
 
@@ -75,7 +75,7 @@ def test_activations():
     def _activations(name): return [o.item() for o in plan.steps[name][3]]
     assert _activations('float32')==[0, 4*(8+1+16+1+1)]
     # the first layer's weight isn't needed for a gradient
-    assert _activations('copies')==[2*16, 4*(8+1+1+1)+2*(8+16)]
+    assert _activations('to_bf16')==[2*16, 4*(8+1+1+1)+2*(8+16)]
 
 def test_frozen():
     "Frozen parameters have neither gradients nor state, and need no activations"

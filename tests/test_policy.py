@@ -44,13 +44,13 @@ def seq(**kwargs): return nn.Sequential(OrderedDict(kwargs))
 def mlp_body(): return seq(a=nn.Linear(8,16), norm=nn.LayerNorm(16), act=nn.GELU(), b=nn.Linear(16,16))
 def conv_body():
     return seq(conv=nn.Conv2d(1,4,3,padding=1,bias=False), bn=nn.BatchNorm2d(4), act=nn.ReLU(), conv2=nn.Conv2d(4,4,1))
-def encoder(): return nn.TransformerEncoderLayer(8, 2, 16, dropout=0., batch_first=True)
-def tokens(): return dict(tok=Tokens(), emb=nn.Embedding(8,8))
+def encoder(): return nn.TransformerEncoderLayer(16, 2, 16, dropout=0., batch_first=True)
+def tokens(): return dict(tok=Tokens(), emb=nn.Embedding(8,16))
 
 models = dict(
     mlp         = lambda: seq(body=mlp_body(), head=nn.Linear(16,1)),
     conv        = lambda: seq(image=Image(), body=conv_body(), flat=nn.Flatten(), head=nn.Linear(32,1)),
-    transformer = lambda: seq(**tokens(), own=Attention(8), layer=encoder(), mean=Mean(), head=nn.Linear(8,1)))
+    transformer = lambda: seq(**tokens(), own=Attention(16), layer=encoder(), mean=Mean(), head=nn.Linear(16,1)))
 
 def model(name):
     torch.manual_seed(3)
@@ -118,14 +118,15 @@ def test_table_is_true(name, call, half, keep):
 
 def test_reads_well():
     "One of each"
-    net = seq(emb=nn.Embedding(9,8), own=Attention(8), bn=nn.BatchNorm1d(8), rms=nn.RMSNorm(8), mine=T5Norm(8),
-              rnn=nn.LSTM(8,8), act=nn.GELU(), head=nn.Linear(8,1))
+    net = seq(emb=nn.Embedding(9,16), ids=nn.Embedding(9,8), own=Attention(8), bn=nn.BatchNorm1d(8), rms=nn.RMSNorm(8),
+              mine=T5Norm(8), rnn=nn.LSTM(8,8), act=nn.GELU(), head=nn.Linear(8,1))
     with pretend(machine('AVX2')): table = policy(net, 'bf16', {'head':'f32'})
     assert [*table.columns]==['module','kind','size','params','way','compute','why']
     layer = 'layer','bfloat16','cast with all others'
     assert [*table.itertuples(index=False, name=None)]==[
-        ('emb',      'Embedding',   72, 'float32', 'lookup',      'bfloat16','rows are rounded'),
-        ('own',      'Attention',   8,  'float32', 'owner',       'bfloat16','own parameters: results are rounded'),
+        ('emb',      'Embedding',   144,'float32', 'lookup',      'bfloat16','rows are rounded'),
+        ('ids',      'Embedding',   72, 'float32', 'float32',     'float32', 'rows of fewer than 16 numbers'),
+        ('own',      'Attention',   8,  'float32', 'own parameters','bfloat16','rounded where they meet activations'),
         ('own.norm', 'LayerNorm',   16, 'float32', 'float32 norm','float32', 'CPU kernel is inexact'),
         ('own.qkv',  'Linear',      216,'float32', *layer),
         ('own.out',  'Linear',      72, 'float32', *layer),
@@ -272,7 +273,7 @@ def test_norms_by_name(kind, big):
 @pytest.mark.parametrize('kind', [nn.Embedding,nn.EmbeddingBag])
 def test_lookups(kind):
     "The float32 table is read; what comes of it is rounded"
-    net,ids = seq(emb=kind(9,8), head=nn.Linear(8,1)),torch.randint(9, (4,3))
+    net,ids = seq(emb=kind(9,16), head=nn.Linear(16,1)),torch.randint(9, (4,3))
     with Watch(net) as seen, half_precision(net, bf16): net(ids).sum().backward()
     assert torch.equal(seen['emb'][0][1][0], net.emb(ids).bfloat16()) and net.emb.weight.grad.dtype==f32
 

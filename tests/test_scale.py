@@ -54,8 +54,8 @@ def held(opt):
     states = [o for s in opt.state.values() for o in s.values() if isinstance(o, torch.Tensor) and o.ndim]
     return sum(_local(t).nbytes for p in params for t in (p,p.grad))+sum(_local(t).nbytes for t in states)
 
-def step(model, opt, copies=True):
-    half = half_precision(model, torch.bfloat16, copies=copies)
+def step(model, opt, rules=True):
+    half = half_precision(model, torch.bfloat16, rules=rules)
     with Sent() as sent:
         with half: model(torch.ones(8,64)).mean().backward()
         opt.step()
@@ -83,7 +83,7 @@ def work(rank, world, path):
         model = make()
         for m in (*model, model): fully_shard(m, mp_policy=policy)
         opt = torch.optim.Adam(model.parameters())
-        sent = step(model, opt, copies=False)
+        sent = step(model, opt, rules=False)
         res[name] = held(opt),sent
     if rank==0: torch.save(res, f'{path}/res')
     dist.destroy_process_group()
@@ -110,7 +110,7 @@ def test_plan():
     model = make()
     opt = torch.optim.Adam(model.parameters(), fused=True)
     plan = plan_memory(model, lambda n: model(torch.ones(n,64)).mean(), opt, 1)
-    row,n = plan.table.loc['copies']*2**20,sum(p.numel() for p in model.parameters())
+    row,n = plan.table.loc['to_bf16']*2**20,sum(p.numel() for p in model.parameters())
     without = row.activations-2*n
     got = row.weights+row.gradients+row.optimizer+row.activations
     assert got==pytest.approx(memory(n, 1, False, True, without), rel=.01) and without<.2*n

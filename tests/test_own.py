@@ -1,0 +1,900 @@
+"""Own parameters: rounded where they meet half precision in a sum or a product, plain for everybody else
+
+And modules in float32: nothing that they pass on, write or attach is lost."""
+import io,pickle,sys
+from contextlib import nullcontext
+
+import pytest,torch._dynamo
+from torch._dynamo.utils import counters
+from torch.func import functional_call,grad,jacrev,vmap
+from torch.utils.checkpoint import checkpoint
+from learners import *
+from copy import copy,deepcopy
+from mp_callbacks.own import OwnParameter
+from states import assert_plain,identical,same
+from tracing import interrupted
+
+bf16,f32 = torch.bfloat16,torch.float32
+
+def autocast(model=None, dtype=bf16): return torch.autocast('cpu', dtype, cache_enabled=False)
+def float32(model): return nullcontext()
+def half(model, **kwargs): return half_precision(model, bf16, **kwargs)
+def close(got, want, tol=.02): return (got.float()-want.float()).norm()<=tol*want.float().norm()
+
+# --- Which functions round
+
+class Meets(nn.Module):
+    "`f` of an activation and a parameter of its own"
+    def __init__(self, f, *shape): super().__init__(); self.f,self.w = f,nn.Parameter(torch.rand(shape)+.5)
+    def forward(self, x): return self.f(x, self.w)
+
+def meet(around, f, *shape, trained=True):
+    "What `Meets` returns behind a layer, and the gradient of its parameter"
+    torch.manual_seed(0)
+    model,seen = nn.Sequential(nn.Linear(8,32), Meets(f, *shape)),[]
+    model[1].w.requires_grad_(trained)
+    model[1].register_forward_hook(lambda m,args,out: seen.append(out))
+    with around(model):
+        model(numbers(shape[0] if shape==(32,32) else 4)[0])
+        if seen[0].is_floating_point(): seen[0].float().square().sum().backward()
+    assert model[1].w.grad is None or type(model[1].w.grad) is torch.Tensor and model[1].w.grad.dtype==f32
+    return seen[0].detach(),model[1].w.grad
+
+def rounding(f):
+    "`f` with a rounded parameter"
+    return lambda x,w: f(x, w.bfloat16())
+
+def rounds(f, *shape, by_hand=None):
+    "Is it what comes of a parameter that is rounded by hand, to the bit, and near float32's?"
+    got,want = meet(half, f, *shape),meet(autocast, by_hand or rounding(f), *shape)
+    assert got[0].dtype==bf16 and same(got, want)
+    assert close(got[0], meet(float32, f, *shape)[0])
+
+def as_autocast(f, *shape): assert same(meet(half, f, *shape), meet(autocast, f, *shape))
+
+def iadd(x, w): x = x.clone(); x += w; return x
+def isub(x, w): x = x.clone(); x -= w; return x
+def imul(x, w): x = x.clone(); x *= w; return x
+
+products = dict(
+    mul        = lambda x,w: x*w,
+    rmul       = lambda x,w: w*x,
+    function   = lambda x,w: torch.mul(w, x),
+    keyword    = lambda x,w: torch.mul(x, other=w),
+    method     = lambda x,w: x.mul(w),
+    multiply   = lambda x,w: x.multiply(w),
+    div        = lambda x,w: x/w,
+    rdiv       = lambda x,w: w/(x.abs()+1),
+    divide     = lambda x,w: torch.div(x, w),
+    lerp       = lambda x,w: torch.lerp(x, 2*x, w))
+sums = dict(
+    add        = lambda x,w: x+w,
+    radd       = lambda x,w: w+x,
+    function   = lambda x,w: torch.add(w, x),
+    alpha      = lambda x,w: torch.add(x, w, alpha=2),
+    method     = lambda x,w: x.add(w),
+    sub        = lambda x,w: x-w,
+    rsub       = lambda x,w: w-x,
+    subtract   = lambda x,w: torch.rsub(x, w),
+    where      = lambda x,w: torch.where(x>0, x, w),
+    where_not  = lambda x,w: torch.where(x>0, w, x),
+    method_too = lambda x,w: x.where(x>0, w),
+    addcmul    = lambda x,w: torch.addcmul(w, x, x))
+in_place = dict(add=lambda x,w: x.clone().add_(w), sub=lambda x,w: x.clone().sub_(w),
+                mul=lambda x,w: x.clone().mul_(w), iadd=iadd, isub=isub, imul=imul)
+joins = dict( # of parameters as large as the activation
+    cat        = lambda x,w: torch.cat([w,x]),
+    columns    = lambda x,w: torch.cat((x,w), dim=1),
+    keyword    = lambda x,w: torch.cat(tensors=[x,w]),
+    concat     = lambda x,w: torch.concat([x,w]),
+    stack      = lambda x,w: torch.stack([w,x], 1))
+
+@pytest.mark.parametrize('name', sums)
+def test_sums(name):
+    """Of as many numbers as fill a row, and not of fewer: these may be offsets, energies or degrees, in which rounding
+    would take away more than it saves"""
+    for many in ((32,),(16,1,1),(4,4,1)): rounds(sums[name], *many)
+    for few in ((1,),(4,1)): as_autocast(sums[name], *few)
+
+@pytest.mark.parametrize('name', in_place)
+def test_in_place(name):
+    "PyTorch rounds the result to the dtype of the activation, so the parameter needs no rounding before"
+    for shape in ((32,),(1,)): as_autocast(in_place[name], *shape)
+    assert meet(half, in_place[name], 32)[0].dtype==bf16
+
+@pytest.mark.parametrize('name', products)
+def test_products(name):
+    "However few numbers: each stands for a whole row, as LayerScale and gates do"
+    for shape in ((32,),(4,32),(1,),(4,1)): rounds(products[name], *shape)
+
+@pytest.mark.parametrize('name', joins)
+def test_joins(name): rounds(joins[name], 4, 32)
+
+def test_a_class_token():
+    "As in a ViT"
+    def join(x, w): return torch.cat([w.expand(4, -1, -1), x[:,None]], 1)
+    rounds(join, 1, 1, 32, by_hand=lambda x,w: torch.cat([w.bfloat16().expand(4, -1, -1), x[:,None]], 1))
+
+shapes = dict(expand=lambda x,w: w.expand(4,32), expand_as=lambda x,w: w.expand_as(x), tile=lambda x,w: w.repeat(4,32))
+
+@pytest.mark.parametrize('name', shapes)
+def test_one_number_in_another_shape(name):
+    "Is one number"
+    as_autocast(lambda x,w: x+shapes[name](x, w), 1)
+
+def test_frozen_ones():
+    "As trained ones"
+    assert meet(half, sums['add'], 32, trained=False)[0].dtype==bf16
+
+# --- Which don't
+
+views = dict(
+    none        = lambda w: w[None],
+    all         = lambda w: w[:],
+    slice       = lambda w: w[:4],
+    row         = lambda w: w[1],
+    dots        = lambda w: w[...,:32],
+    view        = lambda w: w.view(2,2,32).view(4,32),
+    view_as     = lambda w: w.view_as(w),
+    reshape     = lambda w: w.reshape(-1).reshape(4,32),
+    function    = lambda w: torch.unsqueeze(torch.reshape(w, (4,32)), 0),
+    narrow      = lambda w: w.narrow(0,0,4),
+    select      = lambda w: w.select(0,1),
+    expand      = lambda w: w.expand(2,-1,-1),
+    expand_as   = lambda w: w[:1].expand_as(w),
+    broadcast   = lambda w: torch.broadcast_to(w[0], (4,32)),
+    unsqueeze   = lambda w: w.unsqueeze(0),
+    squeeze     = lambda w: w[None].squeeze(0),
+    permute     = lambda w: w.permute(1,0).permute(1,0),
+    transpose   = lambda w: w.transpose(0,1).transpose(0,1),
+    flatten     = lambda w: w.flatten().unflatten(0, (4,32)),
+    repeat      = lambda w: w.repeat(2,1,1),
+    interpolate = lambda w: F.interpolate(w[None,:,:16], size=32, mode='linear'),
+    itself      = lambda w: w.float().contiguous().to('cpu'))
+
+@pytest.mark.parametrize('name', views)
+def test_views(name):
+    "Are what they are views of, or its numbers in another shape or number"
+    v = views[name]
+    rounds(lambda x,w: x+v(w), 4, 32, by_hand=lambda x,w: x+v(w).bfloat16())
+    rounds(lambda x,w: v(w)*x, 4, 32, by_hand=lambda x,w: v(w).bfloat16()*x)
+
+rows = torch.arange(4)
+computed = dict(
+    index        = lambda w: w[rows],
+    list         = lambda w: w[[0,1,2,3]],
+    mask         = lambda w: w[rows>=0],
+    column       = lambda w: w[:,rows[:1]],
+    lookup       = lambda w: F.embedding(rows, w),
+    index_select = lambda w: w.index_select(0, rows),
+    detach       = lambda w: w.detach(),
+    data         = lambda w: w.data,
+    clone        = lambda w: w.clone(),
+    exp          = lambda w: w.exp(),
+    times        = lambda w: 2*w,
+    minus        = lambda w: 1-w,
+    sum          = lambda w: w.sum(0),
+    copied       = lambda w: torch.zeros(4,32).copy_(w))
+
+@pytest.mark.parametrize('name', computed)
+def test_computed(name):
+    "What is indexed, detached or computed from a parameter is an ordinary float32 tensor"
+    v = computed[name]
+    as_autocast(lambda x,w: x+v(w), 4, 32)
+    as_autocast(lambda x,w: v(w)*x, 4, 32)
+
+others = dict(
+    float      = lambda x,w: x.float()+w,
+    alone      = lambda x,w: w[0]*w,
+    scalar     = lambda x,w: x.mean()+w,
+    greater    = lambda x,w: x>w,
+    equal      = lambda x,w: w==x,
+    pow        = lambda x,w: (x.abs()+1)**w,
+    clamp      = lambda x,w: x.clamp(max=w),
+    max        = lambda x,w: torch.max(x, w),
+    number     = lambda x,w: x+w[0,0],
+    matmul     = lambda x,w: x@w,
+    rmatmul    = lambda x,w: w.T@x.T,
+    einsum     = lambda x,w: torch.einsum('bi,io->bo', x, w),
+    linear     = lambda x,w: F.linear(x, w, w[0]),
+    baddbmm    = lambda x,w: torch.baddbmm(w[None], x[None], w[None]),
+    layer_norm = lambda x,w: F.layer_norm(x, (32,), w[0], w[1]),
+    softplus   = lambda x,w: x*F.softplus(w),
+    mse        = lambda x,w: F.mse_loss(x, w),
+    written    = lambda x,w: x.clone().copy_(w))
+
+@pytest.mark.parametrize('name', others)
+def test_others(name):
+    "All other functions are left to autocast: comparisons, products of matrices, norms, losses"
+    as_autocast(others[name], 32, 32)
+
+# --- Whose parameters
+
+class OwnLinear(nn.Linear):
+    def forward(self, x): return F.linear(x, self.weight)+self.bias
+
+class MyNorm(nn.Module):
+    def __init__(self): super().__init__(); self.weight = nn.Parameter(torch.ones(8))
+    def forward(self, x): return F.normalize(x, dim=-1)*self.weight
+
+class Whose(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.own,self.f64 = nn.Parameter(torch.ones(8)),nn.Parameter(torch.ones(8, dtype=torch.float64))
+        self.list,self.dict = nn.ParameterList([torch.ones(8)]),nn.ParameterDict(dict(a=torch.ones(8)))
+        self.lin,self.layer,self.norm,self.mine = nn.Linear(8,8),OwnLinear(8,8),nn.LayerNorm(8),MyNorm()
+        self.attend,self.emb,self.kept = nn.MultiheadAttention(8, 2),nn.Embedding(4, 8),OwnLinear(8,8)
+    def forward(self, x): return self.lin(x)+self.own
+
+def test_whose():
+    "Those of modules with a `forward` of their own, but for norms and what is kept in float32"
+    model = Whose()
+    params = dict(model.named_parameters())
+    with half(model, keep='kept'):
+        own = {k for k,p in model.named_parameters() if type(p) is OwnParameter}
+        assert own=={'own','list.0','dict.a','layer.weight','layer.bias'}
+        assert identical(model.parameters(), params.values())
+        assert all(isinstance(p, nn.Parameter) for p in params.values())
+    assert {type(p) for p in model.parameters()}=={nn.Parameter}
+
+@pytest.mark.parametrize('kind', ['parameter','list','dict'])
+def test_kinds(kind):
+    "The stream behind a position is in half precision, wherever that is kept, but not in a module kept in float32"
+    pos = torch.ones(32)
+    make,read = dict(parameter=(nn.Parameter, noop), list=(lambda o: nn.ParameterList([o]), lambda o: o[0]),
+                     dict=(lambda o: nn.ParameterDict(dict(a=o)), lambda o: o['a']))[kind]
+    class Adds(nn.Module):
+        def __init__(self): super().__init__(); self.pos = make(pos)
+        def forward(self, x): return x+read(self.pos)
+    model,seen = nn.Sequential(nn.Linear(8,32), Adds(), nn.Linear(32,1)),[]
+    model[1].register_forward_hook(lambda m,args,out: seen.append(out.dtype))
+    for kwargs in ({},{},dict(keep='1')):
+        with half(model, **kwargs): model(numbers(4)[0]).sum().backward()
+    assert seen==[bf16,bf16,f32]
+
+def test_tied():
+    "A weight that a layer has, too"
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.lin = nn.Linear(8,8)
+            self.w = self.lin.weight
+        def forward(self, x): return self.lin(x)*self.w[0]@self.w
+    grads = {}
+    for around in (float32,autocast,half):
+        model = Tied()
+        for _ in range(2):
+            model.zero_grad()
+            with around(model): model(numbers(4)[0]).float().square().sum().backward()
+        grads[around] = flat([p.grad for p in model.parameters()])
+    assert close(grads[half], grads[float32], .03) and close(grads[half], grads[autocast], .03)
+
+# --- The same in every mode
+
+class Position(nn.Module):
+    def __init__(self, n=32):
+        super().__init__()
+        self.pos,self.gamma,self.lin = nn.Parameter(torch.randn(1,n,n)),nn.Parameter(torch.rand(n)),nn.Linear(n,n)
+    def forward(self, x): return x+self.pos[0,:len(x)]+self.gamma*self.lin(x)
+
+def positions():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8,32), Position(), nn.GELU(), Position(), nn.Linear(32,1))
+
+def step(model, x, around=half):
+    "Output and gradients of a batch, which are not left in the model"
+    model.zero_grad()
+    with around if isinstance(around, half_precision) else around(model): (res := model(x)).square().sum().backward()
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return [res.detach(),*grads]
+
+def test_modes():
+    "Training, validation and predictions compute the same numbers from the same weights, also in the first call"
+    model,x = positions(),numbers(4)[0]
+    for first in (torch.enable_grad,torch.no_grad,torch.inference_mode):
+        with half(model):
+            outs = []
+            for mode in (first,torch.enable_grad,torch.no_grad,torch.inference_mode,torch.enable_grad):
+                with mode(): outs.append(model.train(mode is torch.enable_grad)(x).clone())
+        assert all(o.equal(outs[0]) for o in outs) and not outs[0].equal(model(x))
+
+def test_steps_inside():
+    "An optimizer that steps inside the `with` does what it does outside"
+    def run(inside):
+        model,x = positions(),numbers(4)[0]
+        around,opt = half(model),torch.optim.AdamW(model.parameters(), 1e-2)
+        for _ in range(3):
+            with around:
+                model(x).square().sum().backward()
+                if inside: opt.step()
+            if not inside: opt.step()
+            opt.zero_grad()
+        return [*model.parameters()]
+    assert same(run(True), run(False))
+
+def test_autocast_off():
+    "Where its author has switched autocast off, nothing is rounded, nor in the backward pass of a function of his own"
+    seen = []
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            ctx.w = w
+            return x*w
+        @staticmethod
+        def backward(ctx, g):
+            x,w = ctx.saved_tensors
+            seen.extend([x*w,x*ctx.w])
+            return g*w,(g*x).sum(0)
+    class Careful(nn.Module):
+        def __init__(self): super().__init__(); self.w = nn.Parameter(torch.rand(32)+.5)
+        def forward(self, x):
+            with torch.autocast('cpu', enabled=False): seen.extend([x*self.w,x+self.w[:]])
+            return Scale.apply(x, self.w)
+    def run(around):
+        torch.manual_seed(0)
+        seen.clear()
+        step(nn.Sequential(nn.Linear(8,32), Careful()), numbers(4)[0], around)
+        return [o.detach() for o in seen]
+    assert {o.dtype for o in run(half)}=={f32} and same(run(half), run(autocast))
+
+def classes(around, f):
+    "Class and dtype of what `Meets` returns for an image of fastai's"
+    model,seen = nn.Sequential(nn.Linear(8,32), Meets(f, 32, 32)),[]
+    model[1].register_forward_hook(lambda m,args,out: seen.append((type(out),out.dtype)))
+    with around(model): model(TensorImage(numbers(32)[0]))
+    return seen[0]
+
+@pytest.mark.parametrize('name', [*sums,*products,*joins])
+def test_class_of_an_activation(name):
+    "What is an image for fastai stays one where it meets a parameter, or a view of one"
+    for v in (noop,lambda w: w[:]):
+        assert classes(half, lambda x,w: {**sums, **products, **joins}[name](x, v(w)))==(TensorImage,bf16)
+
+@pytest.mark.parametrize('name', [o for o in others if o not in ('alone','baddbmm','equal')])
+def test_class_of_others(name):
+    "Of what isn't rounded it is what it is under autocast"
+    assert classes(half, others[name])==classes(autocast, others[name])
+
+# --- Plain for everybody else
+
+looking = []
+
+class Looks(Position):
+    "Shows itself to those who are `looking`, in the middle of a call"
+    def forward(self, x):
+        res = super().forward(x)
+        for look in looking: look(self)
+        return res
+
+def by_pickle(o): return pickle.loads(pickle.dumps(o))
+def by_file(o):
+    torch.save(o, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+@pytest.mark.parametrize('how', [deepcopy,copy,by_pickle,by_file])
+def test_copies(how):
+    "Of modules, parameters, state and views, in the middle of a call too, are plain; a pickle doesn't name our classes"
+    found,model = [],nn.Sequential(nn.Linear(8,32), Looks(), nn.Linear(32,1))
+    def look(m):
+        with torch.no_grad():
+            for o in (m.pos,m.state_dict(),nn.ParameterList([m.pos]),m.pos[0],m.gamma.detach(),[m.gamma]):
+                found.append(how(o))
+        if how is not copy: found.append(how(m)) # which shares its parameters
+    looking.append(look)
+    try:
+        with half(model):
+            model(numbers(4)[0])
+            look(model[1])
+    finally: looking.clear()
+    def _tensors(o):
+        if isinstance(o, nn.Module): return [*o.parameters()]
+        return [*o.values()] if isinstance(o, dict) else o if isinstance(o, list) else [o]
+    assert {type(t) for o in found for t in _tensors(o)}=={nn.Parameter,torch.Tensor}
+    forwards = [vars(m).get('forward') for o in found if isinstance(o, nn.Module) for m in o.modules()]
+    assert not any('mp_callbacks' in type(o).__module__ for o in forwards)
+    assert b'mp_callbacks.own' not in pickle.dumps(found)
+
+def test_texts():
+    "`repr` is that of a parameter"
+    model,texts = Position(),[]
+    def look():
+        some = model.pos,model.gamma,model.gamma.data,model.gamma.detach()[:2]
+        texts.append([*map(repr, some),str(model.gamma),f'{model.gamma}'])
+    with half(model): look()
+    look()
+    assert texts[0]==texts[1]
+
+@pytest.mark.skipif(torch.__version__<'2.7', reason='torch.export of PyTorch 2.6 takes no function as `forward`')
+def test_exported_inside():
+    "With plain parameters, and as under autocast"
+    model,x = positions(),numbers(4)[0]
+    with half(model): exported = torch.export.export(model, (x,))
+    assert {type(p) for p in exported.state_dict.values()}<={nn.Parameter,torch.Tensor}
+    assert close(exported.module()(x), model(x), .05)
+    torch.export.save(exported, file := io.BytesIO())
+    assert b'mp_callbacks' not in file.getvalue()
+    assert_plain(model)
+
+class Gives(nn.Module):
+    "Returns and keeps views of what is its own"
+    def __init__(self, pack):
+        super().__init__()
+        self.pack,self.lin,self.w = pack,nn.Linear(8,8),nn.Parameter(torch.rand(8,8))
+    def forward(self, x):
+        self.last,self.more = self.w[:4],dict(a=[self.w.view(-1)])
+        self.register_buffer('now', self.w.detach()[0], persistent=False)
+        return self.pack(self.lin(x), self.w[:4], self.w)
+
+packs = dict(tensor=lambda x,v,w: v, tuple=lambda *o: o, list=lambda *o: [*o], dict=lambda x,v,w: dict(x=x, v=[v,w]),
+             named=lambda x,v,w: Named(x, v), data=lambda x,v,w: Data(x, (v,)), frozen=lambda x,v,w: Frozen(v, {'w':w}))
+
+def tensors(o):
+    if isinstance(o, torch.Tensor): return [o]
+    if isinstance(o, (Data,Frozen)): return tensors([o.a,o.b])
+    return [t for x in (o.values() if isinstance(o, dict) else o) for t in tensors(x)]
+
+@pytest.mark.parametrize('name', packs)
+def test_returned_and_kept(name):
+    "What the model returns is plain, and after the `with` so is what its modules keep; a parameter is itself"
+    for inside in (False,True):
+        model = gives = Gives(packs[name])
+        if inside: model = nn.Sequential(gives)
+        with half(model):
+            res = model(numbers(4)[0])
+            found = tensors(res)
+            assert {type(o) for o in found if o is not gives.w}=={torch.Tensor} and {o.dtype for o in found}=={f32}
+        assert {type(o) for o in tensors([res,gives.last,gives.more,gives.now])}<={torch.Tensor,nn.Parameter}
+        assert any(o is gives.w for o in found)==(name not in ('tensor','named','data'))
+        for o in (gives.last,*gives.more['a']): assert b'mp_callbacks' not in pickle.dumps(o)
+
+# --- On and off
+
+@pytest.mark.parametrize('other', ['model','part','same','later'])
+@pytest.mark.parametrize('last_first', [True,False])
+def test_two(other, last_first):
+    "Two on one model, or on a part of it: nobody takes off what another one has put on, in either order"
+    model,x = positions(),numbers(4)[0]
+    a = half(model)
+    with a: want = model(x)
+    b = dict(model=half(model), part=half(model[3]), same=a).get(other) # a layer rounds what the part returns
+    a.__enter__()
+    b = b or half(model)
+    b.__enter__()
+    assert model(x).equal(want)
+    on = [a,b]
+    on.pop(-1 if last_first else 0).__exit__()
+    if on[0].model is model: assert model(x).equal(want)
+    else: assert isinstance(model[3].pos, OwnParameter)
+    on[0].__exit__()
+    assert_plain(model)
+
+def test_installed_around_a_with():
+    model,x,a = positions(),numbers(4)[0],None
+    a,b = half(model),half(model)
+    a.install()
+    want = model(x)
+    with b: assert model(x).equal(want)
+    assert model(x).equal(want)
+    a.remove()
+    assert_plain(model)
+
+def test_threads():
+    "Each with a `half_precision` of its own on one model"
+    from test_threads import in_threads
+    model,x = positions(),numbers(4)[0]
+    with half(model): want = model(x).detach()
+    def call():
+        mine = half(model)
+        for _ in range(30):
+            with mine: assert model(x).equal(want)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try: assert in_threads(call, call)==[]
+    finally: sys.setswitchinterval(before)
+    assert_plain(model)
+
+def test_interrupted():
+    "At any line: plain parameters, and the next batch has the numbers that it would have had"
+    model,x = positions(),numbers(4)[0]
+    mine = half(model)
+    want = step(model, x, mine)
+    def batch():
+        with mine: model(x).sum().backward()
+    n = 1
+    while interrupted(batch, n, 'own.py', '_switch', '_take_off', '_whole', '_in_half'):
+        assert_plain(model, n)
+        assert same(step(model, x, mine), want), n
+        n += 3
+    assert n>100
+
+def test_moved_to_another_module():
+    "Parameters of modules that were replaced meanwhile, and of the new ones, are plain, too"
+    model,x = positions(),numbers(4)[0]
+    mine = half(model)
+    with mine:
+        model(x)
+        old,model[1] = model[1],Position()
+        model(x)
+    assert_plain(model)
+    assert_plain(old)
+    with mine: assert isinstance(model[1].pos, OwnParameter) and type(old.pos) is nn.Parameter
+    mine.install()
+    del model[3]
+    mine.remove()
+    assert_plain(model)
+
+# --- A model that changes its parameters in the middle of a call
+
+class Writes(nn.Module):
+    "Calls `write` with itself and a mean of activations"
+    def __init__(self, write):
+        super().__init__()
+        torch.manual_seed(0)
+        self.write,self.lin,self.w = write,nn.Linear(8,32),nn.Parameter(torch.rand(32)+.5)
+    def forward(self, x):
+        x = self.lin(x)
+        with torch.no_grad(): self.write(self, x.mean(0))
+        return x*self.w
+
+def iadd_own(m, x): m.w += x
+def assign_data(m, x): m.w.data = m.w.data*1.5
+def set_slice(m, x): m.w[:16] = x[:16]
+def set_view(m, x): m.w[:16].mul_(x[:16])
+def replace(m, x): m.w = nn.Parameter(m.w.detach()*1.5)
+def add(m, x): m.extra = nn.Parameter(m.w*2)
+def delete(m, x):
+    w = m.w
+    del m.w
+    m.register_parameter('w', w)
+def to_buffer(m, x):
+    w = m.w
+    del m.w
+    m.w = w.detach()
+writes = dict(
+    add         = lambda m,x: m.w.add_(x),
+    iadd        = iadd_own,
+    average     = lambda m,x: m.w.mul_(.9).add_(x, alpha=.1), # as teachers and codebooks have it
+    mul         = lambda m,x: m.w.mul_(1+x),
+    div         = lambda m,x: m.w.div_(1+x),
+    sub         = lambda m,x: m.w.sub_(x),
+    addcmul     = lambda m,x: m.w.addcmul_(x, x),
+    lerp        = lambda m,x: m.w.lerp_(x.float(), .5),
+    out         = lambda m,x: torch.add(x, 1, out=m.w),
+    copy        = lambda m,x: m.w.copy_(x),
+    data        = lambda m,x: m.w.data.mul_(1.5),
+    assign_data = assign_data,
+    set_slice   = set_slice,
+    set_view    = set_view,
+    replace     = replace,
+    new         = add,
+    delete      = delete,
+    to_buffer   = to_buffer,
+    freeze      = lambda m,x: m.w.requires_grad_(False),
+    toggle      = lambda m,x: m.w.requires_grad_(not m.w.requires_grad),
+    attribute   = lambda m,x: setattr(m.w, 'tag', 1))
+
+@pytest.mark.parametrize('name', writes)
+def test_written(name):
+    "In `forward`: the model computes with it, and keeps it, as under autocast, and no gradient is lost"
+    def run(around):
+        model,x = Writes(writes[name]),numbers(4)[0]
+        around,first,seen = around(model),model.w,[]
+        for _ in range(2):
+            model.zero_grad()
+            with around: (res := model(x).float()).square().sum().backward()
+            grads = [torch.zeros(1) if p.grad is None else p.grad.clone() for p in model.parameters()]
+            seen.append([res.detach(),*grads])
+        assert_plain(model)
+        assert type(first) is nn.Parameter
+        kinds = {k:(type(p),p.requires_grad,getattr(p, 'tag', 0)) for k,p in model.named_parameters()}
+        return seen,kinds,model.state_dict()
+    (got,kinds,state),(want,want_kinds,want_state) = run(half),run(autocast)
+    assert kinds==want_kinds and state.keys()==want_state.keys()
+    assert all(close(state[k], want_state[k]) for k in state)
+    assert all(close(a, b, .03) for g,w in zip(got, want) for a,b in zip(g, w, strict=True))
+
+# --- torch.func inside `forward`
+
+class Inner(nn.Module):
+    def __init__(self): super().__init__(); self.lin,self.w = nn.Linear(32,32),nn.Parameter(torch.rand(32)+.5)
+    def forward(self, x): return self.lin(x)*self.w+self.w
+
+transforms = dict(
+    functional_call = lambda m,x: functional_call(m, {k:2*p for k,p in m.named_parameters()}, (x,)),
+    same_parameters = lambda m,x: functional_call(m, dict(m.named_parameters()), (x,)),
+    vmap            = lambda m,x: vmap(m)(x),
+    vmap_layer      = lambda m,x: vmap(m.lin)(x),
+    vmap_own        = lambda m,x: vmap(lambda o: o*m.w[:]+m.w)(x),
+    vmap_weights    = lambda m,x: vmap(lambda w: (x*w).sum(0))(m.w.expand(4,32)),
+    grad            = lambda m,x: grad(lambda o: m(o).square().sum())(x),
+    grad_layer      = lambda m,x: grad(lambda o: m.lin(o).square().sum())(x),
+    grad_of_weights = lambda m,x: grad(lambda p: functional_call(m, p, (x,)).sum())(dict(m.named_parameters()))['w']+x,
+    jacrev_layer    = lambda m,x: jacrev(m.lin)(x[0]),
+    vmap_of_grad    = lambda m,x: vmap(grad(lambda o: m(o).square().sum()))(x))
+
+@pytest.mark.parametrize('name', transforms)
+def test_transforms(name):
+    "The same numbers in each call, those of autocast up to rounding"
+    class Net(nn.Module):
+        def __init__(self): super().__init__(); torch.manual_seed(0); self.first,self.inner = nn.Linear(8,32),Inner()
+        def forward(self, x):
+            x = self.first(x)
+            return self.inner(x)+transforms[name](self.inner, x).sum(0) # the layers inside compute both ways
+    x = numbers(4)[0]
+    want,auto = (step(Net(), x, o) for o in (float32,autocast))
+    model = Net()
+    mine = half(model)
+    first,*later = [step(model, x, mine) for _ in range(3)]
+    for o in later: assert same(o, first)
+    def _errors(got): return [((a.float()-b).norm()/b.norm()).item() for a,b in zip(got, want)]
+    assert max(_errors(first))<=3*max(_errors(auto)), (_errors(first),_errors(auto))
+
+class Transforms(nn.Module):
+    "A layer that is only called inside a transform"
+    def __init__(self, name):
+        super().__init__()
+        torch.manual_seed(0)
+        self.name,self.first,self.lin = name,nn.Linear(8,32),nn.Linear(32,32)
+    def forward(self, x):
+        x = self.first(x)
+        if self.name=='vmap': return vmap(self.lin)(x)
+        return grad(lambda o: self.lin(o).square().sum())(x)
+
+@pytest.mark.parametrize('name', ['vmap','grad'])
+def test_layer_in_a_transform(name):
+    "In the dtype of autocast from the first call on"
+    x,seen = numbers(4)[0],{}
+    for around in (autocast,half):
+        model = Transforms(name)
+        model.lin.register_forward_hook(lambda m,args,out: seen.setdefault(around, []).append((out.dtype,out.shape)))
+        mine = around(model)
+        outs = [step(model, x, mine if around is half else around) for _ in range(3)]
+        assert same(outs[1], outs[0]) and same(outs[2], outs[0])
+        seen[around,'res'] = outs[0]
+    assert seen[half]==seen[autocast]
+    assert close(flat(seen[half,'res']), flat(seen[autocast,'res']), .01)
+
+# --- Computing again
+
+class Timed(nn.Module):
+    "A scale of its own, and a time that it makes from the one that it is given"
+    def __init__(self):
+        super().__init__()
+        self.scale,self.lin,self.embed = nn.Parameter(torch.rand(32)+.5),nn.Linear(32,32),nn.Linear(32,32)
+    def forward(self, x, t):
+        t = t*1000
+        return x+self.scale*self.lin(x)+self.embed((t[:,None]*torch.linspace(.1, 1, 32)).sin())
+
+class Stack(nn.Module):
+    "Blocks, or one several times, and how they are called"
+    def __init__(self, call, once=False):
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [Timed()]*3 if once else [Timed() for _ in range(3)]
+        self.call,self.pos,self.blocks = call,nn.Parameter(torch.randn(32)),nn.ModuleList(blocks)
+        self.first,self.head = nn.Linear(8,32),nn.Linear(32,1)
+    def part(self, block, x, t): return block(x+self.pos, t)*self.pos[:]
+    def forward(self, x):
+        t = x[:,0].sigmoid()
+        x = self.first(x)
+        for o in self.blocks: x = self.call(self, o, x, t)
+        return self.head(x)
+
+def modules(**kwargs): return lambda m,o,x,t: checkpoint(o, x, t, **kwargs) if kwargs else o(x, t)
+def functions(**kwargs): return lambda m,o,x,t: checkpoint(m.part, o, x, t, **kwargs) if kwargs else m.part(o, x, t)
+
+@pytest.mark.parametrize('once', [False,True])
+@pytest.mark.parametrize('reentrant', [True,False])
+@pytest.mark.parametrize('kind', [modules,functions])
+def test_checkpointed(kind, reentrant, once):
+    "Modules and functions, also a block that is called several times: the bits of a run without, in each batch"
+    def run(**kwargs):
+        model,x = Stack(kind(**kwargs), once),numbers(4)[0]
+        mine = half(model)
+        return [step(model, x, mine) for _ in range(3)]
+    assert same(run(use_reentrant=reentrant), run())
+
+class Typed(nn.Module):
+    "Returns what fastai's tensors of targets are, so that the loss is one"
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant,self.first,self.own,self.head = reentrant,nn.Linear(8,32),Position(),nn.Linear(32,1)
+    def forward(self, x):
+        x = self.first(x)
+        x = self.own(x) if self.reentrant is None else checkpoint(self.own, x, use_reentrant=self.reentrant)
+        return TensorBase(self.head(x))
+
+@pytest.mark.parametrize('reentrant', [True,False])
+def test_checkpointed_with_a_loss_of_fastais_class(reentrant):
+    "Its `backward` switches our class off, and yet the part is computed again as it was"
+    def run(reentrant):
+        learn = get_learner(Typed(reentrant), loss_func=lambda pred,y: F.mse_loss(pred, y)).to_bf16()
+        learn.fit(1)
+        assert type(learn.loss_func(TensorBase(torch.ones(1)), torch.ones(1))) is TensorBase
+        return weights(learn)
+    assert same(run(reentrant), run(None))
+
+# --- torch.compile
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pos,self.gamma = nn.Parameter(torch.randn(1,8,32)),nn.Parameter(torch.rand(32))
+        self.norm,self.lin = nn.LayerNorm(32),nn.Linear(32,32)
+        self.bias = nn.ParameterList([torch.rand(32)])
+    def forward(self, x):
+        x = x+self.pos[0,:1].expand(len(x),-1)
+        return torch.cat([x,self.gamma*self.lin(self.norm(x))])[:len(x)]+self.bias[0]
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8,32), Small(), nn.GELU(), Small(), nn.Linear(32,1))
+
+def blocks_in_place(m):
+    for o in (m[1],m[3]): o.compile(backend='eager')
+    return m
+
+compiled = dict(
+    whole    = lambda m: torch.compile(m, backend='eager', fullgraph=True),
+    in_place = lambda m: (m.compile(backend='eager', fullgraph=True), m)[1],
+    part     = lambda m: nn.Sequential(m[0], torch.compile(m[1:], backend='eager', fullgraph=True)),
+    blocks   = blocks_in_place)
+
+@pytest.mark.parametrize('kind', compiled)
+def test_compiled(kind):
+    "Without breaks, and nothing is compiled again after the first batch of training and of validation"
+    torch._dynamo.reset()
+    counters.clear()
+    model,x,graphs = compiled[kind](small()),numbers(4)[0],[]
+    mine,want,auto = half(model),step(small(), x, float32),step(small(), x, autocast)
+    for _ in range(3):
+        got = step(model, x, mine)
+        with mine, torch.no_grad(): assert close(model(x), got[0], 1e-6)
+        graphs.append(counters['stats']['unique_graphs'])
+    assert graphs[0]==graphs[-1]>0 and not counters['graph_break'] and not counters['recompiles']
+    def _error(o): return ((flat(o)-flat(want)).norm()/flat(want).norm()).item()
+    assert _error(got)<=2*_error(auto)
+    assert {type(p) for p in model.parameters()}=={nn.Parameter}
+
+# --- What a module with parameters of its own passes on keeps its meaning
+
+class Fills(nn.Module):
+    "Writes into what it is given"
+    def __init__(self): super().__init__(); self.layer = nn.Linear(8,8)
+    def forward(self, y): y.mul_(2).add_(self.layer(y.detach()))
+
+class Adds(nn.Module):
+    "Adds a position of its own, and lets a module inside write into the sum"
+    def __init__(self): super().__init__(); self.pos,self.inner = nn.Parameter(torch.ones(8)),Fills()
+    def forward(self, x):
+        y = x+self.pos
+        self.inner(y)
+        return y
+
+class Remembers(nn.Module):
+    "As fastai's `SequentialEx` and `MergeLayer`"
+    def __init__(self): super().__init__(); self.gain = nn.Parameter(torch.ones(8))
+    def forward(self, x):
+        y = x*self.gain
+        y.orig = x
+        return y
+
+class Merges(nn.Module):
+    def forward(self, x): return x+x.orig
+
+class Times(nn.Module):
+    "Time steps from 0 to 1000 that are computed from what was given, as in flow matching"
+    def __init__(self):
+        super().__init__()
+        self.pos,self.layer,self.embed = nn.Parameter(torch.ones(8)),nn.Linear(8,8),nn.Identity()
+    def forward(self, x): return self.layer(x+self.pos)*self.embed(x.abs().clamp(max=1)*1000).sin()
+
+class Attend(nn.Module):
+    def __init__(self): super().__init__(); self.q,self.k = nn.Linear(8,8),nn.Linear(8,8)
+    def forward(self, x, mask): return (self.q(x)@self.k(x).T+mask).softmax(-1)@x
+
+class Masked(nn.Module):
+    "Some rows may look at nothing, as with left padding"
+    def __init__(self): super().__init__(); self.pos,self.attend = nn.Parameter(torch.ones(8)),Attend()
+    def forward(self, x):
+        mask = torch.full((len(x),len(x)), -1e9).triu(1)
+        mask[0] = -1e9
+        return self.attend(x+self.pos, mask)
+
+makes = dict(fills=Adds, times=Times, mask=Masked, attributes=lambda: nn.Sequential(Remembers(), Merges()))
+
+@pytest.mark.parametrize('dtype', [bf16,torch.float16])
+@pytest.mark.parametrize('kind', makes)
+def test_passed_on(kind, dtype):
+    "Errors are those of autocast, up to rounding"
+    torch.manual_seed(0)
+    model,x = nn.Sequential(nn.Identity(), makes[kind]()),numbers(16)[0]
+    want = model(x).detach()
+    with torch.autocast('cpu', dtype): auto = model(x).detach().float()
+    with half_precision(model, dtype): got = model(x).detach()
+    error = [((o-want).norm()/want.norm()).item() for o in (auto,got)]
+    assert error[1]<=3*max(error[0], torch.finfo(dtype).eps), error
+
+# --- Modules in float32: casts stand in for what they were given
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first,self.act,self.last = nn.Linear(8,8),nn.ReLU(inplace=True),nn.Linear(8,1)
+    def forward(self, x):
+        x = self.first(x)
+        self.act(x)
+        return self.last(x)
+
+class Attaches(nn.Module):
+    def __init__(self): super().__init__(); self.body,self.act,self.end = nn.Linear(8,8),nn.GELU(),Merges()
+    def forward(self, x):
+        y = self.body(x)
+        y.orig = y
+        return self.end(y)
+
+class Pops(nn.Module):
+    "Takes from a list and writes into a dict, as decoders do with skip connections"
+    def __init__(self): super().__init__(); self.layer = nn.Linear(8,8)
+    def forward(self, skips, seen):
+        x = self.layer(skips.pop())
+        seen['out'],seen['n'] = x,seen['n']+1
+        return x
+
+class Skips(nn.Module):
+    def __init__(self): super().__init__(); self.down,self.up,self.last = nn.Linear(8,8),Pops(),Pops()
+    def forward(self, x):
+        skips,seen = [x,self.down(x)],dict(n=0, x=self.down(x))
+        first,own = skips[0],seen['x']
+        self.up(skips, seen)
+        y = seen['out']
+        skips.append(y)
+        self.last(skips, seen)
+        assert (len(skips),seen['n'],[*seen])==(1,2,['n','x','out']) and skips[0] is first and seen['x'] is own
+        return y+seen['out']+skips[0]
+
+@pytest.mark.parametrize('kind,keep', [(InPlace,'act'), (Attaches,Merges), (Attaches,nn.GELU), (Skips,('up','last'))])
+def test_kept(kind, keep):
+    "What a module in float32 writes, takes out of a container or puts into it arrives; attributes go through a cast"
+    torch.manual_seed(1)
+    model,x = kind(),numbers(16)[0]
+    want = model(x).detach()
+    with half_precision(model, bf16, keep): assert (model(x)-want).norm()<=.02*want.norm()
+
+def test_kept_leaves_containers_alone():
+    "What the caller has in a list or dict, nested too, is the same tensors, with what was written into them"
+    seen = []
+    class Sums(nn.Module):
+        def __init__(self): super().__init__(); self.layer = nn.Linear(8,8)
+        def forward(self, features, more):
+            res = self.layer(features[0]+more['rest'][0])
+            with torch.no_grad(): more['rest'][1].fill_(2)
+            return res
+    class Net(nn.Module):
+        def __init__(self): super().__init__(); self.body,self.end = nn.Linear(8,8),Sums()
+        def forward(self, x):
+            y,z = self.body(x),self.body(-x)
+            features,more = [y],dict(rest=[z,torch.zeros_like(z)])
+            res = self.end(features, more)
+            seen.append((features[0] is y, more['rest'][0] is z, y.dtype, more['rest'][1].unique().tolist()))
+            return res
+    model = Net()
+    with half_precision(model, bf16, 'end'): model(numbers(16)[0]).sum().backward()
+    assert seen==[(True,True,bf16,[2.])]
+
+def test_standardized_convolution():
+    "A layer with a `_conv_forward` of its own computes with float32 weights, as under autocast"
+    class Standardized(nn.Conv2d):
+        def _conv_forward(self, x, weight, bias):
+            assert weight.dtype==f32
+            return super()._conv_forward(x, (weight-weight.mean())/weight.std(), bias)
+    model = nn.Sequential(Standardized(3,4,3))
+    half = half_precision(model, bf16)
+    for _ in range(3):
+        with half: model(torch.ones(1,3,8,8)).sum().backward()
+    assert half.ways['0'].name!='layer'

@@ -292,7 +292,8 @@ class PrecisionCallback(PrecisionPart):
             step.batches.append((learn.xb,learn.yb))
         mul_grads(params, scale)
         scaled = cast_tree(loss, torch.float32, half_dtypes)
-        learn.loss_grad = scaled = scaled*scale if scale!=1 else scaled
+        # `backward` of a `TensorBase` switches `__torch_function__` off, also where a checkpointed part computes again
+        learn.loss_grad = scaled = (scaled*scale if scale!=1 else scaled).as_subclass(torch.Tensor)
         reached = set() # by the backward pass
         if scale!=1 and loss.requires_grad: # what a hook returned, but for None, would be the gradient
             loss.register_hook(lambda _: reached.add('loss'))

@@ -128,8 +128,8 @@ def largest_number(
 
 def _grads(params):
     "The `params` that have a gradient, without repetitions, and the gradients, or the values of sparse gradients"
-    params = [p for p in {id(p):p for p in params}.values() if p.grad is not None]
-    grads = [p.grad for p in params]
+    found = {id(p):(p,g) for p in params if (g := p.grad) is not None}.values()
+    params,grads = [p for p,_ in found],[g for _,g in found]
     if not any(map(attrgetter('is_sparse'), grads)): return params,grads
     for p in params:
         if p.grad.is_sparse: p.grad = p.grad.coalesce() # the sum of two finite entries for the same row may overflow
@@ -154,7 +154,7 @@ _few = 2**12 # numbers: to copy them takes less time than a norm of their own, o
 def _join_vectors(xs):
     "`xs`, with vectors such as biases in one tensor"
     vectors,others = [],[]
-    for x in xs: (vectors if x.dim()==1 and x.numel()<=_few else others).append(x)
+    for x in xs: (vectors if x.ndim==1 and x.numel()<=_few else others).append(x)
     return [*others,torch.cat(vectors)] if vectors else xs
 
 def _norms_of_kind(dtype, xs, ord):

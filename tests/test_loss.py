@@ -169,8 +169,8 @@ class Block(nn.Linear):
 
 @pytest.mark.parametrize('mode', modes)
 def test_classes_in_the_backward_pass(mode):
-    """Compute again as in the forward pass: `backward` of fastai's `TensorBase` would switch off what classes of tensors
-    do, so it begins at a plain tensor. The loss is of its class at every event."""
+    """Compute again as in the forward pass: `backward` of fastai's `TensorBase` would switch off what classes do, so it
+    begins at a plain tensor. The loss is of its class at every event."""
     learn,seen = get_learner(nn.Sequential(Block(8,16), nn.Linear(16,1))),[]
     class Look(Callback):
         order = 20

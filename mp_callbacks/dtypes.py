@@ -67,8 +67,8 @@ def keep_attributes(
     t:Tensor, # A tensor
     new:Tensor, # What stands in for `t`
 )->Tensor: # `new`
-    "Give `new` the attributes that somebody has put on `t`"
-    if not torch.compiler.is_compiling() and vars(t): vars(new).update(vars(t))
+    "Give `new` what somebody has put on `t`: the attributes that it lacks"
+    if not torch.compiler.is_compiling() and vars(t): vars(new).update({**vars(t), **vars(new)})
     return new
 
 # %% ../nbs/00_dtypes.ipynb #4e79e5c3

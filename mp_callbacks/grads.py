@@ -33,6 +33,7 @@ class StepStats(NamedTuple):
     culprit:nn.Parameter|None=None # Last parameter whose gradient is not finite, if any
     amax:float|None=None # Largest absolute gradient, unscaled, before clipping; None if not requested or not finite
     loss_finite:bool=True # Are the losses of this process finite? Gradients may be, where they aren't
+    loss:float|None=None # The last of these losses, if it is a single number
 
 # %% ../nbs/02_grads.ipynb #4c46aa6e
 def prepare_grads(
@@ -44,7 +45,7 @@ def prepare_grads(
     *,
     also=(), # More parameters whose gradients have to be finite, but are no part of the norm and not clipped
     unscaled:bool=False, # Have the gradients been divided by `scale` already, as those of a learner?
-    losses=(), # Losses of the step's batches: are they finite? It needs no further wait.
+    losses=(), # Losses of the step's batches, for `StepStats`: they are read without a further wait
 )->StepStats: # Norms before clipping, and whether to step
     """Unscale the gradients of `params` in place, measure them, and clip them to global norm `clip`
 
@@ -56,16 +57,18 @@ def prepare_grads(
     known = {*map(id, params)}
     also,others = _grads([p for p in also if id(p) not in known])
     carried = 1. if unscaled else scale
-    norm,of_others,of_losses = _norms([values,others,losses])
-    norm,loss_finite = norm/carried,isfinite(of_losses)
+    *numbers,last = _numbers([values,others,losses[:-1],losses[-1:]])
+    norm,of_others,of_losses = [hypot(*o) for o in numbers]
+    norm,loss = norm/carried,last[0] if losses and not losses[-1].dim() else None
+    about_loss = dict(loss_finite=isfinite(hypot(of_losses, *last)), loss=loss)
     if not isfinite(total := hypot(norm, of_others)):
         culprit = [*params,*also][_last_bad(values+others)]
-        return StepStats(step, scale, total, False, culprit, loss_finite=loss_finite)
+        return StepStats(step, scale, total, False, culprit, **about_loss)
     largest = largest_number(values)/carried if amax else None
     factor = min(1., clip/(norm+1e-6)) if clip is not None else 1.
     _mul(values, factor/carried)
     _mul(others, 1/carried)
-    return StepStats(step, scale, norm, True, amax=largest, loss_finite=loss_finite)
+    return StepStats(step, scale, norm, True, amax=largest, **about_loss)
 
 @torch.no_grad()
 def remove_grads(
@@ -125,8 +128,8 @@ def largest_number(
 
 def _grads(params):
     "The `params` that have a gradient, without repetitions, and the gradients, or the values of sparse gradients"
-    params = [p for p in {id(p):p for p in params}.values() if p.grad is not None]
-    grads = [p.grad for p in params]
+    found = {id(p):(p,g) for p in params if (g := p.grad) is not None}.values()
+    params,grads = [p for p,_ in found],[g for _,g in found]
     if not any(map(attrgetter('is_sparse'), grads)): return params,grads
     for p in params:
         if p.grad.is_sparse: p.grad = p.grad.coalesce() # the sum of two finite entries for the same row may overflow
@@ -151,27 +154,31 @@ _few = 2**12 # numbers: to copy them takes less time than a norm of their own, o
 def _join_vectors(xs):
     "`xs`, with vectors such as biases in one tensor"
     vectors,others = [],[]
-    for x in xs: (vectors if x.dim()==1 and x.numel()<=_few else others).append(x)
+    for x in xs: (vectors if x.ndim==1 and x.numel()<=_few else others).append(x)
     return [*others,torch.cat(vectors)] if vectors else xs
 
 def _norms_of_kind(dtype, xs, ord):
     "Scalar tensors whose norm is that of `xs`, which are all on one device, in `dtype` and of one class"
     as_float32 = dict(dtype=torch.float32) if dtype in half_dtypes else {}
     if not hasattr(xs[0], 'to_local'):
-        if dtype==torch.float32 and not any(x.dim() for x in xs): return xs # numbers, such as losses, with their signs
+        if dtype.is_floating_point and not any(x.dim() for x in xs): return xs # such as losses, with their signs
         return foreach_norm(_join_vectors(xs), ord, **as_float32)
     res = _largest_in_shards(xs) if ord==inf else torch.stack(foreach_norm(xs, ord, **as_float32))
     return [*res.full_tensor()] # combine the parts of `fully_shard`
 
-def _norms(groups, ord=2):
-    "For each group of tensors the norm of all of them; copies once from each device"
+def _numbers(groups, ord=2):
+    "For each group of tensors some numbers that have the norm of all of them; copies once from each device"
     found,res = {},[[] for _ in groups]
     for group,xs in zip(res, groups):
         for device,dtype,kind in _kinds(xs):
             found.setdefault(device, []).extend([(group,o) for o in _norms_of_kind(dtype, kind, ord)])
     for norms in found.values():
         for (group,_),x in zip(norms, torch.stack([o for _,o in norms]).tolist()): group.append(x)
-    return [max(map(abs, o), default=0.) if ord==inf else hypot(*o) for o in res]
+    return res
+
+def _norms(groups, ord=2):
+    "For each group of tensors the norm of all of them"
+    return [max(map(abs, o), default=0.) if ord==inf else hypot(*o) for o in _numbers(groups, ord)]
 
 def _last_bad(grads):
     "Index of the last of `grads` that isn't finite, or if only the norm of all isn't, of the largest"

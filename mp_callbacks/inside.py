@@ -6,7 +6,8 @@ Docs: https://example.github.io/mp_callbacks/inside.html.md"""
 
 # %% auto #0
 __all__ = ['cancels', 'look_name', 'is_fastai_precision', 'LeanCallback', 'reset_state', 'is_look', 'open_batch', 'within_batch',
-           'keep_quiet', 'autocast_closed', 'training_batches', 'keep_average', 'add_columns', 'first_hypers']
+           'keep_quiet', 'autocast_closed', 'training_batches', 'keep_average', 'hand_over_loss', 'add_columns',
+           'first_hypers']
 
 # %% ../nbs/10_inside.ipynb #abb3314b
 import math,sys,torch
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 
 from fastai.callback.core import *
 from fastcore.basics import defaults
+
+from .modules import several_ranks
 
 # %% ../nbs/10_inside.ipynb #a82b7d5f
 _had_progress = 'fastai.callback.progress' in sys.modules
@@ -112,6 +115,14 @@ def keep_average(
     if not skipped: return
     if not smooth.count: known,smooth.count = 0.,-1 # fastai adds 0 and 1 to these: still no average
     learn.loss = torch.full_like(learn.loss, known)
+
+def hand_over_loss(
+    learn, # `Learner` before its step
+    number:float, # What `learn.loss` is; None if that isn't known
+):
+    "Let `learn.loss` be on the CPU, where nobody waits for it. Several processes gather theirs from the device."
+    if number is None or learn.loss.device.type=='cpu' or several_ranks(): return
+    learn.loss = torch.full_like(learn.loss, number, device='cpu')
 
 def add_columns(
     recorder, # fastai's `Recorder`, at the start of a fit

@@ -28,7 +28,8 @@ from .modules import several_ranks,training_group,without_ddp
 from .half import half_precision,note_dtypes
 from .fp8 import check_fp8
 from .nonfinite import keep_option
-from .inside import LeanCallback,cancels,is_fastai_precision,keep_average,reset_state,within_batch
+from .inside import LeanCallback,cancels,hand_over_loss,is_fastai_precision,keep_average,reset_state
+from .inside import within_batch
 from .skipped import explain_step,find_cure,loss_modules,weights_since
 from .step import GatheredStep,ScaleState,clear_state,read_state,write_state
 
@@ -291,7 +292,8 @@ class PrecisionCallback(PrecisionPart):
             step.batches.append((learn.xb,learn.yb))
         mul_grads(params, scale)
         scaled = cast_tree(loss, torch.float32, half_dtypes)
-        learn.loss_grad = scaled = scaled*scale if scale!=1 else scaled
+        # `backward` of a `TensorBase` switches `__torch_function__` off, also where a checkpointed part computes again
+        learn.loss_grad = scaled = (scaled*scale if scale!=1 else scaled).as_subclass(torch.Tensor)
         reached = set() # by the backward pass
         if scale!=1 and loss.requires_grad: # what a hook returned, but for None, would be the gradient
             loss.register_hook(lambda _: reached.add('loss'))
@@ -321,8 +323,9 @@ class PrecisionCallback(PrecisionPart):
         learn,state = self.learn,self.state
         stats = prepare_grads(self._opt_params(), state.scaling.loss_scale, self.clip, state.steps,
                               state.scaling.wants_amax, also=self._model_params(), unscaled=True,
-                              losses=self._step.losses)
+                              losses=[*self._step.losses,learn.loss.detach()])
         learn.step_stats = self._step.stats = stats
+        hand_over_loss(learn, stats.loss)
         if stats.finite: return
         self._step.drop(self._params())
         self._step.outcome = 'skipped'

@@ -53,7 +53,8 @@ def clear_state(
 ):
     "Remove loss scale and counters from the hyper-parameters of `opt`"
     hypers = first_hypers(opt)
-    for k in [k for k in hypers if k.startswith(state_prefix)]: del hypers[k]
+    names = [k for k in hypers if k.startswith(state_prefix)]
+    [*map(hypers.pop, names)] # not a loop, in which Ctrl-C would leave a part of the state
 
 def write_state(
     opt, # fastai `Optimizer`, `OptimWrapper` or `Lookahead`

@@ -46,6 +46,18 @@ def test_partly_double(call):
     learn.fit(1)
     assert [p.dtype for p in learn.model.parameters()]==[torch.float32]*2+[torch.float64]*2
 
+def test_jagged_predictions():
+    "Their class keeps the numbers in attributes: these are float32, too, and what somebody has put on stays"
+    class Words(nn.Linear):
+        def forward(self, x, offsets):
+            res = torch.nested.nested_tensor_from_jagged(super().forward(x), offsets)
+            res.note = 'kept'
+            return res
+    model,x = Words(8, 4),numbers()[0]
+    with half_precision(model, 'bf16'): res = model(x, torch.tensor([0,3,64]))
+    assert res.dtype==res.values().dtype==torch.float32 and res.note=='kept'
+    assert [len(o) for o in res.unbind()]==[3,61] and (res.values()-model(x, torch.tensor([0,64])).values()).norm()<.1
+
 @each_mode
 def test_frozen_parts(mode):
     "Parameters that aren't trained are neither changed nor given gradients"

@@ -1,6 +1,7 @@
 "What a loss may do: look at the weights, call a part of the model or all of it, train one model against another"
 import functools,pytest
 from fastai.vision.gan import GANLearner
+from torch.utils.checkpoint import checkpoint
 from learners import *
 
 each_mode = pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','bf16','native_fp16')))
@@ -152,6 +153,33 @@ def test_own_backward(which, mode):
     else:
         for o in (own,plain): o.fit(1)
         assert all(map(torch.equal, weights(own), weights(plain)))
+
+class Counted(torch.Tensor):
+    "A tensor whose class has functions of its own"
+    calls = 0
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        Counted.calls += func is F.gelu
+        return super().__torch_function__(func, types, args, kwargs)
+
+class Block(nn.Linear):
+    "A block that is computed again in the backward pass, with a tensor of a class of its own inside"
+    def forward(self, x): return checkpoint(self.compute, x, use_reentrant=False)
+    def compute(self, x): return F.gelu(super().forward(x).as_subclass(Counted)).as_subclass(torch.Tensor)
+
+@pytest.mark.parametrize('mode', modes)
+def test_classes_in_the_backward_pass(mode):
+    """Compute again as in the forward pass: `backward` of fastai's `TensorBase` would switch off what classes do, so it
+    begins at a plain tensor. The loss is of its class at every event."""
+    learn,seen = get_learner(nn.Sequential(Block(8,16), nn.Linear(16,1))),[]
+    class Look(Callback):
+        order = 20
+        def look(self): seen.append(self.learn.loss_grad)
+        before_backward = after_backward = before_step = after_step = look
+    Counted.calls = 0
+    modes[mode](learn).fit(1, cbs=Look())
+    assert {type(o) for o in seen}=={TensorBase} and all(seen[i] is seen[i-i%4] for i in range(len(seen)))
+    assert Counted.calls==3*4 # forward and again in four batches, and four of validation
 
 @pytest.mark.parametrize('mode', [None,'fp16','native_fp16','bf16'])
 def test_hessian_product(mode):

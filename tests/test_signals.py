@@ -6,6 +6,7 @@ import pytest
 import mp_callbacks.half as half,mp_callbacks.modules as modules
 import mp_callbacks.precision as precision
 from faults import *
+from tracing import interrupted
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 some_modes = pytest.mark.parametrize('mode', ['fp16_flat_clip','native_bf16'])
@@ -43,6 +44,17 @@ def test_interrupt(mode, tmp_path, monkeypatch):
         patient.float32((mode, name))
         if name not in stepped: assert same(everything(patient.learn), steps.states[-1]), (mode, name)
     patient.usable(mode)
+
+def test_interrupt_while_the_scale_is_stored():
+    "The next fit goes on with a whole state: that of before the step, or after it"
+    learn,n = get_learner(dls=get_dls(bs=64)).to_fp16(),1
+    learn.fit(1)
+    before = precision_state(learn)
+    while interrupted(lambda: learn.fit(1), n, 'clear_state','write_state'):
+        now,n = precision_state(learn),n+1
+        assert now.keys()==before.keys() and now['steps']-before['steps'] in (0,1), n
+        before = now
+    assert n>1 and learn.mixed_precision.state.steps==before['steps']+1
 
 moments = [('before_batch',20), ('after_pred',-50), ('after_backward',20), ('before_step',20), ('after_step',-50),
            ('after_batch',20)]

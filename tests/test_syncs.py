@@ -1,7 +1,10 @@
 "The host waits for the device once a step because of us: whatever reads a number from a tensor is counted, by who asks"
-import sys
+import math,sys
 from collections import Counter
 import pytest
+import mp_callbacks.inside as inside
+from fastai.callback.training import GradientAccumulation
+from mp_callbacks.dtypes import map_tensors
 from learners import *
 
 reads = 'cpu item tolist numpy __bool__ __float__ __int__'.split()
@@ -41,3 +44,71 @@ def test_skipped_steps(ours):
     learn.fit(1)
     steps = len(learn.dls.train)
     assert ours['tolist']==2*steps
+
+# --- The loss that fastai's recorder reads
+
+class Elsewhere(TensorBase):
+    "A tensor that says that it is on a GPU"
+    device = property(lambda self: torch.device('cuda'))
+
+class Events(Callback):
+    "Change the loss as `change` says, let it be on a GPU if it is to be `far`, and keep what callbacks see of it"
+    order = 60 # after fastai's recorder
+    def __init__(self, far, change): self.far,self.change,self.seen,self.handed = far,change,[],[]
+    def after_loss(self):
+        if not self.training: return
+        self.change(self.learn)
+        if self.far: self.learn.loss = self.learn.loss.as_subclass(Elsewhere)
+    def after_batch(self):
+        loss = self.learn.loss
+        if self.training: self.handed.append(not loss.requires_grad)
+        self.seen.append((str(loss.dtype),loss,self.smooth_loss))
+
+def penalty(learn): learn.loss_grad = learn.loss_grad+3.
+def negative(learn): learn.loss = learn.loss_grad = learn.loss_grad-100.
+def infinite(learn): learn.loss = learn.loss*math.inf
+def overflow(learn):
+    if learn.iter==2: learn.loss,learn.loss_grad = learn.loss*math.inf,learn.loss_grad*math.inf
+def two_numbers(learn): learn.loss = torch.stack([learn.loss,-learn.loss/3])
+
+class Later(Callback):
+    "Change the loss after the check"
+    order = 20
+    def after_step(self): self.learn.loss = self.learn.loss*2
+    def after_batch(self):
+        if self.training: self.learn.loss += 1.
+
+def told(mode, far, change=noop, *cbs):
+    "Curve, table, what callbacks see of the loss, and weights, as text; and in which batches the loss was handed over"
+    learn = get_learner(cbs=[events := Events(far, change),*[o() for o in cbs]], metrics=[mse,AvgLoss()], norm=True)
+    modes[mode](learn)
+    learn.recorder.train_metrics = True
+    learn.fit(2)
+    res = learn.recorder.losses,learn.recorder.values,learn.recorder.smooth_loss.value,events.seen,weights(learn)
+    return repr(map_tensors(torch.Tensor.tolist, res)),events.handed
+
+changes = [noop,penalty,negative,infinite,overflow]
+changed = crossed(modes, changes, fast=lambda mode,change: mode=='bf16' or change in (noop,overflow))
+
+@pytest.mark.parametrize('mode,change', changed)
+def test_loss_is_handed_over(mode, change):
+    "The check has read it. Curve, table, and what callbacks see are bit for bit what they are where fastai reads it."
+    (want,own),(got,handed) = told(mode, False, change),told(mode, True, change)
+    assert got==want and all(handed) and sum(own)==(2 if change is overflow else 0) # an average stands in
+
+every,second = [True]*8,[False,True]*4
+two_batches = partial(GradientAccumulation, 32)
+
+@pytest.mark.parametrize('where,cbs', [(every,[Later]), (every,[TerminateOnNaNCallback]), (second,[two_batches]),
+                                       (second,[two_batches,Later])])
+def test_loss_is_handed_over_beside(where, cbs):
+    "Callbacks that read or change it; between the batches of a step nothing has been read, so fastai does it"
+    (want,own),(got,handed) = told('bf16', False, noop, *cbs),told('bf16', True, noop, *cbs)
+    assert got==want and not any(own) and handed==where
+
+@pytest.mark.parametrize('change,ranks', [(two_numbers,False),(noop,True)])
+def test_loss_is_not_handed_over(change, ranks, monkeypatch):
+    "A loss that is no number, or that several processes gather from their devices"
+    monkeypatch.setattr(inside, 'several_ranks', lambda: ranks)
+    (want,own),(got,handed) = told('bf16', False, change),told('bf16', True, change)
+    assert got==want and not any(own) and not any(handed)

@@ -129,6 +129,14 @@ def test_progress(run, monkeypatch, capsys):
         if not terminal: assert err==''
         else: assert re.match(r'\rstep 1, up to 60 s left +\r', err) and err.endswith(f"\r{'':40}\r") and '\n' not in err
 
+@pytest.mark.cuda
+def test_on_a_gpu(tmp_path):
+    "It runs to its table, with memory, which half precision saves"
+    assert main(['--device', 'cuda', '--epochs', '1', '--out', str(tmp_path)])==0
+    df = pd.read_csv(tmp_path/'precisions.csv', index_col='precision')
+    assert df.index[0]=='fp32' and {*df.index}<={*demo.precisions} and len(df)>1
+    assert (df.steps>0).all() and (df.peak_mib[1:]<df.peak_mib['fp32']).all()
+
 @pytest.mark.parametrize('limits,first', [(dict(steps=2),2), (dict(seconds=1e-9),1), ({},None)])
 def test_limits(limits, first):
     "The last step is a whole one, which the recorders have, too; the next fit has as many"

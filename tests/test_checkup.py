@@ -57,12 +57,13 @@ def test_any_precision(mode, fitted, capsys):
     assert texts['Last fit']==summary.replace('\n', ' ') and summary.startswith('4 steps' if fitted else 'No steps yet')
 
 def test_within_a_minute(monkeypatch):
-    "Where each batch takes half a minute, it looks at as many as a minute has, and says so; `find_nonfinite` looks at all"
+    "It looks at as many batches as a minute has, and says so; `find_nonfinite` looks at all"
     clock = count(0, 31)
     monkeypatch.setattr(looks, 'perf_counter', lambda: next(clock))
     learn = get_learner().to_fp16()
     texts,_ = lines(learn.precision_checkup())
-    assert texts['Batches']=='The first 2 batches of dls.train are finite. There was no time for more within 60 seconds.'
+    assert texts['Batches']==('The first 2 batches of dls.train are finite. '
+                              'There was no time for more within 60 seconds.')
     assert str(learn.find_nonfinite())=='All 4 batches of dls.train are finite.'
     learn = get_learner(nn.Sequential(nn.Linear(8,16), Overflows())).to_fp16()
     assert learn.find_nonfinite(seconds=0).where=='forward' # what is found in time is named

@@ -63,7 +63,7 @@ def _now(device):
     return time.perf_counter()
 
 class StepTimer(Callback):
-    "Milliseconds of each training step: `times`. Ends the fit after `steps`, or when the next one won't fit in `seconds`"
+    "Milliseconds of each training step: `times`. Ends the fit after `steps`, or if the next doesn't fit in `seconds`"
     order = 90 # last: what other callbacks do at the end of a step belongs to it, also to the last one
     def __init__(self,
         seconds:float=math.inf, # Time for the fit; one step is always made
@@ -190,7 +190,8 @@ class _Shown(StepTimer):
         if sys.stderr.isatty(): print(f'\r{text:40}\r', end='', file=sys.stderr, flush=True)
 
     def after_batch(self):
-        if self.training: self._print(f'step {self.train_iter}, up to {max(0, self.seconds+self.start-self.last):.0f} s left')
+        left = max(0, self.seconds+self.start-self.last)
+        if self.training: self._print(f'step {self.train_iter}, up to {left:.0f} s left')
         super().after_batch()
 
     def after_fit(self): self._print('')

@@ -38,7 +38,7 @@ class Recipe(NamedTuple):
     lr:float # Maximum learning rate
 
 recipes = dict(emulated = Recipe( 256,  128,  1, 8e-3),
-               cpu      = Recipe(1024, 1024,  8, 3e-3),
+               cpu      = Recipe(1024,  512,  4, 3e-3),
                gpu      = Recipe(4096, 4096, 32, 1.5e-3))
 
 # %% ../nbs/30_demo.ipynb #379bcd13
@@ -63,14 +63,22 @@ def _now(device):
     return time.perf_counter()
 
 class StepTimer(Callback):
-    "Milliseconds of each training step: `times`"
-    def __init__(self): self.times = []
+    "Milliseconds of each training step: `times`. Ends the fit after `steps`, or if the next doesn't fit in `seconds`"
+    order = 90 # last: what other callbacks do at the end of a step belongs to it, also to the last one
+    def __init__(self,
+        seconds:float=math.inf, # Time for the fit; one step is always made
+        steps:float=math.inf, # Number of steps
+    ): self.seconds,self.steps,self.times = seconds,steps,[]
+
+    def before_fit(self): self.start = time.perf_counter()
     def before_train(self): self.last = _now(self.dls.device)
 
     def after_batch(self):
         if not self.training: return
         last,self.last = self.last,_now(self.dls.device)
         self.times.append(1e3*(self.last-last))
+        ends = self.last-self.start+min(self.times[1:], default=0)/1e3
+        if ends>self.seconds or self.train_iter>=self.steps: raise CancelFitException
 
 # %% ../nbs/30_demo.ipynb #eb6df7f5
 precisions = dict(fp32=torch.float32, bf16=torch.bfloat16, fp16=torch.float16,
@@ -93,17 +101,19 @@ def run_precision(
     rec:Recipe, # Size of the network, and how to train it
     epochs:int=5, # Number of epochs
     device:torch.device|str='cpu', # Device to train on
+    timer:StepTimer=None, # A new one, whose limits may end the training earlier; None: one without limits
 )->Run:
-    "Train in `precision`, with the same initial weights and batches each time, and measure"
-    device,dtype,timer = torch.device(device),precisions[precision],StepTimer()
+    "Train in `precision`, with the same initial weights, batches and learning rates each time, and measure"
+    device,dtype,timer = torch.device(device),precisions[precision],timer or StepTimer()
     gc.collect() # frees the previous learner
     if device.type=='cuda': torch.cuda.reset_peak_memory_stats(device)
     set_seed(0)
     learn = Learner(get_data(rec, device), mlp(rec.width), CrossEntropyLossFlat(), metrics=accuracy, cbs=timer)
     getattr(learn, f'to_{precision}')()
-    with learn.no_bar(),learn.no_logging(): learn.fit_one_cycle(epochs, rec.lr)
-    losses = [o.item() for o in learn.recorder.losses]
-    _,valid_loss,acc = learn.recorder.values[-1]
+    with learn.no_bar(),learn.no_logging():
+        learn.fit_one_cycle(epochs, rec.lr)
+        losses = [o.item() for o in learn.recorder.losses]
+        valid_loss,acc = learn.validate()
     run = Run(precision, support(device, dtype), losses, acc, valid_loss, tuple(np.quantile(timer.times, (.25,.5,.75))))
     if device.type=='cuda': run = run._replace(peak_mib=torch.cuda.max_memory_allocated(device)/2**20)
     if precision!='fp32': run = run._replace(skipped=learn.precision_recorder.log.skipped.sum())
@@ -114,10 +124,14 @@ def run_precision(
 def compare(
     runs:list, # `Run`s, the first of them in fp32
 )->pd.DataFrame: # One row for each run
-    "Table of `runs`: `speedup` is float32's median step time divided by the row's, `peak_mib` is there on a GPU"
+    """Table of `runs`: `speedup` is float32's median step time divided by the row's, `peak_mib` is there on a GPU
+
+    A run with fewer steps than the first has no accuracy and no loss there."""
     df = pd.DataFrame(runs).set_index('precision').drop(columns='losses')
     df['step_ms'] = [o.step_ms[1] for o in runs]
     df.insert(4, 'speedup', df.step_ms['fp32']/df.step_ms)
+    df.insert(1, 'steps', [len(o.losses) for o in runs])
+    df.loc[df.steps<df.steps['fp32'],['accuracy','valid_loss']] = math.nan
     return df.drop(columns='peak_mib') if df.peak_mib.isna().all() else df
 
 # %% ../nbs/30_demo.ipynb #20478655
@@ -159,14 +173,29 @@ def plot_runs(
     for o in runs:
         color,(low,mid,high) = f'C{[*precisions].index(o.precision)}',o.step_ms
         name = o.precision if o.support=='native' else f'{o.precision}, {o.support}'
-        time.barh(name, mid, xerr=[[mid-low],[high-mid]], color=color)
-        loss.plot(np.subtract(o.losses, runs[0].losses), color=color, ls='--' if 'native' in o.precision else '-')
+        bar = time.barh(name, mid, xerr=[[mid-low],[high-mid]], color=color)
+        time.bar_label(bar, fmt=' {:.1f}', fontsize='small')
+        minus = np.subtract(o.losses, runs[0].losses[:len(o.losses)])
+        loss.plot(minus, color=color, ls='--' if 'native' in o.precision else '-', marker='.', ms=4)
+    time.margins(x=.15) # room for the labels
     time.set(xlabel='step time (ms), quartiles')
     time.invert_yaxis() # float32 at the top
     loss.set(xlabel='step', ylabel="loss − float32's")
     return fig
 
 # %% ../nbs/30_demo.ipynb #d394500d
+class _Shown(StepTimer):
+    "Shows in a terminal which step it is, and how much of its time is left"
+    def _print(self, text):
+        if sys.stderr.isatty(): print(f'\r{text:40}\r', end='', file=sys.stderr, flush=True)
+
+    def after_batch(self):
+        left = max(0, self.seconds+self.start-self.last)
+        if self.training: self._print(f'step {self.train_iter}, up to {left:.0f} s left')
+        super().after_batch()
+
+    def after_fit(self): self._print('')
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message): self.exit(2, f'{self.prog}: error: {message}\n')
 
@@ -178,10 +207,13 @@ def _arguments(argv):
                    help=f"{', '.join(precisions)}; fp32 always runs (default: all)")
     p.add_argument('--device', default=str(default_device()), help='device to train on (default: %(default)s)')
     p.add_argument('--epochs', type=int, default=5, metavar='N', help='number of epochs (default: %(default)s)')
+    p.add_argument('--seconds', type=float, default=10, metavar='S',
+                   help='time for each precision; one step is always made (default: %(default)s)')
     p.add_argument('--out', type=Path, default=Path('mp_demo'), metavar='DIR',
                    help='folder for precisions.csv and precisions.png (default: %(default)s)')
     args = p.parse_args(argv)
     if args.epochs<1: p.error(f'argument --epochs: {args.epochs} must be above 0')
+    if not args.seconds>0: p.error(f'argument --seconds: {args.seconds:g} must be above 0')
     if support(args.device, torch.float32)=='no':
         p.error(f"argument --device: '{args.device}' is not a device of this machine. Use {default_device()}.")
     try:
@@ -191,6 +223,24 @@ def _arguments(argv):
         p.error(f"argument --out: can't write to '{args.out}': {e.strerror}. Name a folder that can be written to.")
     return args
 
+def _report(runs, title, out):
+    "Print the table of `runs`, write it and the picture to the folder `out`, and return the table"
+    df,csv,png = compare(runs),out/'precisions.csv',out/'precisions.png'
+    print(f'\n{format_table(df)}\n')
+    full = runs[0].losses
+    for o in runs:
+        n = len(o.losses)
+        if n<len(full): print(f'In {o.precision} there was time for {n} of {len(full)} steps. The training loss is '
+                              f"{o.losses[-1]:.3f} then, and float32's was {full[n-1]:.3f}.")
+    if any(high>1.5*low for low,_,high in (o.step_ms for o in runs)):
+        print('Step times vary much, so they are not reliable. Try again when nothing else runs here.')
+    df.to_csv(csv)
+    fig = plot_runs(runs, title)
+    fig.savefig(png, dpi=150)
+    plt.close(fig)
+    print(f'Table: {csv}\nPlot: {png}')
+    return df
+
 def main(
     argv:list=None, # Arguments; None: those of the command line
 )->int: # Exit code: 2 after a bad value, which is explained in one line on `sys.stderr`
@@ -198,7 +248,6 @@ def main(
     try: args = _arguments(argv)
     except SystemExit as e: return e.code # how argparse ends
     device,name = torch.device(args.device),device_name(args.device)
-    csv,png = args.out/'precisions.csv',args.out/'precisions.png'
     how = {o:support(device, dtype) for o,dtype in precisions.items() if o in ('fp32',*args.precision)}
     names = [o for o in how if how[o]!='no']
     size = 'cpu' if device.type=='cpu' else 'gpu'
@@ -213,17 +262,12 @@ def main(
     runs = []
     with warnings.catch_warnings():
         warnings.simplefilter('ignore') # the table says what is emulated
-        for o in names:
-            print(f'Training in {o}', file=sys.stderr, flush=True)
-            runs.append(run_precision(o, rec, args.epochs, device))
-    df = compare(runs)
-    print(f'\n{format_table(df)}\n')
-    if any(high>1.5*low for low,_,high in (o.step_ms for o in runs)):
-        print('Step times vary much, so they are not reliable. Try again when nothing else runs here.\n')
-    print(f'{advice(df, name)}\n')
-    df.to_csv(csv)
-    fig = plot_runs(runs, title)
-    fig.savefig(png, dpi=150)
-    plt.close(fig)
-    print(f'Table: {csv}\nPlot: {png}')
+        try:
+            for o in names:
+                print(f'Training in {o}, up to {args.seconds:g} s', file=sys.stderr, flush=True)
+                timer = _Shown(args.seconds, len(runs[0].losses) if runs else math.inf)
+                runs.append(run_precision(o, rec, args.epochs, device, timer))
+        finally: # also after Ctrl-C
+            if runs: df = _report(runs, title, args.out)
+    print(f'\n{advice(df, name)}')
     return 0

@@ -8,6 +8,7 @@ Docs: https://example.github.io/mp_callbacks/looks.html.md"""
 __all__ = ['find_nonfinite', 'precision_report', 'precision_plan']
 
 # %% ../nbs/12_looks.ipynb #8d9c9a6d
+from time import perf_counter
 from fastai.basics import *
 
 from .dtypes import leaves,map_tensors
@@ -25,20 +26,24 @@ from .precision import precision_callback
 def find_nonfinite(
     learn, # `Learner`, in any precision
     batch=None, # Batch as from `dls.one_batch()`; None: those of `dls.train`, until one is not finite
+    seconds:float=math.inf, # Time after which no further batch is looked at
 )->Finding: # Prints as a text
     """What is not finite first in a batch, is precision the cause, and what to do; see [nonfinite](06_nonfinite.ipynb)
 
     The learner doesn't change, but for parameters that a module or callback changes in `forward` or before it. With
     several processes each looks at batches of all, and waits for none. Raises `ValueError` if there is no batch, and
     `RuntimeError` in the middle of one, or if something would wait for other processes."""
-    half,cb,found = _half(learn),precision_callback(learn),[]
+    half,cb,found,end = _half(learn),precision_callback(learn),[],perf_counter()+seconds
     def _look():
         found.append(diagnose_batch(learn, half, cb.loss_scale if cb else 1.))
-        return found[-1].where not in ('nothing','scale') # the scale is named only if nothing else is found
-    _look_at(learn, _look, batch)
+        # the scale is named only if nothing else is found
+        return 'found' if found[-1].where not in ('nothing','scale') else 'late' if perf_counter()>end else ''
+    answer = _look_at(learn, _look, batch)
     worst = next((o for o in (found[-1],*found) if o.where!='nothing'), found[-1])
     if len(found)==1 or worst.where!='nothing': return worst
-    return Finding('nothing', f"All {len(found)} batches of dls.train are finite.")
+    if answer!='late': return Finding('nothing', f"All {len(found)} batches of dls.train are finite.")
+    return Finding('nothing', f"The first {len(found)} batches of dls.train are finite. "
+                   f"There was no time for more within {seconds:g} seconds.")
 
 def precision_report(
     learn, # `Learner` in half precision

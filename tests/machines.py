@@ -42,6 +42,18 @@ class Fake(Machine):
         if dtype in self.no_backward.get(kind, ()): raise RuntimeError('DNNL does not support bf16/f16 backward')
         return self.returns.get((kind,dtype), dtype)
 
+class SlowLayer(nn.Module):
+    "Training takes `seconds` longer by `perf_counter`, by the dtype that the layer is called in. Nobody waits."
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds,self.now = seconds,0.
+
+    def perf_counter(self): return self.now
+    def forward(self, x):
+        dtype = torch.get_autocast_dtype('cpu') if torch.is_autocast_enabled('cpu') else torch.float32
+        if self.training: self.now += self.seconds[dtype]
+        return x
+
 f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
 avx2 = dict(capability={'avx2'}, no_forward={nn.LSTM:{f32}}, times={f16:60.,bf16:60.}) # no LSTM in oneDNN below AVX512
 always_float16 = {(o,bf16):f16 for o in rnns} # what autocast makes of recurrent layers on NVIDIA's GPUs
@@ -67,6 +79,8 @@ machines = {
     'AVX512-BF16': lambda: Fake('cpu', 'this CPU', {'avx512_f','avx512_bf16'}, no_forward={nn.LSTM:{f16}},
                                 times={f16:7.}),
     'AVX512-BF16, forbidden': lambda: Fake('cpu', 'this CPU', **{**avx2, 'capability':{'avx512_f','avx512_bf16'}}),
+    'EPYC':     lambda: Fake('cpu', 'this CPU', {'avx512_f','avx512_bf16'}, no_forward={nn.LSTM:{f16}},
+                                times={f16:100.}), # Zen 4 and 5
     'AMX':      lambda: Fake('cpu', 'this CPU', {'avx512_bf16','avx512_fp16','amx_bf16','amx_fp16'}),
     'ARM':      lambda: Fake('cpu', 'this CPU', {'neon','bf16','fp16_arith'}),
     'ARM without bfloat16': lambda: Fake('cpu', 'this CPU', {'neon','fp16_arith'}, times={bf16:20.})}

@@ -1,11 +1,12 @@
 "`checkup`: each line is true, each has its explanation on the page, and the learner is as it was"
 import json,re
+from itertools import count
 
 import pytest
 from fastai.callback.fp16 import MixedPrecision as FastaiPrecision
 from learners import *
 from machines import machine,pretend
-from mp_callbacks import checkup
+from mp_callbacks import checkup,looks
 from mp_callbacks.checkup import Checkup,Line
 from mp_callbacks.devices import emulation
 from test_looks import assert_untouched,folder,whole_world
@@ -54,6 +55,18 @@ def test_any_precision(mode, fitted, capsys):
     assert counted==len(learn.mixed_precision.policy())
     summary = learn.precision_recorder.summary(last_fit=True)
     assert texts['Last fit']==summary.replace('\n', ' ') and summary.startswith('4 steps' if fitted else 'No steps yet')
+
+def test_within_a_minute(monkeypatch):
+    "It looks at as many batches as a minute has, and says so; `find_nonfinite` looks at all"
+    clock = count(0, 31)
+    monkeypatch.setattr(looks, 'perf_counter', lambda: next(clock))
+    learn = get_learner().to_fp16()
+    texts,_ = lines(learn.precision_checkup())
+    assert texts['Batches']==('The first 2 batches of dls.train are finite. '
+                              'There was no time for more within 60 seconds.')
+    assert str(learn.find_nonfinite())=='All 4 batches of dls.train are finite.'
+    learn = get_learner(nn.Sequential(nn.Linear(8,16), Overflows())).to_fp16()
+    assert learn.find_nonfinite(seconds=0).where=='forward' # what is found in time is named
 
 # --- What to do
 

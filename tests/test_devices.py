@@ -28,6 +28,7 @@ expected = { # answers for float16, bfloat16 and FP8
     'XPU': 'native native no',
     'AVX2': 'emulated emulated no',       'AVX2-VNNI-2': 'emulated emulated no',
     'AVX512': 'emulated emulated no',     'AVX512-BF16': 'emulated native no',
+    'EPYC': 'emulated native no',
     'AMX': 'native native no',            'AVX512-BF16, forbidden': 'emulated emulated no',
     'ARM': 'native native no',            'ARM without bfloat16': 'native emulated no'}
 
@@ -45,6 +46,7 @@ gaps = { # (machine, dtype) -> layers that stay in float32, and a part of the re
     ('AVX512-BF16, forbidden',bf16): ((nn.LSTM,), 'no bfloat16 LSTM on this CPU'),
     ('AVX512-BF16, forbidden',f16): ((nn.LSTM,), 'no float16 LSTM on this CPU'),
     ('AVX512-BF16',f16): ((nn.LSTM,), 'no float16 LSTM on this CPU'),
+    ('EPYC',f16): ((nn.LSTM,), 'no float16 LSTM on this CPU'),
     ('AVX2-VNNI-2',bf16): (convs, 'no bfloat16 Conv'),
     ('AVX2-VNNI-2',f16): (convs, 'no float16 Conv'),
     ('GTX 1660',f16): (convs[:3], 'float16 convolutions on GTX 16 return nan')}
@@ -174,7 +176,7 @@ def recommended(device):
 
 @pytest.mark.parametrize('row,names', [
     ('an NVIDIA GPU with bfloat16',['RTX 3090','H100']), ('an older NVIDIA GPU',['V100','T4']),
-    ('a CPU with AMX or AVX512-BF16',['AVX512-BF16','AMX']), ('another CPU',['AVX2','AVX512','AVX2-VNNI-2']),
+    ('a CPU with AMX or AVX512-BF16',['AVX512-BF16','EPYC','AMX']), ('another CPU',['AVX2','AVX512','AVX2-VNNI-2']),
     ('a GPU of AMD, Intel or Apple',['ROCm','MPS','MPS, macOS 13','XPU'])])
 def test_readme_says_the_same(row, names):
     table = (Path(__file__).parent.parent/'README.md').read_text(encoding='utf-8').splitlines()

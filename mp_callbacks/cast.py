@@ -63,28 +63,51 @@ def has_plain_weights(
     computed = module._modules or 'bias' in module.__dict__
     return 'weight' in names and len(names)==1+('bias' in names) and not computed
 
-def _state(layer):
-    """Which parameters `layer` has, with version and address; None if they aren't plain and trained ones in float32
-
-    A frozen one may be written in the middle of a call, by a momentum encoder. One of inference mode has no version."""
-    if not has_plain_weights(layer): return None
-    res = []
-    for p in layer._parameters.values():
-        if p is None: continue
-        if type(p) is not nn.Parameter or not p.requires_grad or p.dtype is not torch.float32 or p.is_inference():
-            return None
-        res += id(p),p._version,p.data_ptr()
-    return res
-
 class CastLayer:
-    "A layer whose parameters are cast when a call of the model begins"
-    __slots__ = 'layer','used','copies'
+    "A layer whose parameters may be cast when a call of the model begins"
     def __init__(self,
         layer:nn.Module, # The layer
+        calls:dict, # Thread -> its call of the model
     ):
-        self.layer = layer
+        self.layer,self._calls = layer,calls
         self.used = None # the last `Call` in which it has computed
-        self.copies = None # until it takes them: the `Call`, the state of its parameters, and their copies
+        self.in_vain = set() # whether gradients were on, when it was ever cast in vain
+        self.cast = None # until it takes them: the `Call`, the state of the parameters, and their copies
+
+    def state(self)->list: # Names, parameters, versions, addresses; None unless all are plain, trained and float32
+        """What the layer's parameters are now
+
+        Momentum encoders write frozen ones in the middle of a call, and one of inference mode has no version."""
+        if not has_plain_weights(self.layer): return None
+        res = []
+        for name,p in self.layer._parameters.items():
+            if p is not None:
+                plain = type(p) is nn.Parameter and p.dtype is torch.float32 and not p.is_inference()
+                if not plain or not p.requires_grad: return None
+            res.append((name,p,0,0) if p is None else (name,p,p._version,p.data_ptr()))
+        return res
+
+    def take(self)->tuple: # None: autocast is to cast
+        "What the layer's parameters were cast to, for one use, if they are what they were then"
+        if torch.compiler.is_compiling(): return None
+        call,graph = self._calls.get(get_ident()),torch.is_grad_enabled()
+        if call is None or graph is not call.graph or _transform(): return None
+        self.used = call
+        cast = self.cast
+        if cast is None or cast[0] is not call: return None # those of another thread
+        self.cast = None
+        if _same(self.layer, cast[1]): return cast[2]
+        self.in_vain.add(graph) # and nothing later in this call: memory may come back at the same address
+        return None
+
+def _same(layer, state):
+    "Are the parameters of `layer` what they were at `state`?"
+    params = layer._parameters
+    if len(params)!=len(state) or 'bias' in layer.__dict__: return False # a bias computed by hand
+    for (name,p),(was,q,version,address) in zip(params.items(), state):
+        if p is not q or name!=was: return False
+        if p is not None and not (p._version==version and p.data_ptr()==address and p.requires_grad): return False
+    return True
 
 def _in_nodes(layers, dtype):
     "Lists of the `layers` that one node of the graph casts to `dtype`: `node_bytes` at most, or one layer"
@@ -112,11 +135,10 @@ class OneCast:
         layers=(), # Modules of which all parameters are to be cast
         dtype:torch.dtype=torch.float16, # Half-precision dtype
     ):
-        self.layers,self.dtype = {o:CastLayer(o) for o in layers},dtype
+        self.dtype,self._calls = dtype,{}
+        self.layers = {o:CastLayer(o, self._calls) for o in layers}
         self._nodes = _in_nodes(self.layers.values(), dtype)
-        # by whether gradients are on: of each node what the last call has used, and what was ever cast in vain
-        self._used,self._in_vain = {True:[], False:[]},{True:set(), False:set()}
-        self._calls = {} # thread -> its call of the model
+        self._used = {True:[], False:[]} # by whether gradients are on: those of each node that the last call has used
 
     def begin(self)->Call: # For `end`; None in a call inside a call of the model, which has cast already
         "A call of the model begins in this thread"
@@ -133,38 +155,21 @@ class OneCast:
         if call is None: return
         self._calls.pop(get_ident(), None)
         for o in chain(*self._used[call.graph]):
-            if o.copies is not None and o.copies[0] is call:
-                o.copies = None
-                if complete: self._in_vain[call.graph].add(o)
+            if o.cast is not None and o.cast[0] is call:
+                o.cast = None
+                if complete: o.in_vain.add(call.graph)
         if complete: self._used[call.graph] = [[o for o in node if o.used is call] for node in self._nodes]
 
     def forget(self):
         "Forget the calls that are open: an interrupt has ended them"
         if not self._calls: return
         self._calls.clear()
-        for o in self.layers.values(): o.copies = None
-
-    def take(self,
-        layer:CastLayer, # Layer that is about to compute
-    )->tuple: # Its parameters in half precision; None: autocast is to cast
-        "What the parameters of `layer` have been cast to, for one use, if they are what they were then"
-        call = self._calls.get(get_ident())
-        if call is None or torch.is_grad_enabled() is not call.graph or _transform(): return None
-        layer.used = call
-        copies = layer.copies
-        if copies is None or copies[0] is not call: return None # those of another thread
-        layer.copies = None
-        if copies[1]==_state(layer.layer): return copies[2]
-        self._in_vain[call.graph].add(layer) # and nothing later in this call: memory may come back at the same address
-        return None
+        for o in self.layers.values(): o.cast = None
 
     def _cast(self, call):
         "Cast what the last call has used, and none has cast in vain"
-        in_vain = self._in_vain[call.graph]
         for node in self._used[call.graph]:
-            states = {o:state for o in node if o not in in_vain and (state := _state(o.layer))}
-            params = [p for o in states for p in o.layer._parameters.values()]
+            states = [(o,state) for o in node if call.graph not in o.in_vain and (state := o.state())]
+            params = [p for _,state in states for _,p,*_ in state]
             copies = CastAll.apply(self.dtype, *params) if params else ()
-            for o,state in states.items():
-                n = len(o.layer._parameters)
-                o.copies,copies = (call,state,copies[:n]),copies[n:]
+            for o,state in states: o.cast,copies = (call,state,copies[:len(state)]),copies[len(state):]

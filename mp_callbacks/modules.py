@@ -271,11 +271,12 @@ class StandIn:
     def install(self):
         "Replace `module.forward`. Idempotent."
         attrs = self.module.__dict__
-        if attrs.get('forward') is not self:
-            self.found,self.replaced = attrs.get('forward'),replaced_forward(self.module)
-            if not isinstance(self.found, StandIn): self.found = self.replaced
-            attrs['forward'] = self
-        self.on = True
+        found = attrs.get('forward')
+        if found is None: self.found = self.replaced = None
+        elif found is not self:
+            self.replaced = replaced_forward(self.module)
+            self.found = found if isinstance(found, StandIn) else self.replaced
+        attrs['forward'],self.on = self,True
 
     @property
     def __code__(self): return (self.found or self.own).__code__ # `torch.export` reads it

@@ -15,6 +15,7 @@ from functools import partial
 from inspect import getattr_static
 from typing import NamedTuple
 from fastcore.foundation import L
+from fastcore.imports import noop
 from torch import Tensor,nn
 from torch.nn.utils import parametrize
 
@@ -116,16 +117,14 @@ class LayerStandIn(StandIn):
         module:nn.Module, # The layer
     ):
         super().__init__(module, partial(way.around, half, module))
-        self.way,self.half,self._layer = way,half,half.cast.layers.get(module)
+        self.way,self.half = way,half
+        # what the parameters were cast to when the model was called, or None
+        self.copies = half.cast.layers[module].take if module in half.cast.layers else noop
 
     def __call__(self, *args, **kwargs):
         x = args[0] if args else kwargs.get('input')
         direct = self.on and self.replaced is None and len(args)+len(kwargs)==1 and isinstance(x, Tensor)
         return self.way.compute(self, x) if direct else super().__call__(*args, **kwargs)
-
-    def copies(self)->tuple: # None: there are none
-        "What the layer's parameters were cast to when the model was called"
-        return None if self._layer is None or torch.compiler.is_compiling() else self.half.cast.take(self._layer)
 
     def cast_now(self)->tuple: # None: the layer has no plain parameters now
         "The layer's parameters, cast for one use"

@@ -160,7 +160,7 @@ def told(rank, mode, wrap=DistributedDataParallel, others='another process'):
     "All warn and stop at the same step; the rank that has the bad batch says so, and `others` send there"
     always = Callback(before_batch=lambda cb: setattr(cb.learn, 'xb', (cb.xb[0]*(torch.inf if rank==1 else 1),)))
     learn = get_learner(wrap(Net()), as_dls(*rows(rank)), cbs=always, opt_func=adamw)
-    modes[mode](learn, max_skips=5).mixed_precision.warn_skips = 3
+    modes[mode](learn, max_skips=5, warn_skips=3)
     with pytest.warns(UserWarning, match='3 steps in a row'), pytest.raises(FloatingPointError) as e: learn.fit(2)
     assert ('The inputs of this batch have inf or nan' if rank==1 else others) in str(e.value)
     learn.remove_cb(always)
@@ -174,7 +174,7 @@ def overflowing(rank, wrap=DistributedDataParallel, callback=None, **kwargs):
     x,y = rows(rank)
     net = wrap(nn.Sequential(nn.Linear(8,16), Softmax(), nn.Linear(16,1)))
     learn = get_learner(net, as_dls(x*(1 if rank==1 else .01), y), opt_func=adamw, cbs=callback)
-    learn.to_fp16(rescue=True, **kwargs).mixed_precision.warn_skips = 6
+    learn.to_fp16(rescue=True, warn_skips=6, **kwargs)
     return learn
 
 def rescued(rank, alone=False):

@@ -1,9 +1,8 @@
 """How much `headroom` a loss scale needs at its start: the steps that it skips, in float16 on a CPU
 
-Each small model trains with AdamW on random batches, under autocast and with three rules more, as `to_native_fp16` and
-`to_fp16` do. The loss scale starts at 2**10 and is measured in the first finite step; `None` is a scale without
-headroom, from 2**24. On a CPU, `to_fp16` leaves layer norms in float32. Prints a Markdown table. Needs timm and
-transformers."""
+Each small model trains with AdamW on random batches, as `to_native_fp16` and `to_fp16` compute. The loss scale starts
+at 2**10 and is measured in the first finite step; `None` is a scale without headroom, from 2**24. On a CPU, `to_fp16`
+leaves layer norms in float32. Prints a Markdown table. Needs timm and transformers."""
 import argparse
 
 import timm,torch,transformers
@@ -93,6 +92,6 @@ def main():
                 return [train(name, rules, start(o), i, args.steps, args.batch, args.lr) for i in range(args.seeds)]
             logs = {o:_logs(o) for o in rooms}
             skipped = [str(sum(not ok for log in logs[o] for ok in log)) for o in rooms]
-            print(f"| {name} | {'three rules' if rules else 'autocast'} | {' | '.join(skipped)} |", flush=True)
+            print(f"| {name} | {'`to_fp16`' if rules else '`to_native_fp16`'} | {' | '.join(skipped)} |", flush=True)
 
 if __name__=='__main__': main()

@@ -21,7 +21,7 @@ class WatchedTrainer(Trainer): # ends training at the first gradients that aren'
             torch.set_rng_state(cpu) # the same dropout
             set_device_states(devices, states) # on GPUs, too
             return model(**inputs)['loss']
-        half = half_precision(model, torch.bfloat16, copies=False)
+        half = half_precision(model, torch.bfloat16, rules=False)
         raise FloatingPointError(diagnose(model, compute_loss, half))
 
 class YesNo(nn.Linear): # log probabilities; bfloat16 rounds `p` to 1, and then `1-p` is 0

@@ -182,7 +182,7 @@ class NativeMixedPrecision(PrecisionCallback):
 
 # %% ../nbs/10d_callback.ipynb #3dc096df
 class ModelToHalf(PrecisionPart):
-    "Compute in `dtype`, by autocast and three rules for what it leaves in float32. Needs `MixedPrecision`."
+    "Compute in `dtype`, by autocast, and by rules for what it leaves in float32. Needs `MixedPrecision`."
     order = PrecisionCallback.order-1
     def __init__(self,
         dtype:torch.dtype|str=torch.float16, # Half-precision dtype

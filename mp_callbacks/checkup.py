@@ -88,7 +88,7 @@ def _precision(learn, cb, batch):
     if theirs: return f"{type(theirs[0]).__name__} of fastai, which this package doesn't look into."
     if cb is None: return 'float32: no call of this package is on.'
     half = cb.half
-    how = str(half.fp8) if half.fp8 else 'autocast and three rules' if half.rules else 'autocast'
+    how = str(half.fp8) if half.fp8 else 'autocast and rules' if half.rules else 'autocast'
     scale = f'loss scale {cb.loss_scale:.9g}, at first {cb.initial}'
     if cb.initial==StaticLossScale(): scale = 'no loss scale'
     options = {k:o.default for k,o in signature(type(cb)).parameters.items() if k not in ('clip','keep')}

@@ -82,7 +82,7 @@ class Machine:
 _machine = Machine() # who is asked; tests put another in its place, to see what it would answer
 
 @contextmanager
-def _undisturbed(device):
+def _default_modes(device):
     "Inside a `with`, what is on where we are called is off: autocast, `no_grad`, inference mode"
     with torch.inference_mode(False),torch.enable_grad(),torch.autocast(device.type, enabled=False): yield
 
@@ -93,7 +93,7 @@ def _fault(machine, device, dtype, kind):
     half,what = dtype in half_dtypes,f'{dtype_name(dtype)} {kind.__name__}'
     for input_dtype in (torch.float32,dtype) if half else (dtype,):
         try:
-            with _undisturbed(device): got = machine.train(kind, device, dtype, input_dtype)
+            with _default_modes(device): got = machine.train(kind, device, dtype, input_dtype)
         except Exception as e: # each backend raises another, also where autocast is asked for
             # `lru_cache` is not to remember what may be otherwise tomorrow
             if isinstance(e, torch.OutOfMemoryError) or re.search('out of memory|ALLOC_FAILED', str(e)): raise
@@ -127,7 +127,7 @@ def support(
 
 @lru_cache
 def _slowdown(machine, device, dtype):
-    with _undisturbed(device): return machine.slowdown(device, dtype)
+    with _default_modes(device): return machine.slowdown(device, dtype)
 
 # %% ../nbs/00a_devices.ipynb #d0a00013
 def missing(

@@ -128,8 +128,11 @@ def largest_number(
 
 def _grads(params):
     "The `params` that have a gradient, without repetitions, and the gradients, or the values of sparse gradients"
-    found = {id(p):(p,g) for p in params if (g := p.grad) is not None}.values()
-    params,grads = [p for p,_ in found],[g for _,g in found]
+    params = [*{id(p):p for p in params}.values()]
+    grads = [*map(attrgetter('grad'), params)]
+    if any([g is None for g in grads]):
+        params = [p for p,g in zip(params, grads) if g is not None]
+        grads = [g for g in grads if g is not None]
     if not any(map(attrgetter('is_sparse'), grads)): return params,grads
     for p in params:
         if p.grad.is_sparse: p.grad = p.grad.coalesce() # the sum of two finite entries for the same row may overflow

@@ -28,7 +28,7 @@ class PrecisionReport:
     ):
         self.dtype,self.scale,self.tolerance = dtype,scale,tolerance
         self.modules,self.keep,self.error = {},[],0.
-        self.kept = () # the option `keep` that the model computes with
+        self.present_keep = () # the option `keep` that the model computes with
 
     @property
     def safe_scale(self):
@@ -61,7 +61,7 @@ class PrecisionReport:
         room = f"which has room for gradients {2**default_headroom:g} times as large"
         res += f", {least} at the safe scale, {best:.9g}, {room}. " if best!=self.scale else ". "
         if self.keep is None: return f"{res}No keep brings the difference under {self.tolerance:.0%}."
-        if self.keep: return f"{res}Keep in float32: {keep_option(self.kept, self.keep)}."
+        if self.keep: return f"{res}Keep in float32: {keep_option(self.present_keep, self.keep)}."
         if self.error<=self.tolerance: return f"{res}No module has to be kept in float32."
         return f"{res}Use the safe scale, or a dynamic one: then no module has to be kept in float32."
 
@@ -111,7 +111,7 @@ def measure_precision(
     for name,of_module in errors.items():
         report.modules[name].grad_error += of_module
         report.modules[name].weights += _exponents(full.grads[name])
-    report.error,report.kept = max(report.error, error),half.keep
+    report.error,report.present_keep = max(report.error, error),half.keep
     if error<=report.tolerance or report.keep is None: return
     best,batches = report.safe_scale,[(compute_loss,full)]
     def _off(loss, full, half): return compare_gradients(_run(half, best, loss), full, best)[1]

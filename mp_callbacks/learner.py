@@ -36,7 +36,7 @@ def to_bf16(self:Learner, *,
     way=None, # Function of name and module: a `Way`, or None, see [ways](02c_ways.ipynb#a-way-of-your-own)
     **kwargs
 )->Learner: # The same learner
-    """Train in bfloat16, by autocast and three rules for what it leaves in float32: norms, lookups, owners
+    """Train in bfloat16, by autocast, and by rules for norms, embeddings and own parameters, which it leaves in float32
 
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
@@ -53,7 +53,7 @@ def to_fp16(self:Learner, *,
     way=None, # Function of name and module: a `Way`, or None, see [ways](02c_ways.ipynb#a-way-of-your-own)
     **kwargs
 )->Learner: # The same learner
-    """Train in float16 with loss scaling, by autocast and three rules for what it leaves in float32, see `to_bf16`
+    """Train in float16 with loss scaling, by autocast and by rules for what it leaves in float32, see `to_bf16`
 
     Defaults are those of fastai's `to_non_native_fp16`, except for the start of the scale.
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and

@@ -86,7 +86,7 @@ def precision_plan(
     The learner doesn't change. Raises `ValueError` if there is no batch, and `RuntimeError` in the middle of one."""
     cb,half = precision_callback(learn),_half(learn)
     if batch is None:
-        with _undisturbed(learn): batch = first(training_batches(learn))
+        with _unchanged_learner(learn): batch = first(training_batches(learn))
     sizes = {len(t) if t.ndim else 0 for t in leaves(batch) if isinstance(t, torch.Tensor)}
     if len(sizes)>1:
         raise ValueError(f"The first dimensions of the tensors of this batch are {sorted(sizes)}, and must be the "
@@ -126,15 +126,15 @@ class _Look(LeanCallback):
 _generators = (random.Random,torch.Generator,np.random.Generator,np.random.RandomState)
 
 @contextmanager
-def _undisturbed(learn):
+def _unchanged_learner(learn):
     "Restore the learner, its callbacks, its model and the random number generators at the end"
     dl,opt,rngs = training_batches(learn),learn.opt,get_random_states()
     while hasattr(opt, 'opt'): opt = opt.opt
     groups = getattr(opt, 'hypers', None) or getattr(opt, 'param_groups', ())
     data = [getattr(dl, o, None) for o in ('dataset','sampler','batch_sampler','items')]
-    owners = [o for o in (learn,dl,*data,*learn.cbs,*learn.metrics) if hasattr(o, '__dict__')]
-    owners += [v for o in owners for v in vars(o).values() if isinstance(v, (L,Metric))]
-    held = [*map(vars, owners),*groups]
+    holders = [o for o in (learn,dl,*data,*learn.cbs,*learn.metrics) if hasattr(o, '__dict__')]
+    holders += [v for o in holders for v in vars(o).values() if isinstance(v, (L,Metric))]
+    held = [*map(vars, holders),*groups]
     held += [v for d in held for v in d.values() if isinstance(v, (list,dict))] # as the order that shuffling changes
     before = [(o,o.copy()) for o in held]
     for o in held: # copies of the random number generators that loaders, samplers and datasets have draw in their place
@@ -159,7 +159,7 @@ def _look_at(learn, look, batch=None):
     if is_look(learn) or within_batch(learn):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
     cb = _Look(look, training_batches(learn) if batch is None else [batch])
-    with alone(learn.model), _undisturbed(learn), learn.no_mbar(), learn.no_logging(), autocast_closed(learn):
+    with alone(learn.model), _unchanged_learner(learn), learn.no_mbar(), learn.no_logging(), autocast_closed(learn):
         learn.model = unwrap(learn.model)
         keep_quiet(learn)
         if hasattr(learn, 'progress'): vars(learn.progress).pop('mbar', None) # the bar of a fit that goes on

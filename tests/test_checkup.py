@@ -105,7 +105,7 @@ def test_options():
     "The line to write: `clip` and `keep`, and of the callback in use what is not the default"
     def said(learn): return lines(learn.precision_checkup())[0]['Precision']
     learn = get_learner(norm=True).to_bf16(clip=2., keep=[nn.BatchNorm1d,'5'])
-    assert said(learn)==("learn.to_bf16: bfloat16 with autocast and three rules, clip=2.0, keep=[BatchNorm1d, '5'], "
+    assert said(learn)==("learn.to_bf16: bfloat16 with autocast and rules, clip=2.0, keep=[BatchNorm1d, '5'], "
                          "no loss scale")
     texts,_ = lines(learn.precision_checkup())
     assert texts['Modules']=='2 layer (cast with all others), 2 float32 (keep)'

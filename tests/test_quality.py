@@ -63,7 +63,7 @@ def found(names): return [of(names).verdict.isin(['higher','lower']).sum(),len(o
 def largest(o): return o.abs().max().max()
 
 def pairs():
-    "Three rules beside autocast in the same dtype"
+    "`to_bf16` and `to_fp16` beside the native call in the same dtype"
     return pd.concat([of([o for o in calls if dtype in o and 'native' not in o], base=('ours',f'autocast-{dtype}'))
                       for dtype in ('bf16','fp16')])
 

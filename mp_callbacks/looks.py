@@ -18,7 +18,8 @@ from .half_report import PrecisionReport,measure_precision
 from .plan import MemoryPlan,plan_memory
 from .fp8_report import Fp8Report,measure_fp8
 from .inside import LeanCallback,autocast_closed,is_look,keep_quiet,look_name,reset_state,training_batches,within_batch
-from .skipped import alone,diagnose_batch,loss_again,loss_modules
+from .training_steps import CheckedSteps,alone
+from .skipped import diagnose_batch,loss_again,loss_modules
 from .step import clear_state
 from .precision import precision_callback
 
@@ -133,7 +134,7 @@ def _unchanged_learner(learn):
     groups = getattr(opt, 'hypers', None) or getattr(opt, 'param_groups', ())
     data = [getattr(dl, o, None) for o in ('dataset','sampler','batch_sampler','items')]
     holders = [o for o in (learn,dl,*data,*learn.cbs,*learn.metrics) if hasattr(o, '__dict__')]
-    holders += [v for o in holders for v in vars(o).values() if isinstance(v, (L,Metric))]
+    holders += [v for o in holders for v in vars(o).values() if isinstance(v, (L,Metric,CheckedSteps))]
     held = [*map(vars, holders),*groups]
     held += [v for d in held for v in d.values() if isinstance(v, (list,dict))] # as the order that shuffling changes
     before = [(o,o.copy()) for o in held]

@@ -1,4 +1,4 @@
-"""What is remembered from step to step, and during one
+"""Loss scale and counters, in the optimizer's hyper-parameters
 
 Docs: https://example.github.io/mp_callbacks/step.html.md"""
 

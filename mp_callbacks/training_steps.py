@@ -492,7 +492,7 @@ class CheckedSteps(GuardedSteps):
 
     def scaled(self,
         loss:torch.Tensor, # Of a batch
-        batch=((),()), # Its inputs and targets
+        batch:tuple, # Its inputs and targets
     ): # It gives what to call `backward` of
         "Context manager around the backward pass of `loss`: all gradients are unscaled before and after it"
         others,state = self.others_reached(loss, batch),self.state
@@ -583,13 +583,15 @@ class TrainingSteps(CheckedSteps):
             reset_ddp(self.model)
             raise
 
-    def backward(self,
-        loss:torch.Tensor, # Loss of the batch
-    ):
-        "Backward pass of `loss`, with the loss scale in it"
-        if not self._depth: raise RuntimeError("Call backward inside `with steps.batch():`, with the loss.")
+    def scaled(self, loss): # It gives what to call `backward` of
+        "Context manager around the backward pass of `loss`, for code that calls `backward` itself"
+        if not self._depth: raise RuntimeError("The backward pass belongs into `with steps.batch():`.")
         check_float32(self.model, self.step.full)
-        with self.scaled(loss, self._batch) as scaled: scaled.backward()
+        return super().scaled(loss, self._batch)
+
+    def backward(self, loss):
+        "Backward pass of `loss`, with the loss scale in it"
+        with self.scaled(loss) as scaled: scaled.backward()
 
     def make(self)->StepStats:
         "Let the optimizer step, or skip the step if a gradient is not finite; and remove the gradients"

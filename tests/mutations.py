@@ -28,12 +28,14 @@ rounded = '''finally:
 
 promises = {
     'a skipped step leaves no trace': [
-        Break('batch norm keeps what a skipped step has written', 'training_steps.py', 'restore_buffers(self.buffers)', 'pass',
+        Break('batch norm keeps what a skipped step has written', 'training_steps.py',
+              'restore_buffers(self.buffers)', 'pass',
               'test_windows.py::test_overflow_in_a_window'),
         Break('its loss counts in the training loss that is shown', 'inside.py', 'if not skipped: return', 'return',
               'test_recorder.py::test_log')],
     'gradients are unscaled at every event': [
-        Break('gradients of earlier batches are not scaled again', 'training_steps.py', 'mul_grads(params, scale)', 'pass',
+        Break('gradients of earlier batches are not scaled again', 'training_steps.py',
+              'mul_grads(params, scale)', 'pass',
               'test_parity.py::test_accumulation'),
         Break('those of tensors that belong to nobody keep the scale', 'training_steps.py',
               'self.others_reached(loss, batch)', '[]', 'test_loss.py::test_tensors_of_nobody')],
@@ -52,11 +54,13 @@ promises = {
     'masters are float32': [
         Break('weights have no more bits than half precision', 'precision.py', 'finally: write_state(opt, numbers)',
               rounded, 'test_parity.py::test_tiny_updates'),
-        Break('what forward rounds for good stays so', 'precision.py', 'check_float32(self.learn.model, self.steps.step.full)', 'pass',
+        Break('what forward rounds for good stays so', 'precision.py',
+              'check_float32(self.learn.model, self.steps.step.full)', 'pass',
               'test_silent.py::test_rounded_parameter')],
     'interrupts': [
         Break('the model still computes in half precision', 'training_steps.py',
-              '(half.install if on else half.remove)()\n            if self._half', 'if self._half', 'test_signals.py::test_interrupt'),
+              '(half.install if on else half.remove)()\n            if self._half', 'if self._half',
+              'test_signals.py::test_interrupt'),
         Break('a step that was begun goes on', 'training_steps.py',
               'if training and self.step is not None and not self.step.outcome: self.drop_step()', '',
               'test_windows.py::test_error_leaves_no_gradients')],

@@ -319,13 +319,15 @@ ways = itertools.cycle([('bf16','fastai'), ('fp16','hand'), ('native_bf16','hand
                         ('fp8','hand')])
 
 quick = [
-    case(loop, dtype=torch.bfloat16), case(own_steps), case(own_rescue), case(trained, mode='fp16', engine='hand', net=dict(reentrant=True)),
+    case(loop, dtype=torch.bfloat16), case(own_steps), case(own_rescue),
+    case(trained, mode='fp16', engine='hand', net=dict(reentrant=True)),
     case(whole_batch, mode='fp16', engine='fastai'), case(saved, mode='native_fp16'), case(predictions, mode='bf16'),
     case(accumulated), case(told, mode='fp16'), case(asked, engine='fastai'),
     case(alone_first, mode='fp16', engine='fastai'),
     case(interrupted, mode='fp16', event='after_loss', engine='fastai')]
 slow = [
-    case(loop, dtype=torch.float16), case(own_steps, dtype=torch.bfloat16), *[case(trained, mode=m, engine=e, **o) for o,(m,e) in zip(options, ways)],
+    case(loop, dtype=torch.float16), case(own_steps, dtype=torch.bfloat16),
+    *[case(trained, mode=m, engine=e, **o) for o,(m,e) in zip(options, ways)],
     *[case(whole_batch, mode=m, engine=e) for m,e in
       [('float32','hand'), ('native_fp16','hand'), ('native_bf16','fastai')]],
     case(whole_batch, mode='bf16', engine='hand', reentrant=False),

@@ -78,6 +78,7 @@ def precision_report(
     _look_at(learn, _look)
     return report
 
+# %% ../nbs/12_looks.ipynb #111f0ds1
 def precision_plan(
     learn, # `Learner` in any precision
     batch=None, # Batch as from `dls.one_batch()`; None: the first of `dls.train`
@@ -150,6 +151,7 @@ def _unchanged_learner(learn):
             (o.extend if isinstance(o, list) else o.update)(had)
         set_random_states(**rngs)
 
+# %% ../nbs/12_looks.ipynb #aa30d2s1
 def _look_at(learn, look, batch=None):
     """Call `look` with `learn` at the start of `batch`, or of each batch, until it returns something true: what?
 

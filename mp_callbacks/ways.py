@@ -165,8 +165,7 @@ norm_functions = { # module and class of a norm -> what its `forward` computes, 
     'timm.layers.norm.RmsNorm':     _rms_norm,   'timm.layers.norm.RmsNorm2d':   _of_channels(_rms_norm),
     'torchvision.models.convnext.LayerNorm2d': _of_channels(_layer_norm)}
 
-
-
+# %% ../nbs/02c_ways.ipynb #481150s1
 def _given_half(half, args, kwargs):
     return any([isinstance(o, Tensor) and o.dtype==half.dtype for o in (*args,*kwargs.values())])
 

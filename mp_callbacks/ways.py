@@ -165,10 +165,11 @@ norm_functions = { # module and class of a norm -> what its `forward` computes, 
     'timm.layers.norm.RmsNorm':     _rms_norm,   'timm.layers.norm.RmsNorm2d':   _of_channels(_rms_norm),
     'torchvision.models.convnext.LayerNorm2d': _of_channels(_layer_norm)}
 
-
-
-def _given_half(half, args, kwargs):
-    return any([isinstance(o, Tensor) and o.dtype==half.dtype for o in (*args,*kwargs.values())])
+def _as_given(half, res, args, kwargs):
+    "What a norm returns, rounded if it is one tensor, made of one in half precision alone"
+    given = (*args,*kwargs.values())
+    alone = len(given)==1 and isinstance(given[0], Tensor) and given[0].dtype==half.dtype
+    return cast_tree(res, half.dtype, torch.float32) if alone and isinstance(res, Tensor) else res
 
 class _AutocastOff:
     "`torch.autocast(device_type, enabled=False)` in a fifth of the time, which is that of a small norm"
@@ -197,8 +198,7 @@ class Norm(Layer):
 
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns, in the dtype of its input"
-        res = forward(*args, **kwargs)
-        return cast_tree(res, half.dtype, torch.float32) if _given_half(half, args, kwargs) else res
+        return _as_given(half, forward(*args, **kwargs), args, kwargs)
 
 # %% ../nbs/02c_ways.ipynb #297e1e4a
 class Lookup(Way):
@@ -246,8 +246,7 @@ class Float32Norm(Float32):
 
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns, in the dtype of its input"
-        res = super().around(half, module, forward, args, kwargs)
-        return cast_tree(res, half.dtype, torch.float32) if _given_half(half, args, kwargs) else res
+        return _as_given(half, super().around(half, module, forward, args, kwargs), args, kwargs)
 
     def in_half(self, module):
         "As a norm, if PyTorch has a kernel for it that adds up in float32"
@@ -268,7 +267,6 @@ def _layer(module):
     conv = getattr(type(module), '_conv_forward', _conv)
     plain = conv is _conv or conv.__module__=='torch.nn.modules.conv' and not hasattr(conv, '__wrapped__')
     if plain and has_plain_weights(module): return _by_function(Layer, layer_functions, module, 'cast with all others')
-
 
 def own_parameters(
     module:nn.Module, # Any module

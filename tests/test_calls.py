@@ -139,6 +139,66 @@ def test_way_out(kind):
     notes = ' '.join(getattr(caught.value, '__notes__', []))
     assert re.search(match, notes) if match else not notes
 
+class Apply(nn.Module):
+    "Computes `f`, with a parameter of its own"
+    def __init__(self, f):
+        super().__init__()
+        self.f,self.w = f,nn.Parameter(torch.outer(torch.linspace(0, 1, 8), torch.linspace(1, 2, 8)))
+    def forward(self, x): return self.f(x, self.w)
+
+def swapped(x, w): return torch.sparse.mm(torch.sparse_coo_tensor([[0,1],[1,0]], torch.ones(2), (2,2)), x)
+def correlated(x, w): return x@torch.linalg.cholesky(w@w.T+1e-5*torch.eye(8))
+def classified(x, w): return F.cross_entropy(x, x[:,0])
+def complex_(x, w): return torch.complex(x, x).real
+def in_numpy(x, w): return x+x.detach().numpy().mean()
+def in_place(x, w): return x.index_add(0, torch.tensor([0]), w[:1])
+
+kept = "keep='1' computes it in float32."
+notes = dict( # what is computed, the same with what the note says, if it isn't `keep`, and a part of the note
+    complex  = (complex_, None, kept), numpy = (in_numpy, lambda x,w: in_numpy(x.float(), w), 'use x.float().numpy()'),
+    sparse   = (swapped, None, 'In the backward pass, with operations in half precision: torch.autograd.detect_anomaly'),
+    cholesky = (correlated, None, kept), index = (in_place, None, kept),
+    classes  = (classified, lambda x,w: F.cross_entropy(x, x[:,0].long()), 'or x.long() for classes'))
+
+@has_notes
+@pytest.mark.parametrize('kind', notes)
+def test_notes_are_true(kind):
+    "What the note says of float32 is so, and what it advises helps"
+    f,cure,words = notes[kind]
+    def error(f, dtype=None, keep=()):
+        model = nn.Sequential(nn.Linear(8,8), Apply(f), nn.Identity())
+        try:
+            with half_precision(model, dtype, keep) if dtype else nullcontext(): model(torch.eye(2,8)).sum().backward()
+        except (RuntimeError,TypeError) as e: return e
+    note, = error(f, torch.bfloat16).__notes__
+    assert words in note and (kind=='sparse' or note.startswith('In 1 (Apply), with its operations in half'))
+    assert ('float32 fails, too' in note)==(error(f) is not None)
+    assert error(cure or f, torch.bfloat16, () if cure else '1') is None
+
+class Whole(nn.Linear):
+    def forward(self, x): return in_place(super().forward(x), torch.ones(1,1))
+
+@has_notes
+@pytest.mark.parametrize('call', calls)
+def test_note_to_the_model_itself(call):
+    "An error of its own `forward`, not of a module in it"
+    learn = getattr(get_learner(Whole(8,1)), call)()
+    with pytest.raises(RuntimeError) as e: learn.fit(1)
+    note, = e.value.__notes__
+    assert note.startswith('In the model (Whole), with its operations in half precision: learn.to_fp32() computes')
+
+@has_notes
+def test_note_outside_the_model():
+    "A loss computes with an activation that a hook has kept"
+    model,seen = nn.Sequential(nn.Linear(8,8), nn.Linear(8,1)),[]
+    model[0].register_forward_hook(lambda m,args,out: seen.append(out))
+    def loss(pred, y): return (seen[-1]@torch.ones(8,1)).mean()+F.mse_loss(pred, y)
+    with pytest.raises(RuntimeError) as e: get_learner(model, loss_func=loss).to_bf16().fit(1)
+    note, = e.value.__notes__
+    assert note.startswith('In code outside the model, with operations in half precision: use x.float()')
+    def loss(pred, y): return (seen[-1].float()@torch.ones(8,1)).mean()+F.mse_loss(pred, y)
+    get_learner(model, loss_func=loss).to_bf16().fit(1)
+
 class Penalty(Callback):
     "Asks for gradients before the backward pass, in the precision of the model or outside of it"
     def __init__(self, inside): self.inside = inside

@@ -293,7 +293,7 @@ _half_words = 'half|float16'
 _about_dtypes = re.compile(_half_words+'|dtype|scalar ?type|positive-definite|singular', re.IGNORECASE)
 # of a device, which comes up in an innocent module, or of checkpointing, which has its own words
 _of_others = re.compile('(CUDA|HIP|cuDNN) error|cuBLAS|torch.utils.checkpoint', re.IGNORECASE)
-_other_dtypes = re.compile(r'(?<!or )\b(double|float64|long|int|int64)\b', re.IGNORECASE) # `Float or Double` may be meant
+_other_dtypes = re.compile(r'(?<!or )\b(double|float64|long|int|int64)\b', re.IGNORECASE) # not in `Float or Double`
 
 def note_dtypes(
     model:nn.Module, # The model

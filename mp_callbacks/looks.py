@@ -30,8 +30,9 @@ def find_nonfinite(
 )->Finding: # Prints as a text
     """What is not finite first in a batch, is precision the cause, and what to do; see [nonfinite](06_nonfinite.ipynb)
 
-    A `batch` that is finite in training is looked at in evaluation mode, too, as those of `dls.valid` are. The learner doesn't change, but for parameters that a module or callback changes in `forward` or before it. With
-    several processes each looks at batches of all, and waits for none. Raises `ValueError` if there is no batch, and
+    A `batch` that is finite in training is looked at in evaluation mode, too, as those of `dls.valid` are. The learner
+    doesn't change, but for parameters that a module or callback changes in `forward` or before it. With several
+    processes each looks at batches of all, and waits for none. Raises `ValueError` if there is no batch, and
     `RuntimeError` in the middle of one, or if something would wait for other processes."""
     half,cb,found,end = _half(learn),precision_callback(learn),[],perf_counter()+seconds
     def _look():
@@ -168,8 +169,9 @@ def _look_at(learn, look, batch=None, training=True):
         keep_quiet(learn)
         if hasattr(learn, 'progress'): vars(learn.progress).pop('mbar', None) # the bar of a fit that goes on
         learn.fit(1, cbs=cb)
-    if cb.answer is None and training: raise ValueError("There was no batch with targets. Use a DataLoaders whose dls.train has "
-                                           "some, or pass a batch as it comes from there.")
+    if cb.answer is None and training: raise ValueError(
+        "There was no batch with targets. Use a DataLoaders whose dls.train has some, or pass a batch as it comes from "
+        "there.")
     return cb.answer
 
 def _half(learn):

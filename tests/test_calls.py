@@ -156,7 +156,7 @@ def in_place(x, w): return x.index_add(0, torch.tensor([0]), w[:1])
 kept = "keep='1' computes it in float32."
 notes = dict( # what is computed, the same with what the note says, if it isn't `keep`, and a part of the note
     complex  = (complex_, None, kept), numpy = (in_numpy, lambda x,w: in_numpy(x.float(), w), 'use x.float().numpy()'),
-    sparse   = (swapped, None, 'In the backward pass, with operations in half precision: torch.autograd.detect_anomaly'),
+    sparse   = (swapped, None, 'In the backward pass, with operations in half precision: torch.autograd.detect_ano'),
     cholesky = (correlated, None, kept), index = (in_place, None, kept),
     classes  = (classified, lambda x,w: F.cross_entropy(x, x[:,0].long()), 'or x.long() for classes'))
 

@@ -8,7 +8,7 @@ import pytest
 from fastai.callback import fp16
 from torch.utils.checkpoint import CheckpointError,checkpoint
 from learners import *
-from machines import Fake,pretend
+from machines import Fake,machine,pretend
 from test_inputs import state,trains,unchanged
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
@@ -84,6 +84,35 @@ def test_unknown_argument(call, name, match):
     "The error names the call that takes it, if one does"
     with pytest.raises(TypeError, match=rf'{call}\(\): got an unexpected keyword.*{match}'):
         getattr(get_learner(), call)(**{name:2})
+
+said = dict( # a call, and what its error says
+    clip      = (lambda: get_learner().to_bf16(clip='1.0'), r"clip='1.0' must be a number. Use clip=None for"),
+    by_place  = (lambda: get_learner().to_bf16(1.), r'flat_master=1.0 must be True or False. .* as in clip=1.0'),
+    callback  = (lambda: NativeMixedPrecision('bf16'), r"init_scale='bf16' is a dtype. .* takes dtype='bf16'"),
+    dtype     = (lambda: get_learner().to_fp16('bf16'), r"loss_scale='bf16' is a dtype. The name of the call says it"),
+    no_type   = (lambda: half_precision(mlp(), keep=nn.Softmax), 'keep=Softmax selects no module. .* Linear, GELU'),
+    no_types  = (lambda: half_precision(mlp(), keep=[nn.Softmax,nn.LSTM]), 'keep=Softmax, LSTM selects no module'),
+    no_module = (lambda: half_precision(mlp(), keep=lambda name,m: name=='head'), 'keep=<lambda> selects no module'),
+    name_only = (lambda: half_precision(mlp(), keep=lambda name: True), 'keep=<lambda> must take the name and the mod'),
+    plan      = (lambda: get_learner().precision_plan().batch_size('16'), "gb='16' must be a positive number"))
+
+@pytest.mark.parametrize('kind', said)
+def test_said(kind):
+    "What is wrong, and not something else"
+    call,match = said[kind]
+    with pytest.raises((ValueError,TypeError), match=match): call()
+
+def test_each_name_of_a_dtype():
+    "Those of fastai's calls, too"
+    for name in ('fp16','half','f16','float16',torch.float16): assert half_precision(mlp(), name).dtype==torch.float16
+    for name in ('bf16','bfloat16'): assert NativeMixedPrecision(dtype=name).dtype==torch.bfloat16
+
+@pytest.mark.parametrize('name,call', [('AVX2',lambda: get_learner().to_bf16()), ('ARM',lambda: MixedPrecision(128.)),
+                                       ('ARM',lambda: get_learner().to_fp16(128.))])
+def test_warnings_show_the_caller(name, call):
+    "And no line of this package"
+    with pretend(machine(name)), pytest.warns(UserWarning) as told: call()
+    assert told[0].filename==__file__
 
 without_effect = [
     ('to_fp16', dict(loss_scale='torch', scale_wait=100), r"as in DynamicLossScale\.preset\('torch', period=100\)"),

@@ -112,7 +112,8 @@ class MixedPrecision(PrecisionCallback):
             start = min(max(self.first_scale, min_loss_scale), max_loss_scale)
             if headroom is not None: scaling = replace(scaling, loss_scale=start)
         super().__init__(scaling, **kwargs)
-        self.flat_master = flat_master
+        self.flat_master,self.dynamic = flat_master,isinstance(scaling, DynamicLossScale)
+        self.scale_wait,self.div_factor = [getattr(scaling, k, None) for k in ('period','factor')]
 
     @property
     def part(self): return next((cb for cb in self.learn.cbs if isinstance(cb, ModelToHalf)), None)

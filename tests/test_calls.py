@@ -140,6 +140,14 @@ def test_static_scale_of_a_dynamic_one():
     "Code written for fastai runs, as there, but with a warning"
     with pytest.warns(UserWarning, match='loss_scale=128 has no effect beside dynamic'): get_learner().to_fp16(128.)
 
+def test_settings_are_readable():
+    "As those of fastai's callback, whatever names the loss scale"
+    def settings(**kwargs):
+        cb = get_learner().to_fp16(**kwargs).mixed_precision
+        return cb.dynamic,cb.scale_wait,cb.div_factor
+    assert settings()==(True,500,2.) and settings(scale_wait=20, div_factor=4.)==(True,20,4.)
+    assert settings(loss_scale='torch')==(True,2000,2.) and settings(dynamic=False)==(False,None,None)
+
 # --- Errors with a way out
 
 class Masks(nn.Module):

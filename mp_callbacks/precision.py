@@ -64,7 +64,8 @@ def check_bools(
 ):
     "Raise a `TypeError` for one that is neither True nor False"
     for k,v in kwargs.items():
-        if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
+        hint = f" Give a number by its name, as in clip={v!r}." if type(v) in (int,float) else ''
+        if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.{hint}")
 
 class PrecisionPart(LeanCallback):
     "A callback that belongs to a precision of this package"

@@ -12,8 +12,9 @@ __all__ = ['layer_functions', 'batch_norms', 'norm_functions', 'HalfContext', 'W
 import re,torch,torch.nn.functional as F
 from fnmatch import fnmatchcase
 from functools import partial
-from inspect import getattr_static
+from inspect import getattr_static,signature
 from typing import NamedTuple
+from fastcore.basics import flatten
 from fastcore.foundation import L
 from fastcore.imports import noop
 from torch import Tensor,nn
@@ -297,6 +298,8 @@ def choose_way(
     return Way("PyTorch's autocast casts" if module._parameters else '')
 
 # %% ../nbs/02c_ways.ipynb #9ed804f4
+def _called(o): return getattr(o, '__name__', str(o))
+
 def matches(
     named:dict, # Name -> module
     keep, # Type, name pattern, function of name and module, or a collection of these
@@ -312,7 +315,11 @@ def matches(
         some = ', '.join(list(named)[1:9]) or 'no modules inside'
         raise ValueError(f"keep={keep!r} matches no module. The model has {some}{', …' if len(named)>9 else ''}.")
     if isinstance(keep, (list,tuple,set,L)): return [name for k in keep for name in matches(named, k)]
-    if callable(keep): return [name for name,m in named.items() if keep(name, m)]
+    if callable(keep):
+        try: signature(keep).bind('', None)
+        except TypeError: raise TypeError(f"keep={_called(keep)} must take the name and the module. Use "
+                                          "keep=lambda name, module: …, for example.") from None
+        return [name for name,m in named.items() if keep(name, m)]
     raise TypeError(f"keep={keep!r} must be a module type, a name pattern, a function of name and module, a collection "
                     "of these, or a dict of dtypes by name pattern. Use keep=() to keep nothing.")
 
@@ -338,7 +345,9 @@ def kept_dtypes(
     else: rules = [(keep,torch.float32)]
     res = {}
     for pattern,compute in rules:
-        roots = {*matches(named, pattern)}
+        roots,asked = {*matches(named, pattern)},', '.join(map(_called, flatten([pattern])))
+        kinds = ', '.join(dict.fromkeys(type(m).__name__ for m in named.values()))
+        if asked and not roots: raise ValueError(f"keep={asked} selects no module. The model has {kinds}.")
         for name in named:
             parents = {'', *(name[:i] for i,c in enumerate(name) if c=='.'), name}
             if roots & parents: res[name] = compute

@@ -87,6 +87,13 @@ def test_colab(name):
     "What users read can be run in Colab: it installs this package before anything runs, and the page has no such cell"
     assert cells(name, 'code')[0]==f'#| hide\n#| eval: false\n{pages.install}'
 
+def test_first_screen():
+    "README is short, and begins with a line of code and what it saves; the numbers come from cells, see `test_figures`"
+    text = (root/'README.md').read_text(encoding='utf-8')
+    begin = text.partition('\n## ')[0]
+    assert text.count('\n')<=110 and len(begin.splitlines())<=20
+    for o in ('`learn = ', '**On a GPU**', '**On a CPU**', '**Not faster**'): assert f'\n{o}' in begin.replace('- **', '**')
+
 def blocks(name):
     "The blocks of Python on the page `name` that are not cells"
     return re.findall(r'^```python\n(.*?)^```', '\n'.join(cells(name, 'markdown')), re.M|re.S)

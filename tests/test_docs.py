@@ -153,6 +153,13 @@ def test_documented(mod, name):
     named = [p.name for p in pages.parameters(func) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     assert [o for o in named if not texts.get(o) and f'`{o}`' not in doc]==[]
 
+def test_migrate_has_all_names():
+    "of fastai's mixed precision, as it says"
+    from fastai.callback import fp16
+    added = re.findall(r'@patch\n(?:@\S+\n)*def (\w+)\(self:\s*Learner', inspect.getsource(fp16))
+    text = '\n'.join(cells('howto/migrate', 'markdown'))
+    assert len(added)>=5 and [o for o in (*fp16.__all__,*added) if not re.search(rf'\b{o}\b', text)]==[]
+
 # --- What a page shows can be pasted
 
 def shown(name):

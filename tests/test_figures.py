@@ -75,6 +75,13 @@ def verdicts(*names):
     return res[res.index.get_level_values('precision').isin([x for o in names for x in groups.get(o, [o])])]
 def shares(o, *which): return [o.isin(which).sum(),len(o)]
 
+def planned(page):
+    "Peaks of `to_bf16` over those of `to_native_bf16`, in the plans that are saved in `page`"
+    texts = [''.join(o.data.get('text/plain', '')) for c in read_nb(pages[page]).cells
+             for o in c.get('outputs', []) if 'data' in o]
+    def _peak(name, s): return float(re.search(rf'^{name} .* (\S+)$', s, re.M)[1])
+    return [_peak('to_bf16', o)/_peak('to_native_bf16', o) for o in texts if o.startswith('MB with')]
+
 claims = [ # page, the figures in a sentence of it, and where they are from
     ('results', r'an MLP takes ([\d.]+) of the time of float32, a convolutional net ([\d.]+), and two small '
                 r'transformers take (.\.\d+) and (.\.\d+)', lambda: over_float32('train_cpu', cpu)),
@@ -98,6 +105,11 @@ claims = [ # page, the figures in a sentence of it, and where they are from
         lambda: [100/(100-less('mpx', 'vit-base', bf16, ('fastai','fused','fp32'))[0])]),
     ('results', r'took (\d+) % less time than autocast in a plain loop, (\d+) % less than `to_native_bf16`, and',
         lambda: less('mpx', 'vit-base', bf16, autocast, native)),
+    ('results', r'with 256 images needs ([\d.]+) times less memory than in float32',
+        lambda: [100/(100-less('mpx', 'vit-base', bf16, ('fastai','fused','fp32'), metric='peak_mb')[0])]),
+    ('results', r'Against TF32 ours was ([\d.]+) times as fast',
+        lambda: [100/(100-less('mpx', 'vit-base', bf16, ('hand','fused','tf32'))[0])]),
+    ('index', r'On a CPU, where.*need up to (\d+) % more in a', lambda: [100*max(planned('less_memory'))-100]),
     ('results', r'and (\d+) % less memory than both', lambda: less('mpx', 'vit-base', bf16, native, metric='peak_mb')),
     ('results', r"a step took (\d+) kernels. A loop by hand with weights in half precision took (\d+), fastai's "
                 r'autocast (\d+) and `to_native_bf16` (\d+)', lambda: kernels(bf16, by_hand, fastais, native)),

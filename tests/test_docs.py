@@ -64,9 +64,15 @@ def test_symbols():
     assert pages.signature(both, 'both')=='both(x:int|str, *, keep=len) -> int'
     assert pages.signature(lambda f, /, *args, **kwargs: 0, 'f')=='f(f, /, *args, **kwargs)'
     def rows(o): return pages.param_table(o, github).splitlines()[2:]
-    assert rows(Pair)==['| `a` | `int` |  | The first |', "| `b` | `str` | `'x'` | The second |"]
-    assert rows(both)==[r'| `x` | <code>int&#124;str</code> |  | What \| which |',
-        '| `keep` |  | `len` | Another `Pair` |', '| *returns* | `int` |  | Their number |']
+    assert rows(Pair)==['| `a` | The first |  | `int` |', "| `b` | The second | `'x'` | `str` |"]
+    assert rows(both)==[r'| `x` | What \| which |  | <code>int&#124;str</code> |',
+        '| `keep` | Another `Pair` | `len` |  |', '| *returns* | Their number |  | `int` |']
+
+def test_columns():
+    "A phone shows two: what to do, and what an option means, are never behind them"
+    for o in nbs:
+        heads = re.findall(r'^\|(.*)\|\n\|[-| ]+\|$', '\n'.join(cells(o, 'markdown')), re.M)
+        assert not [h for h in heads if {'what to do','meaning'} & {c.strip() for c in h.split('|')[2:]}], o
 
 def test_sidebar():
     "Each page has its place in it; a beginner's parts have at most seven"

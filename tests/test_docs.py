@@ -98,7 +98,7 @@ def test_first_screen():
     text = (root/'README.md').read_text(encoding='utf-8')
     begin = text.partition('\n## ')[0]
     assert text.count('\n')<=110 and len(begin.splitlines())<=20
-    for o in ('`learn = ', '**On a GPU**', '**On a CPU**', '**Not faster**'): assert f'\n{o}' in begin.replace('- **', '**')
+    for o in ('`learn = ', '- **On a GPU**', '- **On a CPU**', '- **Not faster**'): assert f'\n{o}' in begin
 
 def blocks(name):
     "The blocks of Python on the page `name` that are not cells"

@@ -89,7 +89,8 @@ claims = [ # page, the figures in a sentence of it, and where they are from
         lambda: over_float32('train_cpu', cpu)),
     ('index', r'saves more memory on a GPU: (\d+) % with the ViT above',
         lambda: less('mpx', 'vit-base', bf16, native, metric='peak_mb')),
-    ('index', r'finds (\d+) of (\d+) defects planted in float32, but float16 without a loss scale in (\d+) of (\d+) tasks',
+    ('index', r'finds (\d+) of (\d+) defects planted in float32, but float16 without a loss scale in (\d+) of '
+              r'(\d+) tasks',
         lambda: [*shares(verdicts('defects'), 'higher', 'lower'),
                  *shares(verdicts('float16 without loss scale'), 'higher', 'lower')]),
     ('index', r'In (\d+) of (\d+) comparisons of', lambda: shares(verdicts('calls'), 'equivalent')),

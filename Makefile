@@ -1,4 +1,4 @@
-# The commands that README.md names, in a virtual environment of their own (.venv, made on first use).
+# The commands that CONTRIBUTING.md names, in a virtual environment of their own (.venv, made on first use).
 # PYTHON=python3.12 chooses the interpreter it is made with. uv installs; where there is none, pip puts one into .venv.
 PYTHON ?= python3
 ARGS   ?=

@@ -1,4 +1,4 @@
-"""How long README's two commands take in a fresh clone, and how large .venv becomes
+"""How long `make demo` and `make test` take in a fresh clone, and how large .venv becomes
 
 Nothing is there before: neither .venv nor a cache of packages. Clones the commit, so what isn't committed isn't measured."""
 import os,subprocess

@@ -174,9 +174,10 @@ def param_table(func, d):
     ps,texts = parameters(func),comments(func)
     names = [o.name for o in ps]
     def text(key): return to_dialect(' '.join((texts.get(key) or '').split()).replace('|', r'\|'), d, names)
-    rows = [(f'`{o.name}`', code(type_name(o.annotation)), code(default_name(o.default)), text(o.name)) for o in ps]
-    rows = [o for o in (*rows, ('*returns*', code(returns(func)), '', text('return'))) if o[-1]]
-    cols = [o for o in zip(('parameter', 'type', 'default', 'meaning'), *rows) if any(o[1:])]
+    rows = [(f'`{o.name}`', text(o.name), code(default_name(o.default)), code(type_name(o.annotation))) for o in ps]
+    rows = [o for o in (*rows, ('*returns*', text('return'), '', code(returns(func)))) if o[1]]
+    # on a phone what comes after the second column is out of sight
+    cols = [o for o in zip(('parameter', 'meaning', 'default', 'type'), *rows) if any(o[1:])]
     lines = [f'| {" | ".join(o)} |' for o in zip(*cols)]
     return '\n'.join([lines[0], '|---'*len(cols)+'|', *lines[1:]]) if rows else ''
 

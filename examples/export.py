@@ -27,10 +27,11 @@ sizes = ({0: torch.export.Dim('n')},) # batches of any size
 torch.export.save(torch.export.export(model, (batch,), dynamic_shapes=sizes), 'digits.pt2')
 report('torch.export', torch.export.load('digits.pt2').module()(batch))
 
-if not (find_spec('onnx') and find_spec('onnxscript')): print('ONNX: not installed')
+if not (find_spec('onnx') and find_spec('onnxscript')): print('ONNX: left out, onnx and onnxscript are not installed')
 else:
     torch.onnx.export(model, (batch,), 'digits.onnx', dynamic_shapes=sizes, dynamo=True, verbose=False)
-    if find_spec('onnxruntime'):
+    if not find_spec('onnxruntime'): print('ONNX: written but not compared, onnxruntime is not installed')
+    else:
         import onnxruntime
         session = onnxruntime.InferenceSession('digits.onnx')
         report('ONNX        ', tensor(session.run(None, {session.get_inputs()[0].name: batch.numpy()})[0]))

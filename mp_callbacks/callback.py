@@ -14,9 +14,9 @@ from dataclasses import replace
 from functools import wraps
 from inspect import Parameter,signature
 from numbers import Real
-from warnings import warn
 from torch import nn
 
+from .devices import warn_caller
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale,default_headroom
 from .half import check_half,half_precision
 from .flat import check_flat,flat_steps
@@ -106,14 +106,15 @@ class MixedPrecision(PrecisionCallback):
             _refuse_ignored(init, names, fields, f'loss_scale={loss_scale!r}', loss_scale)
         elif not dynamic: _refuse_ignored(init, names, fields, 'dynamic=False')
         else:
-            if loss_scale!=signature(init).parameters['loss_scale'].default: warn(
+            if loss_scale!=signature(init).parameters['loss_scale'].default: warn_caller(
                 f"loss_scale={loss_scale:.9g} has no effect beside dynamic=True, as in fastai: the scale adapts. Use "
                 f"dynamic=False to keep it, or max_loss_scale={loss_scale:.9g} as the largest.")
             scaling = _renamed(names, DynamicLossScale, max_loss_scale, **fields)
             start = min(max(self.first_scale, min_loss_scale), max_loss_scale)
             if headroom is not None: scaling = replace(scaling, loss_scale=start)
         super().__init__(scaling, **kwargs)
-        self.flat_master = flat_master
+        self.flat_master,self.dynamic = flat_master,isinstance(scaling, DynamicLossScale)
+        self.scale_wait,self.div_factor = [getattr(scaling, k, None) for k in ('period','factor')]
 
     @property
     def part(self): return next((cb for cb in self.learn.cbs if isinstance(cb, ModelToHalf)), None)

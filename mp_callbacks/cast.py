@@ -11,6 +11,7 @@ __all__ = ['node_bytes', 'CastAll', 'has_plain_weights', 'CastLayer', 'Call', 'O
 import torch
 from itertools import chain
 from threading import get_ident
+from typing import NamedTuple
 from torch import nn
 
 from .grads import foreach_copy_
@@ -121,11 +122,9 @@ def _in_nodes(layers, dtype):
         start += size
     return [*nodes.values()]
 
-class Call:
+class Call(NamedTuple):
     "A call of the model in one thread"
-    def __init__(self,
-        graph:bool, # Are gradients on?
-    ): self.graph = graph
+    graph:bool # Are gradients on?
 
 # %% ../nbs/02b_cast.ipynb #e3ba25f7
 class OneCast:

@@ -91,7 +91,8 @@ def _precision(learn, cb, batch):
     how = str(half.fp8) if half.fp8 else 'autocast and rules' if half.rules else 'autocast'
     scale = f'loss scale {cb.loss_scale:.9g}, at first {cb.initial}'
     if cb.initial==StaticLossScale(): scale = 'no loss scale'
-    options = {k:o.default for k,o in signature(type(cb)).parameters.items() if k not in ('clip','keep')}
+    said = 'clip','keep','dynamic','scale_wait','div_factor' # beside these, or in the loss scale
+    options = {k:o.default for k,o in signature(type(cb)).parameters.items() if k not in said}
     now = {**vars(cb.steps), **vars(cb)}
     more = [f'{k}={v}' for k,v in now.items() if k in options and v!=options[k]]
     return ', '.join([f'learn.{call_name(half)}: {dtype_name(half.dtype)} with {how}', f'clip={cb.clip}',

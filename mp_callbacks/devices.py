@@ -6,12 +6,13 @@ Docs: https://example.github.io/mp_callbacks/devices.html.md"""
 
 # %% auto #0
 __all__ = ['native_with', 'layers', 'known_faults', 'inexact_kernels', 'slowest_native', 'calls', 'Machine', 'support', 'missing',
-           'inexact', 'device_name', 'emulation']
+           'inexact', 'device_name', 'emulation', 'warn_caller']
 
 # %% ../nbs/00a_devices.ipynb #d0a00004
-import math,re,timeit,torch
+import inspect,math,re,timeit,torch
 from contextlib import contextmanager
 from functools import lru_cache
+from warnings import warn
 from torch import nn
 
 from .dtypes import as_dtype,dtype_name,half_dtypes
@@ -173,3 +174,12 @@ def emulation(
     size = f'about {10**round(math.log10(times))}' if times>10**.5 else 'up to 3' # measurements vary
     return (f"{name[0].upper()}{name[1:]} only emulates {dtype_name(dtype)}: a matrix product takes {size} times as "
             f"long as in float32, a training step less. Use {use}.")
+
+# %% ../nbs/00a_devices.ipynb #d0a00033
+def warn_caller(
+    text:str, # The warning
+):
+    "Warn, and show the line outside of this package that has called it"
+    frame,level = inspect.currentframe().f_back,2
+    while frame.f_globals['__name__'].startswith('mp_callbacks.'): frame,level = frame.f_back,level+1
+    warn(text, stacklevel=level)

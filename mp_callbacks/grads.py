@@ -98,8 +98,10 @@ def check_clip(
     clip, # The argument to check
 ):
     "Raise a `ValueError` unless `clip` is None or a positive number"
-    ok = clip is None or isinstance(clip, Real) and not isinstance(clip, bool) and 0<clip<inf
-    if not ok: raise ValueError(f"clip={clip!r} must be positive and finite. Use clip=None for no clipping.")
+    number = isinstance(clip, Real) and not isinstance(clip, bool)
+    if clip is None or number and 0<clip<inf: return
+    need = 'positive and finite' if number else 'a number'
+    raise ValueError(f"clip={clip!r} must be {need}. Use clip=None for no clipping.")
 
 # %% ../nbs/02_grads.ipynb #97a4cf5e
 def mul_grads(

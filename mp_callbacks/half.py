@@ -300,9 +300,11 @@ def _caller(name, named):
 
 # %% ../nbs/03_half.ipynb #a7143b78
 _computing = RuntimeError,TypeError # what PyTorch raises if it can't compute something
-_about_dtypes = re.compile(r'half|float16|dtype|scalar type', re.IGNORECASE)
-_of_device = re.compile('(CUDA|HIP|cuDNN) error|cuBLAS', re.IGNORECASE) # comes up in an innocent module
-_other_dtypes = re.compile(r'\b(double|float64|long|int|int64)\b', re.IGNORECASE)
+_half_words = 'half|float16'
+_about_dtypes = re.compile(_half_words+'|dtype|scalar ?type|positive-definite|singular', re.IGNORECASE)
+# of a device, which comes up in an innocent module, or of checkpointing, which has its own words
+_of_others = re.compile('(CUDA|HIP|cuDNN) error|cuBLAS|torch.utils.checkpoint', re.IGNORECASE)
+_other_dtypes = re.compile(r'(?<!or )\b(double|float64|long|int|int64)\b', re.IGNORECASE) # not in `Float or Double`
 
 def note_dtypes(
     model:nn.Module, # The model
@@ -311,27 +313,34 @@ def note_dtypes(
 ):
     "Say in a note to `e` which modules have raised it, if that may be for their dtypes"
     text = str(e) if isinstance(e, _computing) and hasattr(e, 'add_note') else '' # since Python 3.11
-    known = hasattr(e, 'mp_modules') or isinstance(e, torch.OutOfMemoryError) or _of_device.search(text)
+    known = hasattr(e, 'mp_modules') or isinstance(e, torch.OutOfMemoryError) or _of_others.search(text)
     if known or not _about_dtypes.search(text): return
     named = named_modules(model)
-    e.mp_modules,where = _raised_in(e, named)
-    if all(isinstance(half.ways[name], Float32) for name in e.mp_modules): return
+    e.mp_modules,where,cure = _raised_in(e, named, isinstance(half, HalfContext)) # which the call of the model passes
+    if e.mp_modules:
+        if all(isinstance(half.ways[name], Float32) for name in e.mp_modules): return
+        cure = f"keep={e.mp_modules[0]!r} computes it" if e.mp_modules[0] else 'learn.to_fp32() computes'
+        cure += ' in float32.'
+    elif not re.search(_half_words, text, re.IGNORECASE): return
     users = ' and '.join(f"{name or 'the model'} ({type(named[name]).__name__})" for name in e.mp_modules)
-    e.add_note(f"In {where.format(users)} operations in half precision: {_way_out(half, e.mp_modules[0], text)}")
+    e.add_note(f"In {where.format(users)} operations in half precision: {_way_out(half, cure, text)}")
 
-_pytorchs = nn.Module.__module__,BackwardCFunction.__module__
+_pytorchs = nn.Module.__module__,BackwardCFunction.__module__,torch.autograd.graph.__name__
 
-def _raised_in(e, named):
-    "Names of the modules of `named` that have raised `e`, and where: in a call, or in the backward pass of a function"
+def _raised_in(e, named, inside):
+    "Names of the modules of `named` that have raised `e`, `inside` the model or not, where, and what helps if none has"
     # only frames of PyTorch: to look into one of somebody's own keeps what it has now as long as the frame
     frames = [o for o,_ in walk_tb(e.__traceback__) if o.f_globals.get('__name__') in _pytorchs]
     for o in reversed([frame.f_locals.get('self') for frame in frames]):
-        if names := [name for name,m in named.items() if m is o]: return names[:1],'{}, with its'
+        if names := [name for name,m in named.items() if m is o]: return names[:1],'{}, with its',''
         if isinstance(o, BackwardCFunction):
             function = type(o)._forward_cls
             users = [name for name,m in named.items() if _uses(type(m).forward, function)]
-            return users,f'the backward pass of {function.__name__}, which {{}} uses, with'
-    return [],''
+            return users,f'the backward pass of {function.__name__}, which {{}} uses, with',''
+    if inside: return [''],'{}, with its',''
+    if any(frame.f_globals['__name__']==torch.autograd.graph.__name__ for frame in frames): return (
+        [],'the backward pass, with',"torch.autograd.detect_anomaly() shows which. Keep their module in float32.")
+    return [],'code outside the model, with',"use x.float() for activations that hooks or modules have kept."
 
 def _uses(f, wanted, depth=2):
     "Does the code of `f`, or of a function that it calls, name the class `wanted`?"
@@ -340,13 +349,14 @@ def _uses(f, wanted, depth=2):
     found = [*names.globals.values(),*names.nonlocals.values()]
     return any(getattr(o, '__self__', o) is wanted or depth and _uses(o, wanted, depth-1) for o in found)
 
-def _way_out(half, name, text):
-    "What helps against an error of this `text` in the module called `name`"
-    if _other_dtypes.search(text): return "It is given another dtype, with which float32 fails, too: use x.float()."
-    keep = f"{f'keep={name!r} computes it' if name else 'learn.to_fp32() computes'} in float32."
-    if 'without overflow' not in text: return keep
+def _way_out(half, cure, text):
+    "What helps against an error of this `text`: `cure`, unless it says more"
+    if 'ScalarType BFloat16' in text: return "NumPy has no bfloat16: use x.float().numpy()."
+    if _other_dtypes.search(text): return ("There is another dtype, with which float32 fails, too: use x.float(), or "
+                                           "x.long() for classes and indices.")
+    if 'without overflow' not in text: return cure
     name,other = dtype_name(half.dtype),"Or use to_bf16(). " if half.dtype==torch.float16 else ""
-    return f"A number is beyond {name}: write torch.finfo(x.dtype).min in place of it. {other}Or {keep}"
+    return f"A number is beyond {name}: write torch.finfo(x.dtype).min in place of it. {other}Or {cure}"
 
 # %% ../nbs/03_half.ipynb #47905e8c
 def check_half(

@@ -86,7 +86,7 @@ def keep_quiet(
     "Let nothing be recorded in the next fit, and no other process be waited for"
     learn.gather_preds = None # `CSVLogger` records nothing while the learner has this
     for cb in learn.cbs:
-        if cb.name=='recorder': cb.run_train = False
+        if cb.name=='recorder': cb.run_train = cb.run_valid = False
         if cb.name=='distributed_trainer': cb.run = False # it waits for the other processes
 
 def autocast_closed(
@@ -97,9 +97,10 @@ def autocast_closed(
 
 def training_batches(
     learn, # `Learner`
+    training:bool=True, # If not, `dls.valid`
 ):
     "`dls.train`, without the `DistributedDL` that an interrupted fit has left, for which all processes meet"
-    dl = learn.dls.train
+    dl = learn.dls.train if training else learn.dls.valid
     return dl.dl if type(dl).__name__=='DistributedDL' else dl # importing its class would patch `Learner`
 
 # %% ../nbs/10_inside.ipynb #3e56f279

@@ -11,12 +11,11 @@ __all__ = []
 import torch
 from contextlib import nullcontext
 from functools import wraps
-from warnings import warn
 
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from .devices import emulation
+from .devices import emulation,warn_caller
 from .modules import is_sharded,reset_ddp,without_ddp
 from .fp8 import Fp8
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,options_of
@@ -136,7 +135,7 @@ def _set_precision(learn, new, model_to_half=None):
     half = (model_to_half or new).new_half(without_ddp(learn.model))
     device,old = fit_device(learn),precision_callback(learn)
     check_device(device, half)
-    if text := emulation(device, half.dtype): warn(text)
+    if text := emulation(device, half.dtype): warn_caller(text)
     _remove_precision(learn)
     if old is not None and (type(old),old.initial)!=(type(new),new.initial): _forget_scale(learn)
     learn.add_cbs([new] if model_to_half is None else [model_to_half,new])
@@ -192,12 +191,18 @@ def _to_contiguous(plain, self, to_fp32=False):
 
 _wrap_method('to_contiguous', _to_contiguous)
 
+_by_a_call = ("trains in float32, and has no {}. to_fp16(), to_bf16(), to_native_fp16(), to_native_bf16() and to_fp8() "
+              "add it.")
+_added = dict(precision_recorder=_by_a_call, mixed_precision=_by_a_call,
+              step_stats="has no {}. They are there after the first step in mixed precision.",
+              scaler="has no {}. to_native_fp16() makes one when training begins; the scale of to_fp16() is "
+                     "learn.mixed_precision.loss_scale.")
+
 def _getattr(plain, self, name):
     try: return plain(self, name)
     except AttributeError:
-        if name not in ('precision_recorder','mixed_precision'): raise
-        raise AttributeError(f"This learner trains in float32, and has no {name}. to_fp16(), to_bf16(), "
-                             "to_native_fp16(), to_native_bf16() and to_fp8() add it.") from None
+        if name not in _added: raise
+        raise AttributeError(f"This learner {_added[name].format(name)}") from None
 
 _wrap_method('__getattr__', _getattr)
 

@@ -17,7 +17,8 @@ from .nonfinite import Finding
 from .half_report import PrecisionReport,measure_precision
 from .plan import MemoryPlan,plan_memory
 from .fp8_report import Fp8Report,measure_fp8
-from .inside import LeanCallback,autocast_closed,is_look,keep_quiet,look_name,reset_state,training_batches,within_batch
+from .inside import LeanCallback,autocast_closed,is_look,keep_quiet,look_name,reset_state
+from .inside import training_batches,within_batch
 from .training_steps import CheckedSteps,alone
 from .skipped import diagnose_batch,loss_again,loss_modules
 from .step import clear_state
@@ -26,13 +27,14 @@ from .precision import precision_callback
 # %% ../nbs/12_looks.ipynb #111f0db8
 def find_nonfinite(
     learn, # `Learner`, in any precision
-    batch=None, # Batch as from `dls.one_batch()`; None: those of `dls.train`, until one is not finite
+    batch=None, # Batch as from `dls.one_batch()`; None: all of `dls.train` and `dls.valid`, until one is not finite
     seconds:float=math.inf, # Time after which no further batch is looked at
 )->Finding: # Prints as a text
     """What is not finite first in a batch, is precision the cause, and what to do; see [nonfinite](06_nonfinite.ipynb)
 
-    The learner doesn't change, but for parameters that a module or callback changes in `forward` or before it. With
-    several processes each looks at batches of all, and waits for none. Raises `ValueError` if there is no batch, and
+    A `batch` that is finite in training is looked at in evaluation mode, too, as those of `dls.valid` are. The learner
+    doesn't change, but for parameters that a module or callback changes in `forward` or before it. With several
+    processes each looks at batches of all, and waits for none. Raises `ValueError` if there is no batch, and
     `RuntimeError` in the middle of one, or if something would wait for other processes."""
     half,cb,found,end = _half(learn),precision_callback(learn),[],perf_counter()+seconds
     def _look():
@@ -40,10 +42,12 @@ def find_nonfinite(
         # the scale is named only if nothing else is found
         return 'found' if found[-1].where not in ('nothing','scale') else 'late' if perf_counter()>end else ''
     answer = _look_at(learn, _look, batch)
-    worst = next((o for o in (found[-1],*found) if o.where!='nothing'), found[-1])
-    if len(found)==1 or worst.where!='nothing': return worst
-    if answer!='late': return Finding('nothing', f"All {len(found)} batches of dls.train are finite.")
-    return Finding('nothing', f"The first {len(found)} batches of dls.train are finite. "
+    seen,worst = len(found),next((o for o in (found[-1],*found) if o.where!='nothing'), found[-1])
+    if worst.where=='nothing' and _look_at(learn, _look, batch, training=False)=='found':
+        return found[-1]._replace(text=f"In evaluation mode: {found[-1].text}")
+    if seen==1 or worst.where!='nothing': return worst
+    if answer!='late': return Finding('nothing', f"All {seen} batches of dls.train are finite.")
+    return Finding('nothing', f"The first {seen} batches of dls.train are finite. "
                    f"There was no time for more within {seconds:g} seconds.")
 
 def precision_report(
@@ -111,15 +115,17 @@ def precision_plan(
 class _Look(LeanCallback):
     "Call `look` in the batches of a fit, instead of a forward pass, until it returns true"
     order,name = 1000,look_name
-    def __init__(self, look, batches): self.look,self.batches,self.answer = look,batches,None
+    def __init__(self, look, batches, train): self.look,self.batches,self.train,self.answer = look,batches,train,None
 
-    def before_train(self): self.learn.dl = self.batches
+    def before_train(self):
+        self.learn.dl,self.learn.training = self.batches,self.train
+        if not self.train: self.learn.model.eval()
 
     def before_batch(self):
         if not len(self.learn.yb): raise CancelBatchException
         if cb := precision_callback(self.learn): cb.half.remove()
         self.run = False # the look may call the event again
-        self.answer = self.look()
+        with torch.set_grad_enabled(self.train): self.answer = self.look()
         self.run = True
         raise CancelTrainException if self.answer else CancelBatchException
 
@@ -128,9 +134,9 @@ class _Look(LeanCallback):
 _generators = (random.Random,torch.Generator,np.random.Generator,np.random.RandomState)
 
 @contextmanager
-def _unchanged_learner(learn):
+def _unchanged_learner(learn, training=True):
     "Restore the learner, its callbacks, its model and the random number generators at the end"
-    dl,opt,rngs = training_batches(learn),learn.opt,get_random_states()
+    dl,opt,rngs = training_batches(learn, training),learn.opt,get_random_states()
     while hasattr(opt, 'opt'): opt = opt.opt
     groups = getattr(opt, 'hypers', None) or getattr(opt, 'param_groups', ())
     data = [getattr(dl, o, None) for o in ('dataset','sampler','batch_sampler','items')]
@@ -152,7 +158,7 @@ def _unchanged_learner(learn):
         set_random_states(**rngs)
 
 # %% ../nbs/12_looks.ipynb #aa30d2s1
-def _look_at(learn, look, batch=None):
+def _look_at(learn, look, batch=None, training=True):
     """Call `look` with `learn` at the start of `batch`, or of each batch, until it returns something true: what?
 
     The callbacks have changed the batch then, and the model has not been called."""
@@ -161,14 +167,16 @@ def _look_at(learn, look, batch=None):
                         "dls.one_batch() returns it.")
     if is_look(learn) or within_batch(learn):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
-    cb = _Look(look, training_batches(learn) if batch is None else [batch])
-    with alone(learn.model), _unchanged_learner(learn), learn.no_mbar(), learn.no_logging(), autocast_closed(learn):
+    cb = _Look(look, training_batches(learn, training) if batch is None else [batch], training)
+    unchanged_learner = _unchanged_learner(learn, training)
+    with alone(learn.model), unchanged_learner, learn.no_mbar(), learn.no_logging(), autocast_closed(learn):
         learn.model = unwrap(learn.model)
         keep_quiet(learn)
         if hasattr(learn, 'progress'): vars(learn.progress).pop('mbar', None) # the bar of a fit that goes on
         learn.fit(1, cbs=cb)
-    if cb.answer is None: raise ValueError("There was no batch with targets. Use a DataLoaders whose dls.train has "
-                                           "some, or pass a batch as it comes from there.")
+    if cb.answer is None and training: raise ValueError(
+        "There was no batch with targets. Use a DataLoaders whose dls.train has some, or pass a batch as it comes from "
+        "there.")
     return cb.answer
 
 def _half(learn):

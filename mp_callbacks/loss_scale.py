@@ -13,7 +13,7 @@ import torch
 from dataclasses import dataclass,fields,replace
 from math import frexp,inf
 from numbers import Integral,Real
-from .dtypes import map_tensors
+from .dtypes import as_dtype,map_tensors
 
 # %% ../nbs/01_loss_scale.ipynb #dc85ec7a
 _f16,_f32 = torch.finfo(torch.float16),torch.finfo(torch.float32)
@@ -186,7 +186,10 @@ class DynamicLossScale(AdjustedScale):
     )->'DynamicLossScale':
         "The loss scale of the library `name`, with `changes`"
         if name not in [*loss_scale_presets]:
-            raise ValueError(f"loss_scale={name!r} must be a preset. Use one of {', '.join(loss_scale_presets)}.")
+            try: as_dtype(name)
+            except ValueError: text = f"must be a preset. Use one of {', '.join(loss_scale_presets)}."
+            else: text = f"is a dtype. The name of the call says it, as to_bf16(); a callback takes dtype={name!r}."
+            raise ValueError(f"loss_scale={name!r} {text}")
         return cls(**{**loss_scale_presets[name], **changes})
 
 # %% ../nbs/01_loss_scale.ipynb #96f6e7e8

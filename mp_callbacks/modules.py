@@ -16,6 +16,7 @@ from contextlib import ExitStack,contextmanager
 from functools import update_wrapper
 from inspect import getattr_static
 from warnings import warn
+from fastcore.imports import noop
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode # sees each operation; PyTorch has no public name for it
@@ -236,8 +237,6 @@ def unchanged(
         for p,g in zip(params,grads): p.grad = g
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a15
-def _same(x): return x
-
 def replaced_forward(
     module:nn.Module, # Any module
 ): # None if there is none
@@ -299,4 +298,4 @@ class StandIn:
         return self
 
     def __reduce__(self):
-        return (getattr,(self.module,'forward')) if self.found is None else (_same,(self.found,))
+        return (getattr,(self.module,'forward')) if self.found is None else (noop,(self.found,))

@@ -133,12 +133,15 @@ class DynamicLossScaling:
 
 # %% ../nbs/21_mpx.ipynb #c1168735
 def scaled(
-    func, # Returns a loss
-    scale, # The loss scale: a number, a tensor of one, or anything with a `loss_scale`
+    func, # Returns a loss, or `(loss, aux)`
+    scaling, # The loss scale: a number, a tensor of one, or anything with a `loss_scale`
+    has_aux:bool=False, # Does `func` return `(loss, aux)`?
 ): # A function like `func`
-    "`func`, but its loss is multiplied by `scale`, in float32"
+    "`func`, but its loss is multiplied by `scaling`, in float32"
     @wraps(func, updated=())
-    def _scaled(*args, **kwargs): return scale_tree(func(*args, **kwargs), scale)
+    def _scaled(*args, **kwargs):
+        res = func(*args, **kwargs)
+        return (scale_tree(res[0], scaling),*res[1:]) if has_aux else scale_tree(res, scaling)
     return _scaled
 
 # %% ../nbs/21_mpx.ipynb #7027f0a2

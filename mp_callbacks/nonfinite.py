@@ -157,7 +157,7 @@ def trace_batch(
                 hooks.enter_context(m.register_forward_hook(partial(_after, name), with_kwargs=True))
             loss = compute_loss()
         check_called(model, any(not o.name for o in calls)) # the model itself has no name
-        if loss.isfinite(): (loss*scale).backward()
+        if loss.isfinite() and torch.is_grad_enabled(): (loss*scale).backward() # there is none in a validation
         grads = {n:measure([p.grad for p in m._parameters.values() if p is not None]) for n,m in named.items()}
     return Trace(loss.item(), calls, grads, halved)
 

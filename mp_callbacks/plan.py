@@ -11,6 +11,7 @@ __all__ = ['LiveBytes', 'MemoryPlan', 'plan_memory']
 import copy,torch,weakref,pandas as pd
 from bisect import bisect_right
 from contextlib import nullcontext
+from numbers import Real
 from typing import NamedTuple
 from torch import nn
 
@@ -68,7 +69,7 @@ class MemoryPlan(NamedTuple):
         gb:float, # Memory for tensors, in GB
     )->pd.Series: # 0 if not even one item fits
         "The largest batch size that fits into `gb`, in each precision"
-        if not gb>0: raise ValueError(f"gb={gb} must be positive: the memory for tensors, in GB.")
+        _check_positive('gb', gb, 'the memory for tensors, in GB')
         def _fits(line): return bisect_right(range(1, 2**31), gb*2**30, key=lambda n: _most(line, n))
         return pd.Series({k:_fits(v[-1]) for k,v in self.steps.items()}, name='batch size')
 
@@ -79,6 +80,10 @@ class MemoryPlan(NamedTuple):
 
     def __repr__(self): return f"MB with batch size {self.items}:\n{self.table.to_string(float_format=_show)}"
     def _repr_html_(self): return f"<p>MB with batch size {self.items}:</p>{self.table.to_html(float_format=_show)}"
+
+def _check_positive(name, x, what):
+    need = 'positive' if isinstance(x, Real) else 'a positive number'
+    if need!='positive' or not x>0: raise ValueError(f"{name}={x!r} must be {need}: {what}.")
 
 def _show(x): return f'{x:,.0f}' if x>=100 else f'{x:.3g}'
 
@@ -109,7 +114,7 @@ def plan_memory(
     half:half_precision=None, # How `model` computes in half precision; None: in bfloat16, with nothing kept in float32
 )->MemoryPlan: # Prints as a table
     "Memory that training `model` takes in each precision, from a few steps with two and with four items"
-    if not batch_size>0: raise ValueError(f"batch_size={batch_size} must be positive: the number of items in a batch.")
+    _check_positive('batch_size', batch_size, 'the number of items in a batch')
     stepped = {p:nn.Parameter(p.detach().clone(), p.requires_grad) for p in model.parameters()}
     memo = {id(p):c for p,c in stepped.items()}
     opt = copy.deepcopy(opt, memo) # its state is in `memo`, too

@@ -65,7 +65,8 @@ def diagnose_batch(
     "What is not finite first in the batch that the learner is in, whether precision is the cause, and what to do"
     call,recorder = f'learn.{call_name(half)}' if half else '',getattr(learn, 'precision_recorder', None)
     losses = [o.loss for o in recorder.rows[recorder.first_row:]] if recorder else []
-    first = next(filter(math.isfinite, losses), None) # that of a skipped step may be nan
+    # that of a skipped step may be nan, and a validation has another
+    first = next(filter(math.isfinite, losses), None) if learn.training else None
     with loss_again(learn) as compute_loss:
         return diagnose(unwrap(learn.model), compute_loss, half, learn.xb, learn.yb, scale, first, call,
                         getattr(recorder, 'first_weight', None))

@@ -373,7 +373,8 @@ def check_bools(
 ):
     "Raise a `TypeError` for one that is neither True nor False"
     for k,v in kwargs.items():
-        if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.")
+        hint = f" Give a number by its name, as in clip={v!r}." if type(v) in (int,float) else ''
+        if not isinstance(v, bool): raise TypeError(f"{k}={v!r} must be True or False.{hint}")
 
 class StepReports(ExplainedSteps):
     "Steps that tell when too many were skipped, and stop or rescue"

@@ -12,8 +12,9 @@ __all__ = ['layer_functions', 'batch_norms', 'norm_functions', 'HalfContext', 'W
 import re,torch,torch.nn.functional as F
 from fnmatch import fnmatchcase
 from functools import partial
-from inspect import getattr_static
+from inspect import getattr_static,signature
 from typing import NamedTuple
+from fastcore.basics import flatten
 from fastcore.foundation import L
 from fastcore.imports import noop
 from torch import Tensor,nn
@@ -166,8 +167,11 @@ norm_functions = { # module and class of a norm -> what its `forward` computes, 
     'torchvision.models.convnext.LayerNorm2d': _of_channels(_layer_norm)}
 
 # %% ../nbs/02c_ways.ipynb #481150s1
-def _given_half(half, args, kwargs):
-    return any([isinstance(o, Tensor) and o.dtype==half.dtype for o in (*args,*kwargs.values())])
+def _as_given(half, res, args, kwargs):
+    "What a norm returns, rounded if it is one tensor, made of one in half precision alone"
+    given = (*args,*kwargs.values())
+    alone = len(given)==1 and isinstance(given[0], Tensor) and given[0].dtype==half.dtype
+    return cast_tree(res, half.dtype, torch.float32) if alone and isinstance(res, Tensor) else res
 
 class _AutocastOff:
     "`torch.autocast(device_type, enabled=False)` in a fifth of the time, which is that of a small norm"
@@ -196,8 +200,7 @@ class Norm(Layer):
 
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns, in the dtype of its input"
-        res = forward(*args, **kwargs)
-        return cast_tree(res, half.dtype, torch.float32) if _given_half(half, args, kwargs) else res
+        return _as_given(half, forward(*args, **kwargs), args, kwargs)
 
 # %% ../nbs/02c_ways.ipynb #297e1e4a
 class Lookup(Way):
@@ -245,8 +248,7 @@ class Float32Norm(Float32):
 
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns, in the dtype of its input"
-        res = super().around(half, module, forward, args, kwargs)
-        return cast_tree(res, half.dtype, torch.float32) if _given_half(half, args, kwargs) else res
+        return _as_given(half, super().around(half, module, forward, args, kwargs), args, kwargs)
 
     def in_half(self, module):
         "As a norm, if PyTorch has a kernel for it that adds up in float32"
@@ -267,7 +269,6 @@ def _layer(module):
     conv = getattr(type(module), '_conv_forward', _conv)
     plain = conv is _conv or conv.__module__=='torch.nn.modules.conv' and not hasattr(conv, '__wrapped__')
     if plain and has_plain_weights(module): return _by_function(Layer, layer_functions, module, 'cast with all others')
-
 
 def own_parameters(
     module:nn.Module, # Any module
@@ -298,6 +299,8 @@ def choose_way(
     return Way("PyTorch's autocast casts" if module._parameters else '')
 
 # %% ../nbs/02c_ways.ipynb #9ed804f4
+def _called(o): return getattr(o, '__name__', str(o))
+
 def matches(
     named:dict, # Name -> module
     keep, # Type, name pattern, function of name and module, or a collection of these
@@ -313,7 +316,11 @@ def matches(
         some = ', '.join(list(named)[1:9]) or 'no modules inside'
         raise ValueError(f"keep={keep!r} matches no module. The model has {some}{', …' if len(named)>9 else ''}.")
     if isinstance(keep, (list,tuple,set,L)): return [name for k in keep for name in matches(named, k)]
-    if callable(keep): return [name for name,m in named.items() if keep(name, m)]
+    if callable(keep):
+        try: signature(keep).bind('', None)
+        except TypeError: raise TypeError(f"keep={_called(keep)} must take the name and the module. Use "
+                                          "keep=lambda name, module: …, for example.") from None
+        return [name for name,m in named.items() if keep(name, m)]
     raise TypeError(f"keep={keep!r} must be a module type, a name pattern, a function of name and module, a collection "
                     "of these, or a dict of dtypes by name pattern. Use keep=() to keep nothing.")
 
@@ -339,7 +346,9 @@ def kept_dtypes(
     else: rules = [(keep,torch.float32)]
     res = {}
     for pattern,compute in rules:
-        roots = {*matches(named, pattern)}
+        roots,asked = {*matches(named, pattern)},', '.join(map(_called, flatten([pattern])))
+        kinds = ', '.join(dict.fromkeys(type(m).__name__ for m in named.values()))
+        if asked and not roots: raise ValueError(f"keep={asked} selects no module. The model has {kinds}.")
         for name in named:
             parents = {'', *(name[:i] for i,c in enumerate(name) if c=='.'), name}
             if roots & parents: res[name] = compute

@@ -68,6 +68,7 @@ machines = {
     'RTX 3090': lambda: Fake('cuda', 'NVIDIA GeForce RTX 3090', (8,6), returns=always_float16),
     'H100':     lambda: Fake('cuda', 'NVIDIA H100 80GB HBM3', (9,0), returns=always_float16),
     'GTX 1660': lambda: Fake('cuda', 'NVIDIA GeForce GTX 1660 Ti', (7,5), returns=always_float16, times={bf16:3.}),
+    'GTX 1080': lambda: Fake('cuda', 'NVIDIA GeForce GTX 1080', (6,1), returns=always_float16, times={bf16:3.}),
     'ROCm':     lambda: Fake('rocm', 'AMD Instinct MI300X'),
     'MPS':      lambda: Fake('mps', 'this MPS'),
     'MPS, macOS 13': lambda: Fake('mps', 'this MPS', no_dtype={bf16}),

@@ -8,7 +8,7 @@ import pytest
 from fastai.callback import fp16
 from torch.utils.checkpoint import CheckpointError,checkpoint
 from learners import *
-from machines import Fake,pretend
+from machines import Fake,machine,pretend
 from test_inputs import state,trains,unchanged
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
@@ -86,6 +86,35 @@ def test_unknown_argument(call, name, match):
     with pytest.raises(TypeError, match=rf'{call}\(\): got an unexpected keyword.*{match}'):
         getattr(get_learner(), call)(**{name:2})
 
+said = dict( # a call, and what its error says
+    clip      = (lambda: get_learner().to_bf16(clip='1.0'), r"clip='1.0' must be a number. Use clip=None for"),
+    by_place  = (lambda: get_learner().to_bf16(1.), r'flat_master=1.0 must be True or False. .* as in clip=1.0'),
+    callback  = (lambda: NativeMixedPrecision('bf16'), r"init_scale='bf16' is a dtype. .* takes dtype='bf16'"),
+    dtype     = (lambda: get_learner().to_fp16('bf16'), r"loss_scale='bf16' is a dtype. The name of the call says it"),
+    no_type   = (lambda: half_precision(mlp(), keep=nn.Softmax), 'keep=Softmax selects no module. .* Linear, GELU'),
+    no_types  = (lambda: half_precision(mlp(), keep=[nn.Softmax,nn.LSTM]), 'keep=Softmax, LSTM selects no module'),
+    no_module = (lambda: half_precision(mlp(), keep=lambda name,m: name=='head'), 'keep=<lambda> selects no module'),
+    name_only = (lambda: half_precision(mlp(), keep=lambda name: True), 'keep=<lambda> must take the name and the mod'),
+    plan      = (lambda: get_learner().precision_plan().batch_size('16'), "gb='16' must be a positive number"))
+
+@pytest.mark.parametrize('kind', said)
+def test_said(kind):
+    "What is wrong, and not something else"
+    call,match = said[kind]
+    with pytest.raises((ValueError,TypeError), match=match): call()
+
+def test_each_name_of_a_dtype():
+    "Those of fastai's calls, too"
+    for name in ('fp16','half','f16','float16',torch.float16): assert half_precision(mlp(), name).dtype==torch.float16
+    for name in ('bf16','bfloat16'): assert NativeMixedPrecision(dtype=name).dtype==torch.bfloat16
+
+@pytest.mark.parametrize('name,call', [('AVX2',lambda: get_learner().to_bf16()), ('ARM',lambda: MixedPrecision(128.)),
+                                       ('ARM',lambda: get_learner().to_fp16(128.))])
+def test_warnings_show_the_caller(name, call):
+    "And no line of this package"
+    with pretend(machine(name)), pytest.warns(UserWarning) as told: call()
+    assert told[0].filename==__file__
+
 without_effect = [
     ('to_fp16', dict(loss_scale='torch', scale_wait=100), r"as in DynamicLossScale\.preset\('torch', period=100\)"),
     ('to_fp16', dict(loss_scale='apex', scale_wait=100), r"as in DynamicLossScale\.preset\('apex', period=100\)"),
@@ -111,6 +140,14 @@ def test_subclass_with_options_of_its_own(callback):
 def test_static_scale_of_a_dynamic_one():
     "Code written for fastai runs, as there, but with a warning"
     with pytest.warns(UserWarning, match='loss_scale=128 has no effect beside dynamic'): get_learner().to_fp16(128.)
+
+def test_settings_are_readable():
+    "As those of fastai's callback, whatever names the loss scale"
+    def settings(**kwargs):
+        cb = get_learner().to_fp16(**kwargs).mixed_precision
+        return cb.dynamic,cb.scale_wait,cb.div_factor
+    assert settings()==(True,500,2.) and settings(scale_wait=20, div_factor=4.)==(True,20,4.)
+    assert settings(loss_scale='torch')==(True,2000,2.) and settings(dynamic=False)==(False,None,None)
 
 # --- Errors with a way out
 
@@ -139,6 +176,66 @@ def test_way_out(kind):
     with pytest.raises(RuntimeError) as caught, half_precision(model, torch.float16): model(torch.ones(2,8))
     notes = ' '.join(getattr(caught.value, '__notes__', []))
     assert re.search(match, notes) if match else not notes
+
+class Apply(nn.Module):
+    "Computes `f`, with a parameter of its own"
+    def __init__(self, f):
+        super().__init__()
+        self.f,self.w = f,nn.Parameter(torch.outer(torch.linspace(0, 1, 8), torch.linspace(1, 2, 8)))
+    def forward(self, x): return self.f(x, self.w)
+
+def swapped(x, w): return torch.sparse.mm(torch.sparse_coo_tensor([[0,1],[1,0]], torch.ones(2), (2,2)), x)
+def correlated(x, w): return x@torch.linalg.cholesky(w@w.T+1e-5*torch.eye(8))
+def classified(x, w): return F.cross_entropy(x, x[:,0])
+def complex_(x, w): return torch.complex(x, x).real
+def in_numpy(x, w): return x+x.detach().numpy().mean()
+def in_place(x, w): return x.index_add(0, torch.tensor([0]), w[:1])
+
+kept = "keep='1' computes it in float32."
+notes = dict( # what is computed, the same with what the note says, if it isn't `keep`, and a part of the note
+    complex  = (complex_, None, kept), numpy = (in_numpy, lambda x,w: in_numpy(x.float(), w), 'use x.float().numpy()'),
+    sparse   = (swapped, None, 'In the backward pass, with operations in half precision: torch.autograd.detect_ano'),
+    cholesky = (correlated, None, kept), index = (in_place, None, kept),
+    classes  = (classified, lambda x,w: F.cross_entropy(x, x[:,0].long()), 'or x.long() for classes'))
+
+@has_notes
+@pytest.mark.parametrize('kind', notes)
+def test_notes_are_true(kind):
+    "What the note says of float32 is so, and what it advises helps"
+    f,cure,words = notes[kind]
+    def error(f, dtype=None, keep=()):
+        model = nn.Sequential(nn.Linear(8,8), Apply(f), nn.Identity())
+        try:
+            with half_precision(model, dtype, keep) if dtype else nullcontext(): model(torch.eye(2,8)).sum().backward()
+        except (RuntimeError,TypeError) as e: return e
+    note, = error(f, torch.bfloat16).__notes__
+    assert words in note and (kind=='sparse' or note.startswith('In 1 (Apply), with its operations in half'))
+    assert ('float32 fails, too' in note)==(error(f) is not None)
+    assert error(cure or f, torch.bfloat16, () if cure else '1') is None
+
+class Whole(nn.Linear):
+    def forward(self, x): return in_place(super().forward(x), torch.ones(1,1))
+
+@has_notes
+@pytest.mark.parametrize('call', calls)
+def test_note_to_the_model_itself(call):
+    "An error of its own `forward`, not of a module in it"
+    learn = getattr(get_learner(Whole(8,1)), call)()
+    with pytest.raises(RuntimeError) as e: learn.fit(1)
+    note, = e.value.__notes__
+    assert note.startswith('In the model (Whole), with its operations in half precision: learn.to_fp32() computes')
+
+@has_notes
+def test_note_outside_the_model():
+    "A loss computes with an activation that a hook has kept"
+    model,seen = nn.Sequential(nn.Linear(8,8), nn.Linear(8,1)),[]
+    model[0].register_forward_hook(lambda m,args,out: seen.append(out))
+    def loss(pred, y): return (seen[-1]@torch.ones(8,1)).mean()+F.mse_loss(pred, y)
+    with pytest.raises(RuntimeError) as e: get_learner(model, loss_func=loss).to_bf16().fit(1)
+    note, = e.value.__notes__
+    assert note.startswith('In code outside the model, with operations in half precision: use x.float()')
+    def loss(pred, y): return (seen[-1].float()@torch.ones(8,1)).mean()+F.mse_loss(pred, y)
+    get_learner(model, loss_func=loss).to_bf16().fit(1)
 
 class Penalty(Callback):
     "Asks for gradients before the backward pass, in the precision of the model or outside of it"

@@ -1,5 +1,5 @@
 "What each device computes in half precision, emulates, and can't do: on machines that aren't here, and on this one"
-import math
+import json,math
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,8 @@ calls = 'to_fp16 to_bf16 to_native_fp16 to_native_bf16'.split()
 expected = { # answers for float16, bfloat16 and FP8
     'T4': 'native emulated no',           'V100': 'native emulated no',
     'RTX 3090': 'native native no',       'H100': 'native native native',
-    'GTX 1660': 'native emulated no',     'ROCm': 'native native no',
+    'GTX 1660': 'native emulated no',     'GTX 1080': 'native emulated no',
+    'ROCm': 'native native no',
     'MPS': 'native native no',            'MPS, macOS 13': 'native no no',
     'XPU': 'native native no',
     'AVX2': 'emulated emulated no',       'AVX2-VNNI-2': 'emulated emulated no',
@@ -50,7 +51,8 @@ gaps = { # (machine, dtype) -> layers that stay in float32, and a part of the re
     ('AVX2-VNNI-2',bf16): (convs, 'no bfloat16 Conv'),
     ('AVX2-VNNI-2',f16): (convs, 'no float16 Conv'),
     ('GTX 1660',f16): (convs[:3], 'float16 convolutions on GTX 16 return nan')}
-gaps.update({(o,bf16): (rnns, 'autocast would use float16') for o in ('T4','V100','RTX 3090','H100','GTX 1660')})
+gaps.update({(o,bf16): (rnns, 'autocast would use float16')
+             for o in ('T4','V100','RTX 3090','H100','GTX 1660','GTX 1080')})
 
 @pytest.mark.parametrize('dtype', [f16,bf16])
 @pytest.mark.parametrize('name', machines)
@@ -95,6 +97,13 @@ def test_emulation(name, dtype, other, use):
         assert text==(f'{m.called[0].upper()}{m.called[1:]} only emulates {str(dtype)[6:]}: a matrix product takes '
                       f'{f"about {size}" if size>1 else "up to 3"} times as long as in float32, a training step less. '
                       f'Use {use}.')
+
+def test_page_says_the_same():
+    "Of cards that are older than Tensor Cores"
+    cells = json.loads((Path(__file__).parent.parent/'nbs/howto/fast_on_a_gpu.ipynb').read_text())['cells']
+    row, = [line for c in cells for line in c['source'] if line.startswith('| GTX 10')]
+    with pretend(machine('GTX 1080')): text = emulation('cuda', bf16)
+    assert 'Use to_fp16() or to_native_fp16()' in text and '`to_fp16()`' in row
 
 @pytest.mark.parametrize('call', calls)
 def test_calls_say_it_once(call, recwarn):

@@ -64,9 +64,15 @@ def test_symbols():
     assert pages.signature(both, 'both')=='both(x:int|str, *, keep=len) -> int'
     assert pages.signature(lambda f, /, *args, **kwargs: 0, 'f')=='f(f, /, *args, **kwargs)'
     def rows(o): return pages.param_table(o, github).splitlines()[2:]
-    assert rows(Pair)==['| `a` | `int` |  | The first |', "| `b` | `str` | `'x'` | The second |"]
-    assert rows(both)==[r'| `x` | <code>int&#124;str</code> |  | What \| which |',
-        '| `keep` |  | `len` | Another `Pair` |', '| *returns* | `int` |  | Their number |']
+    assert rows(Pair)==['| `a` | The first |  | `int` |', "| `b` | The second | `'x'` | `str` |"]
+    assert rows(both)==[r'| `x` | What \| which |  | <code>int&#124;str</code> |',
+        '| `keep` | Another `Pair` | `len` |  |', '| *returns* | Their number |  | `int` |']
+
+def test_columns():
+    "A phone shows two: what to do, and what an option means, are never behind them"
+    for o in nbs:
+        heads = re.findall(r'^\|(.*)\|\n\|[-| ]+\|$', '\n'.join(cells(o, 'markdown')), re.M)
+        assert not [h for h in heads if {'what to do','meaning'} & {c.strip() for c in h.split('|')[2:]}], o
 
 def test_sidebar():
     "Each page has its place in it; a beginner's parts have at most seven"
@@ -86,6 +92,13 @@ def cells(name, kind): return [o.source for o in read_nb(nbs[name]).cells if o.c
 def test_colab(name):
     "What users read can be run in Colab: it installs this package before anything runs, and the page has no such cell"
     assert cells(name, 'code')[0]==f'#| hide\n#| eval: false\n{pages.install}'
+
+def test_first_screen():
+    "README is short, and begins with a line of code and what it saves; the numbers come from cells, see `test_figures`"
+    text = (root/'README.md').read_text(encoding='utf-8')
+    begin = text.partition('\n## ')[0]
+    assert text.count('\n')<=110 and len(begin.splitlines())<=20
+    for o in ('`learn = ', '- **On a GPU**', '- **On a CPU**', '- **Not faster**'): assert f'\n{o}' in begin
 
 def blocks(name):
     "The blocks of Python on the page `name` that are not cells"
@@ -145,6 +158,13 @@ def test_documented(mod, name):
     texts = pages.comments(func)
     named = [p.name for p in pages.parameters(func) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     assert [o for o in named if not texts.get(o) and f'`{o}`' not in doc]==[]
+
+def test_migrate_has_all_names():
+    "of fastai's mixed precision, as it says"
+    from fastai.callback import fp16
+    added = re.findall(r'@patch\n(?:@\S+\n)*def (\w+)\(self:\s*Learner', inspect.getsource(fp16))
+    text = '\n'.join(cells('howto/migrate', 'markdown'))
+    assert len(added)>=5 and [o for o in (*fp16.__all__,*added) if not re.search(rf'\b{o}\b', text)]==[]
 
 # --- What a page shows can be pasted
 

@@ -69,9 +69,11 @@ def test_export(run):
     "Each file that can be written here gives the outputs of the model"
     out = run('export')
     errors = [float(o.split()[-1]) for o in out if 'difference' in o]
-    assert len(errors)==2+bool(find_spec('onnx') and find_spec('onnxscript') and find_spec('onnxruntime'))
-    assert max(errors)<1e-4
-    assert (out[-1]=='ONNX: not installed')==(not (find_spec('onnx') and find_spec('onnxscript')))
+    written = bool(find_spec('onnx') and find_spec('onnxscript'))
+    compared = bool(written and find_spec('onnxruntime'))
+    assert len(errors)==2+compared and max(errors)<1e-4
+    said = 'written but not compared, onnxruntime is' if written else 'left out, onnx and onnxscript are'
+    assert compared or out[-1]==f'ONNX: {said} not installed'
 
 def test_inference(run):
     out = run('inference')

@@ -65,13 +65,35 @@ def times(loop, precision, metric='step_ms', of='ours', base='bf16'):
     ms = medians('gpu', metric, 'compiled')
     return one(ms, 'gpt-124M', loop, 'fused', precision)/one(ms, 'gpt-124M', of, 'fused', base)
 
+def verdicts(*names):
+    "What `bench/equivalence.py` says about precisions: `calls` are all of ours, `defects` those planted in float32"
+    sys.path.insert(0, str(root/'bench'))
+    from equivalence import compare,controls,precisions
+    groups = dict(calls=[o for k,o in precisions.items() if k[0]=='ours'],
+                  defects=[o for o in controls.values() if 'float16' not in o])
+    res = compare(pd.read_csv(results/'quality_cpu.csv', comment='#', keep_default_na=False)).verdict
+    return res[res.index.get_level_values('precision').isin([x for o in names for x in groups.get(o, [o])])]
+def shares(o, *which): return [o.isin(which).sum(),len(o)]
+
+def planned(page):
+    "Peaks of `to_bf16` over those of `to_native_bf16`, in the plans that are saved in `page`"
+    texts = [''.join(o.data.get('text/plain', '')) for c in read_nb(pages[page]).cells
+             for o in c.get('outputs', []) if 'data' in o]
+    def _peak(name, s): return float(re.search(rf'^{name} .* (\S+)$', s, re.M)[1])
+    return [_peak('to_bf16', o)/_peak('to_native_bf16', o) for o in texts if o.startswith('MB with')]
+
 claims = [ # page, the figures in a sentence of it, and where they are from
     ('results', r'an MLP takes ([\d.]+) of the time of float32, a convolutional net ([\d.]+), and two small '
                 r'transformers take (.\.\d+) and (.\.\d+)', lambda: over_float32('train_cpu', cpu)),
     ('results', r'Time is (.\.\d+) for an MLP, (.\.\d+) for a ConvNet, (.\.\d+) for a ViT and (.\.\d+) for a GPT',
         lambda: over_float32('train_cpu', cpu)),
-    ('index', r'Time is (.\.\d+) for an MLP, (.\.\d+) for a ConvNet, (.\.\d+) for a ViT and (.\.\d+) for a GPT',
-        lambda: over_float32('train_cpu', cpu)),
+    ('index', r'saves more memory on a GPU: (\d+) % with the ViT above',
+        lambda: less('mpx', 'vit-base', bf16, native, metric='peak_mb')),
+    ('index', r'finds (\d+) of (\d+) defects planted in float32, but float16 without a loss scale in (\d+) of '
+              r'(\d+) tasks',
+        lambda: [*shares(verdicts('defects'), 'higher', 'lower'),
+                 *shares(verdicts('float16 without loss scale'), 'higher', 'lower')]),
+    ('index', r'In (\d+) of (\d+) comparisons of', lambda: shares(verdicts('calls'), 'equivalent')),
     ('results', r'took (\d+) to (\d+) % of the time of float32', lambda: spread(gpu('step_ms', on_gpu[:3]))),
     ('results', r'and (\d+) to (\d+) % less memory. TensorFloat',
         lambda: spread([1-o for o in gpu('peak_mb', on_gpu[:3])])),
@@ -84,6 +106,11 @@ claims = [ # page, the figures in a sentence of it, and where they are from
         lambda: [100/(100-less('mpx', 'vit-base', bf16, ('fastai','fused','fp32'))[0])]),
     ('results', r'took (\d+) % less time than autocast in a plain loop, (\d+) % less than `to_native_bf16`, and',
         lambda: less('mpx', 'vit-base', bf16, autocast, native)),
+    ('results', r'with 256 images needs ([\d.]+) times less memory than in float32',
+        lambda: [100/(100-less('mpx', 'vit-base', bf16, ('fastai','fused','fp32'), metric='peak_mb')[0])]),
+    ('results', r'Against TF32 ours was ([\d.]+) times as fast',
+        lambda: [100/(100-less('mpx', 'vit-base', bf16, ('hand','fused','tf32'))[0])]),
+    ('index', r'On a CPU, where.*need up to (\d+) % more in a', lambda: [100*max(planned('less_memory'))-100]),
     ('results', r'and (\d+) % less memory than both', lambda: less('mpx', 'vit-base', bf16, native, metric='peak_mb')),
     ('results', r"a step took (\d+) kernels. A loop by hand with weights in half precision took (\d+), fastai's "
                 r'autocast (\d+) and `to_native_bf16` (\d+)', lambda: kernels(bf16, by_hand, fastais, native)),
@@ -124,10 +151,10 @@ made = { # page -> cells that show a file of the repository or options of the pa
     'quality':         (['qual0003'], ['qual0005','qual0016','qual0017','qual0011','qual0014']),
     'which_precision': (['1d86b290'], ['82b356e1','82b356e2']),
     '05_flat':         ([], ['7866ee40','7866ee41']),
-    'index':           (['5a1f3c06','f1r57m01'], ['f1r57m02']),
+    'index':           (['f1r57num'], ['f1r57sho']),
     'several_gpus':    ([], ['gpus0011']),
     'examples':        (['exampl03'], [f'exampl{i}b' for i in range(10)]),
-    'architecture':    ([], ['7e575f01'])}
+    'architecture':    (['f1r57m01'], ['7e575f01','f1r57m02'])}
 
 @pytest.mark.parametrize('page', made)
 def test_tables(page, monkeypatch):

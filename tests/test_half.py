@@ -137,6 +137,15 @@ def test_model_changed(change):
         return backward(model, None if fresh else half)
     assert same(run(False), run(True))
 
+def test_model_no_longer_float32():
+    model = net()
+    half = half_precision(model, bf16)
+    with pytest.raises(ValueError, match=r'no float32 parameters \(torch.float64\)'):
+        model.double()
+        with half: pass
+    backward(model.float(), half)
+    assert_plain(model)
+
 # --- Autocast
 
 def test_users_autocast_around():

@@ -5,6 +5,7 @@ module uses a private name of another, and none unpickles. Lines are short, in t
 and cells are small. What a module imports, anywhere in it, is found by grimp, the library below import-linter; its
 contracts would repeat the order that the numbers have."""
 import ast,functools,io,json,re,subprocess,sys,tokenize
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,8 @@ def test_all():
     exec('from mp_callbacks.all import *', ours)
     exec('from fastai.basics import *\nfrom fastai.callback.all import *', theirs)
     assert ours.keys()-{'__builtins__'}=={*public}
+    mods = [import_module(f'mp_callbacks.{o}') for o in layers]
+    assert all(any(getattr(m, k, None) is ours[k] for m in mods if k in m.__all__) for k in public)
     assert all(ours[k].__module__.startswith('mp_callbacks.') for k in public)
     assert {*public}&theirs.keys()<={'MixedPrecision', 'ModelToHalf'}
     calls = [o for o in methods if o.startswith('to_') and o!='to_contiguous']

@@ -323,3 +323,19 @@ def test_buffer(number, where):
     found = get_learner(nn.Sequential(nn.Linear(8,8), Buffered(number))).to_fp16().find_nonfinite()
     assert (found.where,found.module)==(where,'1')
     assert ('3 of its own weights or buffers are inf or nan' in str(found))==(where=='weights')
+
+@pytest.mark.parametrize('to', ['to_fp16','to_native_fp16','to_bf16'])
+def test_validation_only(to):
+    "Batches that are finite in training are looked at in evaluation mode: here statistics are beyond float16"
+    learn = getattr(get_learner(norm=True), to)()
+    learn.fit(1)
+    learn.model[1].running_mean.fill_(1e6)
+    batch,bad = learn.dls.valid.one_batch(),to!='to_bf16'
+    assert math.isfinite(learn.validate()[0])!=bad
+    for found in (learn.find_nonfinite(),learn.find_nonfinite(batch),learn.precision_checkup().finding):
+        assert (found.where,found.module,found.precision)==(('forward','1',True) if bad else ('nothing','',False))
+        assert str(found).startswith('In evaluation mode: 1 (BatchNorm1d) was the first')==bad
+    if bad: assert math.isfinite(getattr(learn, to)(keep=found.keep).validate()[0])
+    x,y = batch
+    learn.dls = DataLoaders(learn.dls.train, [(x,y),(x*math.nan,y)])
+    assert str(learn.to_fp32().find_nonfinite()).startswith('In evaluation mode: The inputs of this batch have inf or')

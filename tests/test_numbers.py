@@ -293,6 +293,47 @@ table = dict( # name -> model, arguments, and how much is a large error
        for pack in Times.packs for call in ('plain','inside')},
     time_packed_column = (lambda: Timed('inside', 'tuple'),    [x,t[:,None]], 1))
 
+class ActNorm(nn.Module):
+    "As in flows: returns a log-determinant, too"
+    def __init__(self, n):
+        super().__init__()
+        self.logs,self.bias = nn.Parameter(normals(n)*.1),nn.Parameter(normals(n))
+    def forward(self, x, logdet): return x*self.logs.exp()+self.bias,logdet+self.logs.sum()*1024
+
+class Flow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin,self.norms = nn.Linear(8,32),nn.ModuleList([ActNorm(32) for _ in range(8)])
+    def forward(self, x):
+        x,logdet = self.lin(x),torch.full((len(x),), 1700.)
+        for o in self.norms: x,logdet = o(x, logdet)
+        return logdet
+
+class RevNorm(nn.Module):
+    "Normalizes, and puts mean and deviation back"
+    def __init__(self): super().__init__(); self.weight = nn.Parameter(torch.ones(1))
+    def forward(self, x, mode):
+        if mode=='norm': self.mean,self.std = x.mean(1, keepdim=True),x.std(1, keepdim=True)
+        return (x-self.mean)/self.std*self.weight if mode=='norm' else x/self.weight*self.std+self.mean
+
+class Reversed(nn.Module):
+    def __init__(self): super().__init__(); self.norm,self.lin = RevNorm(),nn.Linear(8,8)
+    def forward(self, x): return self.norm(self.lin(self.norm(x, 'norm')), 'denorm')
+
+class Crf(nn.Module):
+    "The partition function as torchcrf computes it, of 20 labels"
+    def __init__(self, n=20):
+        super().__init__()
+        self.emit,self.start,self.pairs = nn.Linear(8,n),nn.Parameter(normals(n)),nn.Parameter(normals(n,n))
+    def forward(self, x):
+        e = self.emit(x)
+        score = self.start+e[:1]
+        for o in e[1:].repeat(8, 1)[:,None]:
+            score = (score[:,:,None]+self.pairs+o[:,None]).logsumexp(1)
+        return score.logsumexp(1)
+
+table.update(actnorm=(Flow, [x], 1), revnorm=(Reversed, [normals(8,8)*5+300], 1), crf=(Crf, [x], 1))
+
 @pytest.mark.parametrize('name', table)
 def test_table(name):
     "No worse than twice autocast, in training and validation"

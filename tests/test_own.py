@@ -93,7 +93,7 @@ joins = dict( # of parameters as large as the activation
 def test_sums(name):
     """Of as many numbers as fill a row, and not of fewer: these may be offsets, energies or degrees, in which rounding
     would take away more than it saves"""
-    for many in ((32,),(16,1,1),(4,4,1)): rounds(sums[name], *many)
+    for many in ((32,),(4,32),(1,4,32)): rounds(sums[name], *many)
     for few in ((1,),(4,1)): as_autocast(sums[name], *few)
 
 @pytest.mark.parametrize('name', in_place)
@@ -140,7 +140,7 @@ views = dict(
     function    = lambda w: torch.unsqueeze(torch.reshape(w, (4,32)), 0),
     narrow      = lambda w: w.narrow(0,0,4),
     select      = lambda w: w.select(0,1),
-    expand      = lambda w: w.expand(2,-1,-1),
+    expand      = lambda w: w[:1].expand(4,-1),
     expand_as   = lambda w: w[:1].expand_as(w),
     broadcast   = lambda w: torch.broadcast_to(w[0], (4,32)),
     unsqueeze   = lambda w: w.unsqueeze(0),
@@ -148,7 +148,7 @@ views = dict(
     permute     = lambda w: w.permute(1,0).permute(1,0),
     transpose   = lambda w: w.transpose(0,1).transpose(0,1),
     flatten     = lambda w: w.flatten().unflatten(0, (4,32)),
-    repeat      = lambda w: w.repeat(2,1,1),
+    repeat      = lambda w: w[:1].repeat(4,1),
     interpolate = lambda w: F.interpolate(w[None,:,:16], size=32, mode='linear'),
     itself      = lambda w: w.float().contiguous().to('cpu'))
 
@@ -158,6 +158,19 @@ def test_views(name):
     v = views[name]
     rounds(lambda x,w: x+v(w), 4, 32, by_hand=lambda x,w: x+v(w).bfloat16())
     rounds(lambda x,w: v(w)*x, 4, 32, by_hand=lambda x,w: v(w).bfloat16()*x)
+
+larger = dict(pairs=lambda x,w: x[:,None]+w[:4], prototypes=lambda x,w: x[:,None]-w, scores=lambda x,w: w+x[0,:1],
+              outer=lambda x,w: x[:,:1]*w[0])
+
+@pytest.mark.parametrize('name', larger)
+def test_larger_than_the_activation(name):
+    "What comes of it is none, but distances to prototypes, say, or scores of pairs of labels, which a CRF adds up"
+    as_autocast(larger[name], 8, 32)
+
+def test_keywords():
+    "As for an ordinary parameter"
+    for f in (torch.unsqueeze,torch.squeeze): rounds(lambda x,w: x+f(input=w, dim=0), 4, 32)
+    as_autocast(lambda x,w: x+w.split(2)[0].sum()+torch.split(w, [1,3])[1].sum(), 4, 32)
 
 rows = torch.arange(4)
 computed = dict(

@@ -192,6 +192,16 @@ def test_only_a_layer(make):
     assert {o.dtype for o in floats(res)}=={f32} and 'forward' not in vars(net)
     assert policy(net, bf16).module.to_list()==['']
 
+def test_rules_of_the_user_and_more():
+    "`keeping`: whatever rules the user has, more modules in float32 change nothing else"
+    def layers(**parts): return seq(**{o:nn.Linear(2,2) for o in ('[a]','a','x*','x1')}, **parts)
+    half = half_precision(layers(sub=layers()), bf16, {'sub*':'f32', 'sub.*':'bf16', 'a*':'f32'})
+    before = half.policy().set_index('module').compute
+    for more in (['[a]'], ['x*','sub.a'], ['sub'], ['sub.[a]','sub.x*']):
+        after = half.keeping(more).policy().set_index('module').compute
+        kept = [o for o in before.index if any(o==m or o.startswith(f'{m}.') for m in more)]
+        assert after.to_dict()=={**before.to_dict(), **dict.fromkeys(kept, 'float32')}, more
+
 def test_functional():
     "The functions on `torch.func` follow the same rules, to the bit"
     rules,net,(x,y) = {'body':'f32', 'body.b':bf16, '*norm':bf16},model('mlp'),numbers()
@@ -267,6 +277,16 @@ def test_norms_by_name(kind, big):
     with half_precision(net, f16): net(torch.randn(4,8)).sum().backward()
     assert seen[0].dtype==f16 and is_norm('norm', net.norm)==big
     assert (computes(net, f16)['norm']=='float32')==big and (seen[0].abs().mean()>.5)==big
+
+@pytest.mark.parametrize('norm', [nn.LayerNorm(8),nn.GroupNorm(2,8),nn.RMSNorm(8)])
+def test_norm_keeps_float32_input(norm):
+    "What a kept module returns may be out of float16's range"
+    net = seq(big=nn.Linear(4,8), norm=norm, head=nn.Linear(8,1))
+    with torch.no_grad(): net.big.weight.mul_(1e6)
+    x = torch.randn(5,4)
+    ref = net(x)
+    with half_precision(net, f16, keep='big'): res = net(x)
+    assert torch.allclose(res, ref, atol=1e-2)
 
 # --- Lookups, and weights that are not a module's own parameters
 

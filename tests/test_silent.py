@@ -109,3 +109,35 @@ def test_rounded_parameter(mode):
     assert {p.dtype for p in learn.model.parameters()}=={torch.float32}
     assert all(p.grad is None for p in learn.model.parameters())
     modes[mode](_learner(), keep='2').fit(1)
+
+# --- Modules of an unusual kind
+
+class Encoder(nn.Module):
+    "PyTorch's defaults, and a padding mask"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0., batch_first=True), 2)
+        self.head = nn.Linear(8, 1)
+    def forward(self, x):
+        x = self.encoder(x[:,None].repeat(1,4,1), src_key_padding_mask=torch.arange(4)[None].repeat(len(x),1)>2)
+        return self.head(x[:,0])
+
+@some_halves
+def test_encoder_with_a_mask(mode):
+    "trains and validates"
+    learn = modes[mode](get_learner(Encoder()))
+    learn.fit(1)
+    assert math.isfinite(learn.recorder.values[-1][1]) and torch.backends.mha.get_fastpath_enabled()
+
+class Static(nn.Module):
+    @staticmethod
+    def forward(x): return x*2
+
+def test_static_forward():
+    model,x = nn.Sequential(nn.Linear(8,8), Static(), nn.Linear(8,8)),numbers()[0]
+    want = model(x).detach()
+    with half_precision(model, torch.bfloat16, Static): assert (model(x)-want).norm()<.02*want.norm()
+    class Whole(Static):
+        def __init__(self): super().__init__(); self.layer = nn.Linear(8,8)
+    with half_precision(Whole(), torch.bfloat16) as half: assert torch.equal(half.model(x), x*2)

@@ -65,6 +65,10 @@ def test_names_that_a_call_adds():
     for name in ('precision_recorder','mixed_precision'):
         assert not hasattr(learn, name)
         with pytest.raises(AttributeError, match=rf'has no {name}. to_fp16\(\), to_bf16\(\)'): getattr(learn, name)
+    with pytest.raises(AttributeError, match=r'has no scaler. to_native_fp16\(\) makes one when training begins'):
+        get_learner().to_fp16().scaler
+    with pytest.raises(AttributeError, match='has no step_stats. They are there after the first step in mixed'):
+        learn.step_stats
     with pytest.raises(AttributeError, match="'Sequential' object has no attribute 'recordr'"): learn.recordr
     assert hasattr(learn.to_fp16(), 'precision_recorder') and hasattr(learn, 'mixed_precision')
 

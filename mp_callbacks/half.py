@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from .dtypes import as_dtype,dtype_name,half_dtypes
 from .own import OwnParameter
-from .modules import StandIn,as_float32,compiled_parts,find_kept,named_modules,restore_float32,unwrap
+from .modules import StandIn,as_float32,compiled_parts,find_kept,named_modules,restore_float32
 from .cast import OneCast
 from .ways import Float32,HalfContext,Layer,Own,Way,choose_way,kept_dtypes,matches,own_parameters
 

@@ -19,12 +19,12 @@ from fastai.callback.core import CancelStepException
 from fastai.torch_core import default_device
 
 from .loss_scale import DynamicLossScale,StaticLossScale
-from .modules import is_sharded,reset_ddp,reshard,training_group
+from .modules import reset_ddp,reshard,training_group
 from .half import half_precision
 from .training_steps import CheckedSteps,StepReports,check_bools,check_device,check_float32,default_max_skips
 from .inside import LeanCallback,cancels,hand_over_loss,is_fastai_precision,keep_average,reset_state
 from .inside import within_batch
-from .skipped import diagnose_batch,explain_step,loss_modules,weights_since
+from .skipped import explain_step,loss_modules,weights_since
 from .step import clear_state,read_state,write_state
 
 # %% ../nbs/10c_precision.ipynb #67641138
@@ -53,44 +53,39 @@ class LearnerSteps(CheckedSteps):
         super().__init__(scaling, **options)
 
     @property
-    def learn(self):
-        "The `Learner`"
-        return self.cb.learn
+    def model(self): return self.cb.learn.model
 
     @property
-    def model(self): return self.learn.model
-
-    @property
-    def device(self): return fit_device(self.learn)
+    def device(self): return fit_device(self.cb.learn)
 
     def new_half(self, model): return self.cb.new_half(model)
 
     @property
     def state(self):
         "Loss scale and counters: those in the optimizer, or if it has none, those of the one before"
-        opt = getattr(self.learn, 'opt', None)
+        opt = getattr(self.cb.learn, 'opt', None)
         numbers = {} if opt is None else read_state(opt)
         return self.last_state if not numbers or numbers==self.last_state.numbers() else self.last_state.loaded(numbers)
 
     @state.setter
     def state(self, state):
         self.remember(state)
-        write_state(self.learn.opt, state.numbers())
+        write_state(self.cb.learn.opt, state.numbers())
 
     def remember(self, state):
         "Keep `state` for an optimizer that has none"
         self.last_state = state
         self.cb.on_state(state)
 
-    def opt_params(self): return [p for pg in self.learn.opt.param_lists for p in pg]
-    def loss_modules(self): return loss_modules(self.learn)
+    def opt_params(self): return [p for pg in self.cb.learn.opt.param_lists for p in pg]
+    def loss_modules(self): return loss_modules(self.cb.learn)
 
     def model_params(self):
-        of_loss = getattr(self.learn.loss_func, 'parameters', None)
+        of_loss = getattr(self.cb.learn.loss_func, 'parameters', None)
         return [*self.half.params,*(of_loss() if of_loss else ())]
 
-    def explain_step(self): return explain_step(self.learn, self.half, self.step.stats, self.step.batches)
-    def weights_since(self, first): return weights_since(self.learn, first, self.cb.order)
+    def explain_step(self): return explain_step(self.cb.learn, self.half, self.step.stats, self.step.batches)
+    def weights_since(self, first): return weights_since(self.cb.learn, first, self.cb.order)
 
 # %% ../nbs/10c_precision.ipynb #6b95f678
 class PrecisionPart(LeanCallback):

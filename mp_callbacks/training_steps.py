@@ -499,7 +499,7 @@ class CheckedSteps(GuardedSteps):
         others,state = self.others_reached(loss, batch),self.state
         self.step.others += others
         if self.tells(state.skips+1) or state.bad_losses+1==self.warn_skips: self.step.batches.append(batch)
-        return self.step.backward(loss, self.loss_scale, self.half, [*self.params(),*others])
+        return self.step.backward(loss, state.scaling.loss_scale, self.half, [*self.params(),*others])
 
     def others_reached(self, loss, batch)->list:
         "What else the backward pass of `loss` leads to, such as inputs, hidden states, points of a gradient penalty"
@@ -515,7 +515,7 @@ class CheckedSteps(GuardedSteps):
         losses, # Of the step's batches
     )->StepStats:
         "Measure and clip the gradients of the step"
-        scaling,steps = self.scaling,self.state.steps
+        scaling,steps,*_ = self.state
         self.step.stats = prepare_grads(self.opt_params(), scaling.loss_scale, self.clip, steps, scaling.wants_amax,
                                         also=self.model_params(), unscaled=True, losses=losses)
         return self.step.stats

@@ -89,8 +89,8 @@ class PrecisionRecorder(LeanCallback):
 
     def before_fit(self):
         if self.tensors and is_sharded(self.learn.model): raise ValueError(
-            f"tensors={self.tensors} measures whole parameters, and with fully_shard (FSDP2) each process has parts. Use "
-            "tensors=None.")
+            f"tensors={self.tensors} measures whole parameters, and with fully_shard (FSDP2) each process has parts. "
+            "Use tensors=None.")
         if not is_look(self.learn): self.first_row = len(self.rows)
         if self.first_weight is None and not is_look(self.learn):
             params = [p.detach() for p in self.learn.model.parameters() if p.is_floating_point()]

@@ -165,7 +165,8 @@ def test_gradient_release():
     "optimi's optimizer that steps in the backward pass gives the weights of the one that steps after it"
     optimi = pytest.importorskip('optimi')
     def _fit(release):
-        learn = get_learner(opt_func=partial(OptimWrapper, opt=partial(optimi.AdamW, gradient_release=release))).to_bf16()
+        opt = partial(optimi.AdamW, gradient_release=release)
+        learn = get_learner(opt_func=partial(OptimWrapper, opt=opt)).to_bf16()
         learn.create_opt()
         if release: optimi.prepare_for_gradient_release(learn.model, learn.opt.opt)
         learn.fit(2, 1e-2)

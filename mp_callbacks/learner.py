@@ -9,7 +9,7 @@ __all__ = []
 
 # %% ../nbs/13_learner.ipynb #d8f2e6b1
 import torch
-from contextlib import ExitStack,contextmanager
+from contextlib import ExitStack,contextmanager,nullcontext
 from functools import wraps
 
 from fastai.learner import Learner
@@ -158,12 +158,13 @@ def _wrap_method(
     setattr(Learner, name, _method)
 
 @contextmanager
-def _float32_loss(learn):
+def _float32_loss(learn, cb):
     "Inside a `with`, layers of the loss get float32, also from hooks that have kept activations for them"
     def _cast(module, args, kwargs): return as_float32((args,kwargs))
-    modules = loss_modules(learn)
+    modules = loss_modules(learn) if cb else []
+    # new hooks would compile again, and the model computes with layers that are its own, too
     layers = {m for m in modules if m._parameters}.difference(*map(compiled_parts, modules))
-    if layers: layers -= {*learn.model.modules()} # it computes with these, too
+    if layers: layers -= {*learn.model.modules()}
     with ExitStack() as hooks:
         for m in layers: hooks.enter_context(m.register_forward_pre_hook(_cast, with_kwargs=True))
         yield
@@ -171,9 +172,8 @@ def _float32_loss(learn):
 def _one_batch(plain, self, *args, **kwargs):
     cb = precision_callback(self)
     try:
-        with ExitStack() as stack:
-            for o in [cb.batch(),_float32_loss(self)] if cb else []: stack.enter_context(o)
-            with open_batch(self): return plain(self, *args, **kwargs)
+        with nullcontext() if cb is None else cb.batch(), open_batch(self), _float32_loss(self, cb):
+            return plain(self, *args, **kwargs)
     except BaseException:
         reset_ddp(self.model) # in float32, too: a look at a batch would send its gradients
         raise

@@ -103,11 +103,11 @@ class PrecisionRecorder(LeanCallback):
 
     @torch.no_grad()
     def after_backward(self): # later, a step that isn't finite has no gradients
-        cb = precision_callback(self.learn)
-        due = cb and self.tensors and len(self.rows)%self.tensors==0 and not is_look(self.learn)
-        tiny = torch.finfo(cb.half_dtype).tiny/cb.loss_scale if due else 0
-        params = [p for p in self.learn.model.parameters() if p.grad is not None and p.numel()] if due else []
-        self._measured = [(p,p.detach().clone(),_numbers_of(p.grad, tiny)) for p in params]
+        if not self.tensors or len(self.rows)%self.tensors or is_look(self.learn): return
+        if (cb := precision_callback(self.learn)) is None: return
+        tiny = torch.finfo(cb.half_dtype).tiny/cb.loss_scale
+        self._measured = [(p,p.detach().clone(),_numbers_of(p.grad, tiny)) for p in self.learn.model.parameters()
+                          if p.grad is not None and p.numel()]
 
     @torch.no_grad()
     def _add_tensors(self, step):

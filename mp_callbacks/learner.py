@@ -9,19 +9,20 @@ __all__ = []
 
 # %% ../nbs/13_learner.ipynb #d8f2e6b1
 import torch
-from contextlib import nullcontext
+from contextlib import ExitStack,contextmanager,nullcontext
 from functools import wraps
 
 from fastai.learner import Learner
 from fastcore.basics import patch
 
 from .devices import emulation,warn_caller
-from .modules import is_sharded,reset_ddp,without_ddp
+from .modules import as_float32,compiled_parts,is_sharded,reset_ddp,without_ddp
 from .fp8 import Fp8
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,options_of
 from .training_steps import check_device,shared_options
 from .precision import PrecisionCallback,fit_device,is_precision,precision_callback
 from .inside import open_batch,within_batch
+from .skipped import loss_modules
 from .step import clear_state
 from .recorder import PrecisionRecorder
 from .looks import find_nonfinite,precision_plan,precision_report
@@ -160,10 +161,23 @@ def _wrap_method(
     _method.plain = plain
     setattr(Learner, name, _method)
 
+@contextmanager
+def _float32_loss(learn, cb):
+    "Inside a `with`, layers of the loss get float32, also from hooks that have kept activations for them"
+    def _cast(module, args, kwargs): return as_float32((args,kwargs))
+    modules = loss_modules(learn) if cb else []
+    # new hooks would compile again, and the model computes with layers that are its own, too
+    layers = {m for m in modules if m._parameters}.difference(*map(compiled_parts, modules))
+    if layers: layers -= {*learn.model.modules()}
+    with ExitStack() as hooks:
+        for m in layers: hooks.enter_context(m.register_forward_pre_hook(_cast, with_kwargs=True))
+        yield
+
 def _one_batch(plain, self, *args, **kwargs):
     cb = precision_callback(self)
     try:
-        with nullcontext() if cb is None else cb.batch(), open_batch(self): return plain(self, *args, **kwargs)
+        with nullcontext() if cb is None else cb.batch(), open_batch(self), _float32_loss(self, cb):
+            return plain(self, *args, **kwargs)
     except BaseException:
         reset_ddp(self.model) # in float32, too: a look at a batch would send its gradients
         raise

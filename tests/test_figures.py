@@ -120,6 +120,8 @@ claims = [ # page, the figures in a sentence of it, and where they are from
     ('fp8', r'Not compiled, it took ([\d.]+) times', lambda: [times('ours', fp8)]),
     ('fast_on_a_gpu', r'Compiled, it took ([\d.]+) of its time with `to_native_bf16\(\)`, ([\d.]+) with `to_bf16\(\)` '
                       r'and ([\d.]+)', lambda: [times('compiled', o, base=o) for o in ('autocast-bf16','bf16','fp16')]),
+    ('troubleshooting', r'rises from ([\d.]+) at 64 images to ([\d.]+) at 1024',
+        lambda: batches('vit-256-800', 64, 1024)),
     ('results', r'ViT-base rises from ([\d.]+) at 16 images to ([\d.]+) at 256', lambda: batches('vit-base', 16, 256)),
     ('results', r'a ViT with 256 features from ([\d.]+) at 64 images to ([\d.]+) at 1024',
         lambda: batches('vit-256-800', 64, 1024)),
@@ -169,3 +171,26 @@ def test_tables(page, monkeypatch):
         value,out = eval(last, ns),cells[name].outputs[0].data
         if hasattr(value, 'data') and isinstance(value.data, str): assert ''.join(out['text/markdown'])==value.data
         else: assert ''.join(out['text/plain'])==repr(value)
+
+# --- Cells that measure show another machine's numbers after each run
+
+measures = re.compile(r'perf_counter|process_time|StepTimer|timeit|measure_precision')
+about_speed = re.compile(r'\b(faster|slower|(less|half the) time|(twice|half) as fast|times as (fast|long))\b')
+
+@pytest.mark.parametrize('page', pages)
+def test_no_speed_beside_a_measurement(page):
+    "Neither the text before and after a cell that measures, nor its alternative text, says which is faster"
+    found = [o for o in read_nb(pages[page]).cells if not re.search(r'#\| *(hide|export)', o.source)]
+    for i,c in enumerate(found):
+        if c.cell_type!='code' or not measures.search(c.source): continue
+        alt = [o for o in c.source.splitlines() if o.startswith('#| fig-alt:')]
+        near = [o.source.split('\n\n')[k] for o,k in zip(found[i-1:i+2:2], (-1,0)) if o.cell_type=='markdown']
+        assert [o for o in alt+near if about_speed.search(o)]==[], c.id
+
+def test_one_machine():
+    "What this CPU does in bfloat16 is the same in both tables of the page: native, and then at most twice as long"
+    cells = {o.id:o for o in read_nb(pages['which_precision']).cells}
+    support,times = (''.join(cells[o].outputs[0].data['text/plain']) for o in ('c01cfc8e','ffb13748'))
+    how = re.search(r'^cpu +native +(\w+)', support, re.M)[1]
+    took = {k:float(v) for k,v in re.findall(r'(to_\w+) .* ([\d.]+)$', times, re.M)}
+    assert (took['to_bf16']<=2*took['to_fp32'])==(how=='native')

@@ -231,3 +231,63 @@ def test_tensorboard(columns, tmp_path):
     else: assert not {'skipped','loss_scale'}&{*read}
     assert read['mp_loss_scale_0'][:-1]==log(learn).scale[1:].tolist() # the next step's
     assert np.allclose(read['train_loss'], log(learn).loss) and len(read['valid_loss'])==2
+
+# --- Tensors
+
+@pytest.mark.parametrize('mode', modes)
+def test_tensors(mode):
+    "Every so many steps a row for each parameter, with what its gradient, weight and update are; and nobody notices"
+    class Probe(Callback):
+        order = 54
+        def __init__(self): self.seen = []
+        def after_backward(self): self.before = [(p.detach().clone(),p.grad.clone()) for p in params(self.model)]
+        def after_step(self): self.seen.append([(*o,p) for o,p in zip(self.before, weights(self.learn))])
+    def train(*cbs, **kwargs):
+        learn = modes[mode](get_learner(cbs=PrecisionRecorder(**kwargs)))
+        learn.fit(2, cbs=cbs)
+        return learn
+    rows = []
+    learn,plain = train(probe:=Probe(), tensors=3, log_tensors=rows.extend),train()
+    df,names = learn.precision_recorder.tensor_log,[name for name,_ in learn.model.named_parameters()]
+    assert all(map(torch.equal, weights(learn), weights(plain))) and plain.precision_recorder.tensor_log.empty
+    assert [*df.step]==[i for i in (0,3,6) for _ in names] and [*df.name]==names*3 and len(rows)==len(df)
+    assert [*df.itertuples(index=False)]==[*rows]
+    for row,(w,g,new) in zip(rows, [o for i in (0,3,6) for o in probe.seen[i]]):
+        size = g.abs()
+        want = [g.norm(),size[size>0].min(),size.max(),(size==0).float().mean(),w.norm(),(new-w).norm()]
+        got = row.norm,row.smallest,row.largest,row.zero,row.weight,row.change
+        assert got==pytest.approx(tuple(o.item() for o in want))
+        assert row.inf==row.nan==0
+    axes = learn.precision_recorder.plot_tensors('zero')
+    assert [o.get_text() for o in axes.get_yticklabels()]==names and axes.get_xlabel()=='step'
+    plt.close('all')
+
+def test_tensors_of_a_skipped_step():
+    "What is infinite, and where; nothing is updated. With accumulation the gradients are those of the whole step"
+    learn = get_learner(cbs=[PrecisionRecorder(tensors=1),Overflow(1)]).to_fp16(max_loss_scale=2.**10)
+    learn.fit(1)
+    df = learn.precision_recorder.tensor_log
+    bad = df[df.inf+df.nan>0]
+    assert {*bad.step}=={1} and '2.weight' in {*bad.name} and (df[df.step==1].change==0).all() and len(df)==4*6
+    learn = get_learner(cbs=[PrecisionRecorder(tensors=1),GradientAccumulation(32)]).to_bf16()
+    learn.fit(1)
+    assert [*learn.precision_recorder.tensor_log.step.unique()]==[0,1]
+
+def test_subnormal():
+    "Shares count with the loss scale"
+    def share(**kwargs):
+        learn = get_learner(cbs=PrecisionRecorder(tensors=1), loss_func=lambda p,y: F.mse_loss(p, y)*1e-5)
+        learn.to_fp16(dynamic=False, **kwargs).fit(1)
+        return learn.precision_recorder.tensor_log.subnormal.mean()
+    assert share(loss_scale=1)>.7>.1>share(loss_scale=2**20)
+
+@pytest.mark.parametrize('tensors', [0,-1,1.5,True,'100'])
+def test_tensors_refused(tensors):
+    with pytest.raises(ValueError, match=f'tensors={tensors!r} must be an int, at least 1. Use tensors=100'):
+        PrecisionRecorder(tensors=tensors)
+
+def test_tensors_of_shards(monkeypatch):
+    "Each process has a part: refused, with a way out"
+    monkeypatch.setattr('mp_callbacks.recorder.is_sharded', lambda model: True)
+    with pytest.raises(ValueError, match='tensors=9 measures whole parameters.* Use tensors=None'):
+        get_learner(cbs=PrecisionRecorder(tensors=9)).fit(1)

@@ -9,7 +9,7 @@ from threading import Thread
 from urllib.parse import unquote
 
 import pytest
-from test_docs import pages,root
+from test_docs import pages,root,words
 
 pytestmark = pytest.mark.slow
 zensical = Path(sys.executable).with_name('zensical')
@@ -114,20 +114,21 @@ answers = [ # words that people type, and the page that answers
     ('migrate', 'howto/migrate'), ('nan', 'howto/troubleshooting'), ('Lightning', 'howto/from_other_libraries'),
     ('gradient accumulation', 'howto/accumulation_and_clipping'), ('how does it work', 'explanations/training_step'),
     ('loss scale', 'loss_scale'), ('memory', 'howto/less_memory'), ('benchmark', 'tutorials/measure'),
-    ('huggingface', 'howto/other_trainers'), ('early stopping', 'howto/examples'), ('resume', 'howto/checkpoints')]
+    ('huggingface', 'howto/other_trainers'), ('early stopping', 'howto/examples'), ('resume', 'howto/checkpoints'),
+    *words.items()]
 
 def test_search(new_tab):
     "The first ten results have the page that answers; where nothing is found, it says so until something is"
     tab,errors = new_tab()
     tab.goto('index.html')
     tab.click('.md-search__button')
-    for words,page in answers:
+    for typed,page in answers:
         tab.fill('input:focus', '')
         tab.wait_for_selector('ol a', state='detached')
-        tab.fill('input:focus', words)
+        tab.fill('input:focus', typed)
         tab.wait_for_selector('ol a')
         res = tab.locator('ol a').evaluate_all('found => found.map(o => o.href)')
-        assert any(page in o for o in res), (words,res)
+        assert any(page in o for o in res), (typed,res)
     tab.fill('input:focus', 'qqzzqq')
     tab.wait_for_selector('.nothing-found')
     tab.fill('input:focus', 'nan')

@@ -161,6 +161,20 @@ def test_compiled_files(wrap, tmp_path):
     assert all(o.startswith('_orig_mod.') for o in torch.load(file))==wrap
     if not wrap: get_learner(path=tmp_path).load('compiled', with_opt=False)
 
+def test_gradient_release():
+    "optimi's optimizer that steps in the backward pass gives the weights of the one that steps after it"
+    optimi = pytest.importorskip('optimi')
+    def _fit(release):
+        opt = partial(optimi.AdamW, gradient_release=release)
+        learn = get_learner(opt_func=partial(OptimWrapper, opt=opt)).to_bf16()
+        learn.create_opt()
+        if release: optimi.prepare_for_gradient_release(learn.model, learn.opt.opt)
+        learn.fit(2, 1e-2)
+        return learn
+    after,inside = _fit(False),_fit(True)
+    assert all(map(torch.equal, after.model.parameters(), inside.model.parameters()))
+    assert after.precision_recorder.log.norm.min()>0==inside.precision_recorder.log.norm.max()
+
 launched = '''
 import sys,distributed as example
 from accelerate import notebook_launcher

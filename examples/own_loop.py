@@ -6,9 +6,8 @@ import os,torch,torch.nn.functional as F
 from pathlib import Path
 from sklearn.datasets import load_digits
 from torch import nn
-from mp_callbacks.grads import prepare_grads
-from mp_callbacks.half import half_precision
 from mp_callbacks.loss_scale import DynamicLossScale
+from mp_callbacks.training_steps import TrainingSteps
 
 torch.set_num_threads(1) # faster for so small a net
 x,y = load_digits(return_X_y=True)
@@ -22,33 +21,29 @@ def train(file, epochs=3, every=10, stop=None):
     "Train, from `file` on if it exists; return the loss of each step, and raise after step `stop`"
     torch.manual_seed(42)
     model = nn.Sequential(nn.Linear(64,64), nn.ReLU(), nn.Dropout(.2), nn.Linear(64,10))
-    opt,scale = torch.optim.Adam(model.parameters(), 1e-2),DynamicLossScale(2.**20, period=20)
-    half,start,losses = half_precision(model, torch.float16),0,[]
+    opt = torch.optim.Adam(model.parameters(), 1e-2)
+    steps = TrainingSteps(model, opt, torch.float16, DynamicLossScale(2.**20, period=20), clip=1.)
+    saved,start,losses = dict(model=model, opt=opt, steps=steps),0,[]
     if Path(file).exists():
         state = torch.load(file)
-        model.load_state_dict(state['model'])
-        opt.load_state_dict(state['opt'])
-        scale = scale.load_state_dict(state['scale']) # a new value
+        for name,o in saved.items(): o.load_state_dict(state[name])
         torch.set_rng_state(state['random']) # on a GPU torch.cuda.get_rng_state() and set_rng_state(), too
         start,losses = state['step'],state['losses']
         print('goes on from step', start)
-    steps = [(epoch,i) for epoch in range(epochs) for i in batches(epoch)]
-    for step,(epoch,i) in enumerate(steps[start:], start):
+    todo = [(epoch,i) for epoch in range(epochs) for i in batches(epoch)]
+    for step,(epoch,i) in enumerate(todo[start:], start):
         if step%every==0:
-            state = dict(model=model.state_dict(), opt=opt.state_dict(), scale=scale.state_dict())
+            state = {name:o.state_dict() for name,o in saved.items()}
             torch.save(dict(state, random=torch.get_rng_state(), step=step, losses=losses), f'{file}.new')
             os.replace(f'{file}.new', file) # never an incomplete file
         if step==stop: raise KeyboardInterrupt
-        with half:
+        with steps.batch():
             loss = F.cross_entropy(model(x[i]), y[i])
-            scale.scale(loss).backward()
-        stats = prepare_grads(model.parameters(), scale=scale.loss_scale, clip=1.)
-        if stats.finite: opt.step()
-        opt.zero_grad()
-        scale = scale.adjust(stats.finite)
+            steps.backward(loss)
+        steps.make() # or skips it
         losses.append(loss.item())
     Path(file).unlink() # done
-    print(f'{len(losses)} steps, loss {losses[-1]:.3f}, loss scale {scale.loss_scale:g}')
+    print(f'{len(losses)} steps, loss {losses[-1]:.3f}, loss scale {steps.loss_scale:g}')
     return losses
 
 whole = train('whole.pt')

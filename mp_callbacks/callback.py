@@ -21,7 +21,8 @@ from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale,default_h
 from .half import check_half,half_precision
 from .flat import check_flat,flat_steps
 from .fp8 import Fp8
-from .precision import PrecisionCallback,PrecisionPart,check_bools,fit_device
+from .training_steps import StepReports,check_bools,first_scale,shared_options
+from .precision import PrecisionCallback,PrecisionPart,fit_device
 
 # %% ../nbs/10d_callback.ipynb #203fafa1
 def options_of(
@@ -80,9 +81,9 @@ class MixedPrecision(PrecisionCallback):
 
     Raises `ValueError` or `TypeError` for bad arguments, `ValueError` at the start of a fit for a learner that it can't
     train, and `FloatingPointError` when `max_skips` steps in a row were not finite."""
-    first_scale = 2.**10 # loss scale of the first step, in which gradients are measured
+    first_scale = first_scale.loss_scale # of the first step, in which gradients are measured
 
-    @options_of(PrecisionCallback.__init__, positional=['clip'], named=['max_skips', 'rescue'])
+    @options_of(StepReports.__init__, positional=['clip'], named=[*shared_options, 'rescue'])
     def __init__(self,
         loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # Scale if `dynamic=False`; loss scale or preset
         flat_master:bool=False, # Step small tensors as one? Faster with fastai's Adam, see [flat](05_flat.ipynb)
@@ -136,7 +137,7 @@ class NativeMixedPrecision(PrecisionCallback):
 
     Raises `ValueError` or `TypeError` for bad arguments, `ValueError` at the start of a fit for a learner that it can't
     train, and `FloatingPointError` when `max_skips` steps in a row were not finite."""
-    @options_of(PrecisionCallback.__init__, named=['clip', 'max_skips', 'rescue'])
+    @options_of(StepReports.__init__, named=['clip', *shared_options, 'rescue'])
     def __init__(self,
         init_scale:float|str|StaticLossScale|DynamicLossScale=65536., # Number to start at, loss scale or preset
         growth_factor:float=2., # Factor that the scale grows by
@@ -172,10 +173,9 @@ class NativeMixedPrecision(PrecisionCallback):
         device = fit_device(self.learn)
         self.learn.scaler = torch.amp.GradScaler(device.type, self.loss_scale, enabled=self._enabled, **self._factors)
         self.learn.scaler.scale(torch.zeros((), device=device)) # makes its tensors, for code that calls its methods
-        self.remember(self.last_state)
+        self.on_state(self.steps.last_state)
 
-    def remember(self, state):
-        super().remember(state)
+    def on_state(self, state):
         if not self._enabled or 'scaler' not in vars(self.learn): return
         counter = getattr(state.scaling, 'counter', 0) # a static scale has none
         numbers = dict(self._factors, scale=state.scaling.loss_scale, _growth_tracker=counter)
@@ -190,13 +190,14 @@ class ModelToHalf(PrecisionPart):
         *,
         keep=(), # Modules to keep in float32, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
         fp8:Fp8=None, # How linear layers multiply in FP8; None: they don't
-    ): self.dtype,self.keep,self.fp8 = check_half(dtype),keep,fp8
+        way=None, # Function of a module's name and the module: a `Way` of your own for it, or None
+    ): self.dtype,self.keep,self.fp8,self.way = check_half(dtype),keep,fp8,way
 
     def new_half(self,
         model:nn.Module, # The learner's model
     )->half_precision:
         "How `model` computes"
-        return half_precision(model, self.dtype, self.keep, fp8=self.fp8)
+        return half_precision(model, self.dtype, self.keep, fp8=self.fp8, way=self.way)
 
     def before_fit(self):
         if not any(isinstance(cb, MixedPrecision) for cb in self.learn.cbs):

@@ -101,6 +101,7 @@ class CastLayer:
         self.in_vain.add(graph) # and nothing later in this call: memory may come back at the same address
         return None
 
+# %% ../nbs/02b_cast.ipynb #4d1071s1
 def _same(layer, state):
     "Are the parameters of `layer` what they were at `state`?"
     params = layer._parameters

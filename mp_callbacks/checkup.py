@@ -93,7 +93,8 @@ def _precision(learn, cb, batch):
     if cb.initial==StaticLossScale(): scale = 'no loss scale'
     said = 'clip','keep','dynamic','scale_wait','div_factor' # beside these, or in the loss scale
     options = {k:o.default for k,o in signature(type(cb)).parameters.items() if k not in said}
-    more = [f'{k}={v}' for k,v in vars(cb).items() if k in options and v!=options[k]]
+    now = {**vars(cb.steps), **vars(cb)}
+    more = [f'{k}={v}' for k,v in now.items() if k in options and v!=options[k]]
     return ', '.join([f'learn.{call_name(half)}: {dtype_name(half.dtype)} with {how}', f'clip={cb.clip}',
                       keep_option(half.keep), scale, *more])
 

@@ -223,6 +223,7 @@ def _arguments(argv):
         p.error(f"argument --out: can't write to '{args.out}': {e.strerror}. Name a folder that can be written to.")
     return args
 
+# %% ../nbs/30_demo.ipynb #d39450s1
 def _report(runs, title, out):
     "Print the table of `runs`, write it and the picture to the folder `out`, and return the table"
     df,csv,png = compare(runs),out/'precisions.csv',out/'precisions.png'

@@ -38,6 +38,7 @@ known_faults = { # by part of the name of a device, and dtype; any modules: `nn.
     ('GTX 16',torch.float16): (_convs[0], 'float16 convolutions on GTX 16 return nan')}
 inexact_kernels = {('cpu',nn.LayerNorm): 'CPU kernel is inexact'} # by type of device, with half-precision weights
 
+# %% ../nbs/00a_devices.ipynb #d0a000s1
 class Machine:
     "What PyTorch tells about the devices of this machine, and what a try shows"
     def kind(self, device):

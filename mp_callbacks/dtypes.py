@@ -123,6 +123,7 @@ def _map(f, tree, rest):
     changed = [k for k,(_,differs) in results.items() if differs]
     return (_rebuild(tree, {k:new for k,(new,_) in results.items()}, changed),True) if changed else (tree,False)
 
+# %% ../nbs/00_dtypes.ipynb #d70000s1
 def tree_map(
     f:Callable, # Called with each leaf of `tree` and the leaves of `rest` in the same place
     tree, # Any nesting of dicts, lists, tuples, `L`s and dataclasses; all else is a leaf

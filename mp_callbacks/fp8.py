@@ -200,6 +200,7 @@ class Fp8Product(Layer):
         "Without FP8"
         return self.layer
 
+# %% ../nbs/09_fp8.ipynb #f80000s1
 @dataclass(frozen=True)
 class Fp8:
     "How the linear layers of a model multiply in FP8. Raises `ValueError` or `TypeError` for bad values."

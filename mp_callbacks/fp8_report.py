@@ -74,6 +74,7 @@ class Fp8Report:
         ax.legend(loc='lower center', bbox_to_anchor=(.5,1), ncols=3, frameon=False)
         return ax
 
+# %% ../nbs/09a_fp8_report.ipynb #f8a000s1
 _factors = 'input','weight','gradient'
 _kinds = 'flushed','subnormal','largest/median'
 _columns = ['gradient error','digits only',*[f'{factor} {kind}' for factor in _factors for kind in _kinds]]

@@ -156,6 +156,7 @@ def _largest_in_shards(xs):
 
 _few = 2**12 # numbers: to copy them takes less time than a norm of their own, on a CPU, too
 
+# %% ../nbs/02_grads.ipynb #808e4cs1
 def _join_vectors(xs):
     "`xs`, with vectors such as biases in one tensor"
     vectors,others = [],[]

@@ -53,17 +53,7 @@ class PrecisionReport:
 
     def _repr_html_(self): return self.table.map(lambda o: o if isinstance(o, str) else f'{o:.2g}').to_html()
 
-    def __repr__(self):
-        acts,best = sum([o.acts for o in self.modules.values()], _exponents([])),self.safe_scale
-        lost,least = [f'{_lost(acts, self.dtype, o):.1%}' for o in (self.scale,best)]
-        res = (f"In {dtype_name(self.dtype)}, gradients {error_in_words(self.error)}. {lost} of the gradients of "
-               f"activations become zero at the loss scale {self.scale:.9g}")
-        room = f"which has room for gradients {2**default_headroom:g} times as large"
-        res += f", {least} at the safe scale, {best:.9g}, {room}. " if best!=self.scale else ". "
-        if self.keep is None: return f"{res}No keep brings the difference under {self.tolerance:.0%}."
-        if self.keep: return f"{res}Keep in float32: {keep_option(self.present_keep, self.keep)}."
-        if self.error<=self.tolerance: return f"{res}No module has to be kept in float32."
-        return f"{res}Use the safe scale, or a dynamic one: then no module has to be kept in float32."
+    def __repr__(self): return _in_sentences(self)
 
     def plot(self,
         ax=None, # Matplotlib axes to draw on; None: new ones
@@ -83,6 +73,19 @@ class PrecisionReport:
         if len(seen): ax.set_xlim(seen[0]-3.5, max(seen[-1], ends[1]-math.log2(self.scale))+3)
         ax.legend(loc='lower center', bbox_to_anchor=(.5,1), ncols=2, frameon=False)
         return ax
+
+# %% ../nbs/07_half_report.ipynb #cebcbfs1
+def _in_sentences(report):
+    acts,best = sum([o.acts for o in report.modules.values()], _exponents([])),report.safe_scale
+    lost,least = [f'{_lost(acts, report.dtype, o):.1%}' for o in (report.scale,best)]
+    res = (f"In {dtype_name(report.dtype)}, gradients {error_in_words(report.error)}. {lost} of the gradients of "
+           f"activations become zero at the loss scale {report.scale:.9g}")
+    room = f"which has room for gradients {2**default_headroom:g} times as large"
+    res += f", {least} at the safe scale, {best:.9g}, {room}. " if best!=report.scale else ". "
+    if report.keep is None: return f"{res}No keep brings the difference under {report.tolerance:.0%}."
+    if report.keep: return f"{res}Keep in float32: {keep_option(report.present_keep, report.keep)}."
+    if report.error<=report.tolerance: return f"{res}No module has to be kept in float32."
+    return f"{res}Use the safe scale, or a dynamic one: then no module has to be kept in float32."
 
 # %% ../nbs/07_half_report.ipynb #f00aeaa2
 def measure_precision(

@@ -19,7 +19,8 @@ from .devices import emulation,warn_caller
 from .modules import as_float32,compiled_parts,is_sharded,reset_ddp,without_ddp
 from .fp8 import Fp8
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,options_of
-from .precision import PrecisionCallback,check_device,fit_device,is_precision,precision_callback
+from .training_steps import check_device,shared_options
+from .precision import PrecisionCallback,fit_device,is_precision,precision_callback
 from .inside import open_batch,within_batch
 from .skipped import loss_modules
 from .step import clear_state
@@ -29,24 +30,27 @@ from .checkup import precision_checkup
 
 # %% ../nbs/13_learner.ipynb #b17aa64d
 @patch
-@options_of(MixedPrecision.__init__, ['flat_master', 'clip'], ['max_skips'])
+@options_of(MixedPrecision.__init__, ['flat_master', 'clip'], shared_options)
 def to_bf16(self:Learner, *,
     keep=(), # Modules to keep in float32, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
+    way=None, # Function of name and module: a `Way`, or None, see [ways](02c_ways.ipynb#a-way-of-your-own)
     **kwargs
 )->Learner: # The same learner
     """Train in bfloat16, by autocast, and by rules for norms, embeddings and own parameters, which it leaves in float32
 
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
-    return _set_precision(self, MixedPrecision(1, dynamic=False, **kwargs), ModelToHalf(torch.bfloat16, keep=keep))
+    return _set_precision(self, MixedPrecision(1, dynamic=False, **kwargs),
+                          ModelToHalf(torch.bfloat16, keep=keep, way=way))
 
 # %% ../nbs/13_learner.ipynb #752affb0
 @patch
 @options_of(MixedPrecision.__init__,
             ['loss_scale','flat_master','dynamic','max_loss_scale','div_factor','scale_wait','clip'],
-            ['min_loss_scale','headroom','max_skips','rescue'])
+            ['min_loss_scale','headroom',*shared_options,'rescue'])
 def to_fp16(self:Learner, *,
     keep=(), # Modules to keep in float32, see [keep](03_half.ipynb#keep-modules-to-keep-in-float32)
+    way=None, # Function of name and module: a `Way`, or None, see [ways](02c_ways.ipynb#a-way-of-your-own)
     **kwargs
 )->Learner: # The same learner
     """Train in float16 with loss scaling, by autocast and by rules for what it leaves in float32, see `to_bf16`
@@ -54,11 +58,11 @@ def to_fp16(self:Learner, *,
     Defaults are those of fastai's `to_non_native_fp16`, except for the start of the scale.
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
-    return _set_precision(self, MixedPrecision(**kwargs), ModelToHalf(torch.float16, keep=keep))
+    return _set_precision(self, MixedPrecision(**kwargs), ModelToHalf(torch.float16, keep=keep, way=way))
 
 # %% ../nbs/13_learner.ipynb #27fa3051
 @patch
-@options_of(NativeMixedPrecision.__init__, named=['keep', 'clip', 'max_skips'])
+@options_of(NativeMixedPrecision.__init__, named=['keep', 'clip', *shared_options])
 def to_native_bf16(self:Learner, **kwargs)->Learner: # The same learner
     """Train in bfloat16, by autocast alone
 
@@ -70,7 +74,7 @@ def to_native_bf16(self:Learner, **kwargs)->Learner: # The same learner
 @patch
 @options_of(NativeMixedPrecision.__init__,
             ['init_scale','growth_factor','backoff_factor','growth_interval','enabled'],
-            ['keep','min_loss_scale','max_loss_scale','clip','max_skips','rescue'])
+            ['keep','min_loss_scale','max_loss_scale','clip',*shared_options,'rescue'])
 def to_native_fp16(self:Learner, **kwargs)->Learner: # The same learner
     """Train in float16, by autocast alone, with the loss scaling of `torch.amp.GradScaler`, with its defaults
 
@@ -80,7 +84,7 @@ def to_native_fp16(self:Learner, **kwargs)->Learner: # The same learner
 
 # %% ../nbs/13_learner.ipynb #f8130001
 @patch
-@options_of(MixedPrecision.__init__, ['clip'], ['max_skips'])
+@options_of(MixedPrecision.__init__, ['clip'], shared_options)
 def to_fp8(self:Learner,
     recipe:str='tensorwise', # 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp', see [fp8](09_fp8.ipynb#recipes)
     *,

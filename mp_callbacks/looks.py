@@ -19,7 +19,8 @@ from .plan import MemoryPlan,plan_memory
 from .fp8_report import Fp8Report,measure_fp8
 from .inside import LeanCallback,autocast_closed,is_look,keep_quiet,look_name,reset_state
 from .inside import training_batches,within_batch
-from .skipped import alone,diagnose_batch,loss_again,loss_modules
+from .training_steps import CheckedSteps,alone
+from .skipped import diagnose_batch,loss_again,loss_modules
 from .step import clear_state
 from .precision import precision_callback
 
@@ -81,6 +82,7 @@ def precision_report(
     _look_at(learn, _look)
     return report
 
+# %% ../nbs/12_looks.ipynb #111f0ds1
 def precision_plan(
     learn, # `Learner` in any precision
     batch=None, # Batch as from `dls.one_batch()`; None: the first of `dls.train`
@@ -139,7 +141,7 @@ def _unchanged_learner(learn, training=True):
     groups = getattr(opt, 'hypers', None) or getattr(opt, 'param_groups', ())
     data = [getattr(dl, o, None) for o in ('dataset','sampler','batch_sampler','items')]
     holders = [o for o in (learn,dl,*data,*learn.cbs,*learn.metrics) if hasattr(o, '__dict__')]
-    holders += [v for o in holders for v in vars(o).values() if isinstance(v, (L,Metric))]
+    holders += [v for o in holders for v in vars(o).values() if isinstance(v, (L,Metric,CheckedSteps))]
     held = [*map(vars, holders),*groups]
     held += [v for d in held for v in d.values() if isinstance(v, (list,dict))] # as the order that shuffling changes
     before = [(o,o.copy()) for o in held]
@@ -155,6 +157,7 @@ def _unchanged_learner(learn, training=True):
             (o.extend if isinstance(o, list) else o.update)(had)
         set_random_states(**rngs)
 
+# %% ../nbs/12_looks.ipynb #aa30d2s1
 def _look_at(learn, look, batch=None, training=True):
     """Call `look` with `learn` at the start of `batch`, or of each batch, until it returns something true: what?
 

@@ -88,6 +88,7 @@ def reshard(
     for m in model.modules():
         if hasattr(m, 'unshard'): m.reshard()
 
+# %% ../nbs/02a_modules.ipynb #9b1c2a0cs1
 def reset_ddp(
     model:nn.Module, # Any model
 ):
@@ -249,6 +250,7 @@ def _is_own(forward, module):
     own = getattr(forward, '__self__', None) is module
     return own and forward.__func__ is getattr_static(type(module), 'forward')
 
+# %% ../nbs/02a_modules.ipynb #9b1c2a15s1
 class StandIn:
     "While installed, calls of `module` run `around(forward, args, kwargs)` with the `forward` that the module had"
     def __init__(self,

@@ -79,21 +79,7 @@ def diagnose(
                                    f"overflow, and it was {usual_loss:.3g} before. Lower the learning rate.")
     if _finite(seen): return Finding('nothing', f"This batch is finite. Its loss is {seen.loss:.3g}.")
     if wanted.largest>ends and far: return label
-    where,text,c = _place(_run(half, scale, with_masks=True), full.calls, ends)
-    name = _name(c)
-    if where=='backward' and scale!=1 and _finite(_run(half)):
-        return Finding('scale', f"{text} The loss scale of {scale:.9g} is too large for this batch: with 1, all "
-                                "gradients are finite. A dynamic scale shrinks by itself.", name, True)
-    def _works(longer): return _finite(_run(longer))
-    keep = shortest_keep(half, _works, name)
-    try: in_bfloat16 = half.dtype==torch.float16 and _works(half.replace(dtype=torch.bfloat16))
-    except Exception: in_bfloat16 = False # a rule of `keep` may name float16
-    other = 'bfloat16, which has the range of float32' if in_bfloat16 else 'float32'
-    cure = "To keep single modules in float32 is not enough:"
-    if keep: cure = f"Keep {'it' if len(keep)==1 else 'these'} in float32: {call}({keep_option(half.keep, keep)}), or"
-    text += (f" Precision is the cause: {_limits(half, in_bfloat16)}, and in float32 all is finite, with a loss of "
-             f"{full.loss:.3g}. {cure} train in {other}.")
-    return Finding(where, text, name, True, tuple(keep or ()))
+    return _find_half(half, _run, full, scale, ends, call)
 
 # %% ../nbs/06_nonfinite.ipynb #ee138f33
 class Trace(NamedTuple):
@@ -129,6 +115,7 @@ def check_called(
     if not called: raise ValueError(
         f"compute_loss must call {type(model).__name__} itself, not only modules in it. Pass the model that it calls.")
 
+# %% ../nbs/06_nonfinite.ipynb #ee138fs1
 def trace_batch(
     model:nn.Module, # Model that `compute_loss` calls
     compute_loss, # Function without arguments that calls `model` on a batch, and returns a float32 loss
@@ -243,6 +230,7 @@ def shortest_keep(
     except ValueError: return None # that would be float32
     return keep
 
+# %% ../nbs/06_nonfinite.ipynb #bcab7fs1
 def fewest(
     names, # Some things
     works, # Function of a list of some of them: true for all of them, and not for none
@@ -303,6 +291,25 @@ def _limits(half, in_bfloat16):
     limits = ['ends at 65504 and has only 0 below 3e-08'] if half.dtype==torch.float16 else []
     if not in_bfloat16: limits.append(_digits[half.dtype])
     return f"{dtype_name(half.dtype)} {' and '.join(limits)}{', FP8 to fewer' if half.fp8 else ''}"
+
+# %% ../nbs/06_nonfinite.ipynb #73a563s1
+def _find_half(half, run, full, scale, ends, call):
+    "The `Finding` for a batch that is finite in float32, as `full`, and isn't when `run` in half precision"
+    where,text,c = _place(run(half, scale, with_masks=True), full.calls, ends)
+    name = _name(c)
+    if where=='backward' and scale!=1 and _finite(run(half)):
+        return Finding('scale', f"{text} The loss scale of {scale:.9g} is too large for this batch: with 1, all "
+                                "gradients are finite. A dynamic scale shrinks by itself.", name, True)
+    def _works(longer): return _finite(run(longer))
+    keep = shortest_keep(half, _works, name)
+    try: in_bfloat16 = half.dtype==torch.float16 and _works(half.replace(dtype=torch.bfloat16))
+    except Exception: in_bfloat16 = False # a rule of `keep` may name float16
+    other = 'bfloat16, which has the range of float32' if in_bfloat16 else 'float32'
+    cure = "To keep single modules in float32 is not enough:"
+    if keep: cure = f"Keep {'it' if len(keep)==1 else 'these'} in float32: {call}({keep_option(half.keep, keep)}), or"
+    text += (f" Precision is the cause: {_limits(half, in_bfloat16)}, and in float32 all is finite, with a loss of "
+             f"{full.loss:.3g}. {cure} train in {other}.")
+    return Finding(where, text, name, True, tuple(keep or ()))
 
 def _find_float32(model, full, wanted, label, why, usual_weight):
     "The `Finding` for a batch that isn't finite in float32, or of which that isn't known, for the reason `why`"

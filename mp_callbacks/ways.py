@@ -166,6 +166,7 @@ norm_functions = { # module and class of a norm -> what its `forward` computes, 
     'timm.layers.norm.RmsNorm':     _rms_norm,   'timm.layers.norm.RmsNorm2d':   _of_channels(_rms_norm),
     'torchvision.models.convnext.LayerNorm2d': _of_channels(_layer_norm)}
 
+# %% ../nbs/02c_ways.ipynb #481150s1
 def _as_given(half, res, args, kwargs):
     "What a norm returns, rounded if it is one tensor, made of one in half precision alone"
     given = (*args,*kwargs.values())

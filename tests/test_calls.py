@@ -52,11 +52,12 @@ def test_unsupported_device_later(mode):
 bad = dict( # call -> argument -> values
     to_fp16 = dict(loss_scale=[0,nan,'auto'], max_loss_scale=[0,inf,'2**24',None,.5], min_loss_scale=[0,2.**25,'low'],
                    div_factor=[1,inf,None], scale_wait=[0,1.5,True], clip=[0,nan,'1',True], headroom=[-1.,31,True],
-                   max_skips=[0,1.5,nan,'3',None,True], keep=[3,None,'head*',[3]]),
+                   max_skips=[0,1.5,nan,'3',None,True],
+                   warn_skips=[0,-1,1.5,nan,'3',None,True], keep=[3,None,'head*',[3]]),
     to_bf16 = dict(clip=[-1.], max_skips=[-1], keep=[('*.nothing',)]),
     to_native_fp16 = dict(init_scale=[0,inf,'x',2.**25], growth_factor=[1.,'x'], backoff_factor=[1.,0,2],
                           growth_interval=[0,2.5], min_loss_scale=[-1,2.**17], max_loss_scale=[0,2.], max_skips=[0]),
-    to_native_bf16 = dict(max_skips=[0,'many']))
+    to_native_bf16 = dict(max_skips=[0,'many'], warn_skips=[0]))
 
 def wrong_case(call, name, value, end='', **others):
     return pytest.param(call, name, value, others, id=f'{call}-{name}={value!r}{end}')

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 from mp_callbacks.grads import prepare_grads
 from mp_callbacks.step import read_state
+from mp_callbacks.training_steps import TrainingSteps
 from ranks import *
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -35,6 +36,28 @@ def loop(rank, dtype):
     assert [o for o,_ in log]==[True,True,False,True,True]
     assert {p.dtype for p in model.parameters()}=={torch.float32}
     agree(params(model), log)
+
+def own_steps(rank, dtype=torch.float16, net=Net, spoiled=2, **kwargs):
+    "`TrainingSteps` in a loop by hand: what overflows on one rank is skipped by all"
+    torch.manual_seed(0)
+    model,(x,y) = DistributedDataParallel(net()),rows(rank)
+    if spoiled is None and rank==0: x = x*.01 # and so float16 can compute it
+    def compute_loss(model, xb, yb): return F.mse_loss(model(xb), yb)
+    steps = TrainingSteps(model, torch.optim.AdamW(model.parameters(), 1e-2), dtype, clip=1., compute_loss=compute_loss,
+                          **kwargs)
+    for i in range(8):
+        xb,yb = x[i*8:i*8+8]*(torch.inf if (i,rank)==(spoiled,1) else 1),y[i*8:i*8+8]
+        with steps.batch(xb, yb): steps.backward(compute_loss(model, xb, yb))
+        finite = steps.make().finite
+        if spoiled is not None: assert finite==(i!=spoiled), i
+    assert finite and {p.dtype for p in model.parameters()}=={torch.float32}
+    agree(params(model), steps.state_dict(), steps.rescued)
+    return steps
+
+def own_rescue(rank):
+    "What one rank can't compute is kept in float32 by all"
+    def net(): return nn.Sequential(nn.Linear(8,16), Softmax(), nn.Linear(16,1))
+    assert own_steps(rank, net=net, spoiled=None, rescue=True, warn_skips=3).rescued==[('1',3)]
 
 def trained(rank, mode, engine, net={}, ddp={}, accumulate=None, compiled=False, then=None, opt_func=Adam, **kwargs):
     """Two fits, with a batch in each that overflows on one rank: all skip it, and make the same steps
@@ -160,7 +183,7 @@ def told(rank, mode, wrap=DistributedDataParallel, others='another process'):
     "All warn and stop at the same step; the rank that has the bad batch says so, and `others` send there"
     always = Callback(before_batch=lambda cb: setattr(cb.learn, 'xb', (cb.xb[0]*(torch.inf if rank==1 else 1),)))
     learn = get_learner(wrap(Net()), as_dls(*rows(rank)), cbs=always, opt_func=adamw)
-    modes[mode](learn, max_skips=5).mixed_precision.warn_skips = 3
+    modes[mode](learn, max_skips=5, warn_skips=3)
     with pytest.warns(UserWarning, match='3 steps in a row'), pytest.raises(FloatingPointError) as e: learn.fit(2)
     assert ('The inputs of this batch have inf or nan' if rank==1 else others) in str(e.value)
     learn.remove_cb(always)
@@ -174,7 +197,7 @@ def overflowing(rank, wrap=DistributedDataParallel, callback=None, **kwargs):
     x,y = rows(rank)
     net = wrap(nn.Sequential(nn.Linear(8,16), Softmax(), nn.Linear(16,1)))
     learn = get_learner(net, as_dls(x*(1 if rank==1 else .01), y), opt_func=adamw, cbs=callback)
-    learn.to_fp16(rescue=True, **kwargs).mixed_precision.warn_skips = 6
+    learn.to_fp16(rescue=True, warn_skips=6, **kwargs)
     return learn
 
 def rescued(rank, alone=False):
@@ -296,13 +319,15 @@ ways = itertools.cycle([('bf16','fastai'), ('fp16','hand'), ('native_bf16','hand
                         ('fp8','hand')])
 
 quick = [
-    case(loop, dtype=torch.bfloat16), case(trained, mode='fp16', engine='hand', net=dict(reentrant=True)),
+    case(loop, dtype=torch.bfloat16), case(own_steps), case(own_rescue),
+    case(trained, mode='fp16', engine='hand', net=dict(reentrant=True)),
     case(whole_batch, mode='fp16', engine='fastai'), case(saved, mode='native_fp16'), case(predictions, mode='bf16'),
     case(accumulated), case(told, mode='fp16'), case(asked, engine='fastai'),
     case(alone_first, mode='fp16', engine='fastai'),
     case(interrupted, mode='fp16', event='after_loss', engine='fastai')]
 slow = [
-    case(loop, dtype=torch.float16), *[case(trained, mode=m, engine=e, **o) for o,(m,e) in zip(options, ways)],
+    case(loop, dtype=torch.float16), case(own_steps, dtype=torch.bfloat16),
+    *[case(trained, mode=m, engine=e, **o) for o,(m,e) in zip(options, ways)],
     *[case(whole_batch, mode=m, engine=e) for m,e in
       [('float32','hand'), ('native_fp16','hand'), ('native_bf16','fastai')]],
     case(whole_batch, mode='bf16', engine='hand', reentrant=False),

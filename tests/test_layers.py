@@ -1,14 +1,15 @@
 """The layout is the architecture, and what an import does
 
 Numbers of notebooks are layers, imports point to lower ones, only one module changes fastai, a class is one piece, no
-module uses a private name of another, and none unpickles. Lines are short, in the tests, too. What a module imports,
-anywhere in it, is found by grimp, the library below import-linter; its contracts would repeat the order that the
-numbers have."""
-import ast,functools,json,re,subprocess,sys
+module uses a private name of another, and none unpickles. Lines are short, in the tests, too, and functions, classes
+and cells are small. What a module imports, anywhere in it, is found by grimp, the library below import-linter; its
+contracts would repeat the order that the numbers have."""
+import ast,functools,io,json,re,subprocess,sys,tokenize
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from fastcore.nbio import read_nb
 
 root = Path(__file__).resolve().parent.parent
 pkg,nbs = root/'mp_callbacks',root/'nbs'
@@ -71,6 +72,29 @@ def test_a_class_is_one_piece(name):
     "`@patch` adds to fastai's `Learner`, never to a class of this package"
     patched = re.findall(r'^@patch\n(?:@(?:.|\n)*?)?def \w+\(\s*\w+:\s*(\w+)', source(name), re.M)
     assert len(patched)==source(name).count('\n@patch') and {*patched}<={'Learner'}
+
+def code_lines(text):
+    "Numbers of the lines that have code: docstrings, comments and empty lines have none"
+    none = {tokenize.COMMENT,tokenize.NL,tokenize.NEWLINE,tokenize.INDENT,tokenize.DEDENT,tokenize.ENDMARKER}
+    tokens = [o for o in tokenize.generate_tokens(io.StringIO(text).readline) if o.type not in none]
+    docs = [o.body[0] for o in ast.walk(ast.parse(text)) if isinstance(o, (ast.Module,ast.ClassDef,ast.FunctionDef))
+            and ast.get_docstring(o) is not None]
+    return ({i for o in tokens for i in range(o.start[0], o.end[0]+1)}-
+            {i for o in docs for i in range(o.lineno, o.end_lineno+1)})
+
+@each_module
+def test_sizes(name):
+    "Rooms to live in: a class has at most 25 methods and 160 lines of code, what a function does 30, a cell 60 lines"
+    text = source(name)
+    lines = code_lines(text)
+    # a signature has a line for each parameter, and doesn't count
+    def size(first, last): return len([i for i in lines if first<=i<=last])
+    for o in ast.walk(ast.parse(text)):
+        if isinstance(o, ast.FunctionDef): assert size(o.body[0].lineno, o.end_lineno)<=30, o.name
+        if isinstance(o, ast.ClassDef): assert size(o.lineno, o.end_lineno)<=160, o.name
+        if isinstance(o, ast.ClassDef): assert sum(isinstance(m, ast.FunctionDef) for m in o.body)<=25, o.name
+    for c in read_nb(nbs/f'{layers[name]}_{name}.ipynb').cells:
+        if c.cell_type=='code': assert len(c.source.splitlines())<=60, c.id
 
 @functools.cache
 def private_names(name):

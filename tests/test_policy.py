@@ -11,7 +11,7 @@ from learners import *
 from machines import machine,pretend
 from mp_callbacks import devices
 from mp_callbacks.functional import value_and_grad
-from mp_callbacks.ways import batch_norms,is_norm
+from mp_callbacks.ways import Way,batch_norms,is_norm
 from states import assert_plain
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:enable_nested_tensor')
@@ -326,3 +326,23 @@ def test_made_weights(mode, kind):
     (start,ref),(_,learn) = run(None),run(mode)
     assert apart(learn, ref, start)<.05
     if kind=='max_norm': assert learn.model[1].weight.detach().norm(dim=1).min()<.2 # those used have changed for good
+
+class Rounded(Way):
+    "A way of one's own"
+    name = 'rounded'
+    def around(self, half, module, forward, args, kwargs):
+        self.calls = getattr(self, 'calls', 0)+1
+        return forward(*args, **kwargs)
+
+@pytest.mark.parametrize('call', ['to_fp16','to_bf16'])
+def test_way_of_ones_own(call):
+    "One argument of the calls; the table and the report know it, and so does a copy"
+    way = Rounded('mine')
+    learn = getattr(get_learner(), call)(way=lambda name, m: way if isinstance(m, nn.GELU) else None)
+    learn.fit(1)
+    assert way.calls==2*2*4 # two activations, in training and validation
+    table = learn.mixed_precision.policy()
+    assert list(table.way).count('rounded')==2 and {*table.why[table.way=='rounded']}=={'mine'}
+    learn.precision_report(batches=1)
+    learn.mixed_precision.half.keeping(['0'])
+    assert way.calls>16

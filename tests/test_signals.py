@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import pytest
 import mp_callbacks.half as half,mp_callbacks.modules as modules
-import mp_callbacks.precision as precision
+import mp_callbacks.training_steps as training_steps
 from faults import *
 from tracing import interrupted
 
@@ -18,9 +18,9 @@ places = dict( # what runs in a training batch, in this order: name -> owner, or
     linear        = F, # inside a module's own `forward`
     as_float32    = half,
     after_pred    = None,
-    mul_grads     = precision,
+    mul_grads     = training_steps,
     before_step   = None,
-    prepare_grads = precision,
+    prepare_grads = training_steps,
     adjust        = DynamicLossScale,
     after_step    = None,
     after_batch   = None)

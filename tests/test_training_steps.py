@@ -1,0 +1,231 @@
+"""Training steps without fastai: the same as a learner's, skipped without a trace, resumed bit for bit
+
+Any optimizer of `torch.optim`; accumulation; Ctrl-C at any line; warnings, errors and rescue. DDP: test_distributed."""
+import warnings
+from copy import deepcopy
+
+import pytest,torch
+from mp_callbacks.half import half_precision
+from mp_callbacks.loss_scale import DynamicLossScale,StaticLossScale
+from mp_callbacks.training_steps import TrainingSteps
+from learners import *
+from sick_models import Softmax
+from states import assert_plain,leaves,same
+from tracing import interrupted
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
+
+inf = float('inf')
+data = [*zip(*[o.split(16) for o in numbers()])]
+def mse(model, x, y): return F.mse_loss(model(x), y)
+def adamw(params): return torch.optim.AdamW(params, 1e-2)
+
+def make(opt=adamw, model=None, half=torch.float16, scale=1024., **kwargs):
+    model = mlp(True) if model is None else model
+    return TrainingSteps(model, opt(model.parameters()), half, scale, compute_loss=mse, **kwargs)
+
+def state(steps): return leaves([dict(steps.model.state_dict()),steps.opt.state_dict()['state'],steps.state_dict()])
+
+def train(steps, batches):
+    for batch in batches:
+        with steps.batch(*batch): steps.backward(mse(steps.model, *batch))
+        steps.make()
+    return steps
+
+def plain(steps):
+    "A float32 model, in which nothing is left of a batch"
+    assert_plain(steps.model)
+    assert all(p.grad is None and p.isfinite().all() for p in steps.model.parameters())
+    assert all(b.isfinite().all() for b in steps.model.buffers())
+
+def infinite(x, y): return x*inf,y
+
+# --- As a learner
+
+@pytest.mark.parametrize('half', ['float16','bfloat16'])
+def test_as_a_learner(half):
+    "The same bits, the same scale, and the same skipped step"
+    class Spoil(Callback):
+        order = -50
+        def before_batch(self):
+            if self.training and self.train_iter==2: self.learn.xb = (self.x*inf,)
+    learn = get_learner(norm=True, opt_func=partial(OptimWrapper, opt=torch.optim.AdamW), cbs=Spoil())
+    learn = learn.to_fp16(clip=1.) if half=='float16' else learn.to_bf16(clip=1.)
+    learn.fit(1, 1e-2, wd=.01)
+    steps = train(make(half=half, scale=None, clip=1.), [infinite(*o) if i==2 else o for i,o in enumerate(data)])
+    assert same(leaves(dict(learn.model.state_dict())), leaves(dict(steps.model.state_dict())))
+    assert learn.mixed_precision.state.numbers()==steps.state_dict() and steps.last[:4]==learn.step_stats[:4]
+
+names = 'Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD'.split()
+
+@pytest.mark.parametrize('name', names)
+def test_any_optimizer(name):
+    "A skipped step is as if it had not been; all are there but those for sparse gradients, closures and matrices"
+    others = {'LBFGS','SparseAdam','Muon','Optimizer'}
+    assert {o for o in dir(torch.optim) if isinstance(getattr(torch.optim, o), type)}-others=={*names}
+    def opt(params): return getattr(torch.optim, name)(params, lr=1e-3)
+    static = StaticLossScale(64.)
+    with_bad = [*data[:2],infinite(*data[0]),*data[2:]]
+    good,bad = [train(make(opt, scale=static), o) for o in (data,with_bad)]
+    assert same(*[leaves([dict(o.model.state_dict()),o.opt.state_dict()]) for o in (good,bad)])
+    assert (good.state.steps,bad.state.steps)==(4,5) and bad.state.skips==0
+    plain(bad)
+
+# --- Several batches in a step
+
+def accumulated(steps, batches):
+    for batch in batches:
+        with steps.batch(*batch): steps.backward(mse(steps.model, *batch)/len(batches))
+    return steps.make()
+
+def test_accumulation():
+    "Has the gradients of the whole batch, and an overflow in any of the batches leaves nothing of the others"
+    whole,parts = [make(model=mlp(), half=half_precision(mlp(), torch.bfloat16), scale=1.) for _ in range(2)]
+    stats = accumulated(whole, [numbers()]),accumulated(parts, data)
+    assert abs(stats[0].norm/stats[1].norm-1)<.01
+    for at in range(4):
+        steps = train(make(), data)
+        before = state(steps)
+        assert not accumulated(steps, [infinite(*o) if i==at else o for i,o in enumerate(data)]).finite
+        assert same(state(steps)[:-7], before[:-7]) and steps.state.skips==1
+        plain(steps)
+
+def test_own_backward():
+    "`scaled` is for code that calls `backward` itself"
+    one,other = make(),train(make(), data)
+    for x,y in data:
+        with one.batch():
+            loss = mse(one.model, x, y)
+            with one.scaled(loss) as scaled: scaled.backward()
+        one.make()
+    assert same(state(one), state(other))
+
+def test_tensors_of_nobody():
+    "Inputs that require gradients get them unscaled"
+    steps,(x,y) = make(),data[0]
+    x = x.clone().requires_grad_()
+    with steps.batch(x, y): steps.backward(mse(steps.model, x, y))
+    got,full = x.grad.clone(),mlp(True)
+    x.grad = None
+    mse(full, x, y).backward()
+    assert (got-x.grad).norm()<.02*x.grad.norm()
+
+# --- Saved and resumed, copied
+
+@pytest.mark.parametrize('at', [1,3,6])
+def test_resumed(at, tmp_path):
+    "Goes on bit for bit, in the middle of growing and skipping"
+    def new(): return make(scale=DynamicLossScale(2.**22, period=3))
+    whole,first = train(new(), data*2),train(new(), (data*2)[:at])
+    torch.save([first.model.state_dict(),first.opt.state_dict(),first.state_dict()], tmp_path/'steps.pt')
+    then = new()
+    for o,saved in zip((then.model,then.opt,then), torch.load(tmp_path/'steps.pt', weights_only=True)):
+        o.load_state_dict(saved)
+    assert same(state(train(then, (data*2)[at:])), state(whole)) and whole.loss_scale<2.**22
+
+def test_copied():
+    "A copy in the middle of a step begins that step anew"
+    steps = train(make(), data[:2])
+    with steps.batch(): steps.backward(mse(steps.model, *data[2]))
+    other = deepcopy(steps)
+    for p in other.model.parameters(): p.grad = None
+    other.opt.zero_grad()
+    steps.make()
+    assert other.step is None and other.state.steps==2 and steps.state.steps==3
+    plain(train(other, data[2:]))
+
+# --- Errors at any line
+
+def test_interrupted_at_each_line():
+    "The float32 model, and a step that nobody has made is dropped, or can be: then nothing has changed"
+    n,seen = 1,set()
+    while True:
+        steps = train(make(), data[:1])
+        before = state(steps)
+        if not interrupted(lambda: train(steps, data[1:2]), n, 'training_steps.py'): break
+        assert_plain(steps.model, n)
+        assert all(b.isfinite().all() for b in steps.model.buffers()), n
+        seen.add(steps.state.steps)
+        if steps.step is not None: steps.drop_step() # it came between batch and step
+        if steps.opt.state_dict()['state'][0]['step']==1:
+            assert same(state(steps), before) and all(p.grad is None for p in steps.model.parameters()), n
+        train(steps, data[1:])
+        n += 1
+    assert n>50 and seen=={1,2}
+
+class Breaks(nn.Module):
+    "Raises in the forward or the backward pass"
+    when = None
+    def forward(self, x):
+        if self.when=='forward': raise ValueError(self.when)
+        if self.when=='backward': x.register_hook(raises(ValueError(self.when)))
+        return x
+
+@pytest.mark.parametrize('when', ['forward','backward','loss','step'])
+def test_error(when):
+    "Leaves what was before the step, and the next one is as if it had not been"
+    model = mlp(True)
+    model.insert(2, Breaks())
+    steps,twin = make(model=model),make(model=deepcopy(model))
+    for o in (steps,twin): train(o, data[:2])
+    before = state(steps)
+    model[2].when = when
+    if when=='step': steps.opt.step = raises(ValueError('step'))
+    with pytest.raises(ValueError, match=when):
+        for batch in data[:2]: # the first of two batches is dropped, too
+            with steps.batch(*batch):
+                loss = mse(model, *batch)
+                if when=='loss': raise ValueError(when)
+                steps.backward(loss)
+        steps.make()
+    assert same(state(steps), before)
+    plain(steps)
+    model[2].when = None
+    vars(steps.opt).pop('step', None)
+    assert same(state(train(steps, data)), state(train(twin, data)))
+
+# --- Many skipped steps
+
+def told(f, *args):
+    "Warnings about steps, and the error, if any"
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter('always')
+        try: e = f(*args) and None
+        except FloatingPointError as o: e = str(o)
+    return [str(o.message) for o in seen if 'steps in a row' in str(o.message)],e
+
+def test_warns_and_stops():
+    "With the cause if it can be computed again, else with the gradient; then from the beginning"
+    bad = [infinite(*data[0])]*9
+    steps = make(warn_skips=3, max_skips=5)
+    (text,),e = told(train, steps, bad)
+    start = 'steps in a row were skipped, since step 0, because gradients were not finite. The inputs of this batch'
+    assert text.startswith(f'3 {start}') and e.startswith(f'5 {start}') and 'weights have not changed' in e
+    assert (steps.state.steps,steps.state.skips,steps.loss_scale)==(5,0,1024.) and not steps.last.finite
+    plain(train(steps, data))
+    steps.compute_loss = None
+    (text,),_ = told(train, steps, bad[:3])
+    assert 'The gradient of 5.bias was the first that was not finite. Pass compute_loss= to learn' in text
+
+def test_rescues():
+    "As a learner: the module stays in float32, also after a restart"
+    def new(**kwargs):
+        torch.manual_seed(0)
+        return make(model=nn.Sequential(nn.Linear(8,16), Softmax(), nn.Linear(16,1)), scale=None, **kwargs)
+    steps = new(rescue=True, warn_skips=6)
+    (text,),e = told(train, steps, data*4)
+    assert e is None and "Kept in float32 from step 6: ['1']. To do so from the start: keep='1'." in text
+    assert steps.rescued==[('1',6)] and steps.last.finite and steps.state.skips==0
+    table = steps.policy().set_index('module')
+    assert table.why['1']=='rescued, step 6' if '1' in table.index else steps.half.ways['1'].why=='keep'
+    other = new()
+    other.load_state_dict(steps.state_dict())
+    assert other.rescued==steps.rescued
+    assert new().explain(*data[0]).module=='1' and other.explain(*data[0]).where=='nothing'
+
+# --- Arguments
+
+@pytest.mark.parametrize('kwargs', [dict(warn_skips=0), dict(warn_skips=True), dict(max_skips=1.5), dict(clip=-1.)])
+def test_bad_argument(kwargs):
+    (name,value), = kwargs.items()
+    with pytest.raises(ValueError, match=f'{name}={value!r} must be'): make(**kwargs)

@@ -82,9 +82,10 @@ def remove_grads(
 
 def reached_leaves(
     loss:torch.Tensor, # Result of a forward pass
+    beside=(), # Tensors, such as predictions, whose own graphs are left out
 )->list: # Without those inside reentrant checkpoints, which make their graph in the backward pass
     "The tensors that a backward pass of `loss` leads gradients to"
-    seen,todo,res = set(),[loss.grad_fn],[]
+    seen,todo,res = {o.grad_fn for o in beside},[loss.grad_fn],[]
     while todo:
         node = todo.pop()
         if node is None or node in seen: continue

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointError
 from fastai.callback.core import CancelStepException
 from fastai.torch_core import default_device
 
+from .dtypes import leaves
 from .loss_scale import DynamicLossScale,StaticLossScale
 from .modules import reset_ddp,reshard,training_group
 from .half import half_precision
@@ -79,6 +80,8 @@ class LearnerSteps(CheckedSteps):
 
     def opt_params(self): return [p for pg in self.cb.learn.opt.param_lists for p in pg]
     def loss_modules(self): return loss_modules(self.cb.learn)
+
+    def predictions(self): return [o for o in leaves(self.cb.learn.pred) if isinstance(o, torch.Tensor)]
 
     def model_params(self):
         of_loss = getattr(self.cb.learn.loss_func, 'parameters', None)

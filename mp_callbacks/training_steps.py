@@ -136,7 +136,8 @@ class GatheredStep:
         finally:
             (half.install if on else half.remove)()
             mul_grads(params, 1/scale)
-        if scale!=1 and all(p.grad is None for p in params): raise RuntimeError(_no_gradient(half.model, scale))
+        none = scale!=1 and loss.grad_fn and all(p.grad is None for p in params) # a leaf is the loss of an empty batch
+        if none: raise RuntimeError(_no_gradient(half.model, scale))
 
     def drop(self,
         params, # Parameters whose gradients belong to the step
@@ -501,13 +502,18 @@ class CheckedSteps(GuardedSteps):
         if self.tells(state.skips+1) or state.bad_losses+1==self.warn_skips: self.step.batches.append(batch)
         return self.step.backward(loss, state.scaling.loss_scale, self.half, [*self.params(),*others])
 
+    def predictions(self)->list:
+        "The model's predictions, as far as they are known; None: they aren't"
+
     def others_reached(self, loss, batch)->list:
         "What else the backward pass of `loss` leads to, such as inputs, hidden states, points of a gradient penalty"
-        given = any(isinstance(o, torch.Tensor) and o.requires_grad for o in leaves(batch))
-        if not given and not self.seeks: return [] # to look costs a microsecond for each operation
         if is_sharded(self.model): return [] # whole parameters stand in for the parts
-        known = {*map(id, self.params())}
-        others = [o for o in reached_leaves(loss) if id(o) not in known]
+        given = any(isinstance(o, torch.Tensor) and o.requires_grad for o in leaves(batch))
+        # to look costs a microsecond for each operation, so mostly only those after the predictions are looked at
+        beside = () if given or self.seeks else self.predictions()
+        found = [] if beside is None else reached_leaves(loss, beside)
+        known = {*map(id, self.params())} if found else ()
+        others = [o for o in found if id(o) not in known]
         self.seeks = bool(others)
         return others
 

@@ -21,7 +21,7 @@ from torch import Tensor,nn
 from torch.nn.utils import parametrize
 
 from .dtypes import as_dtype,cast_tree,hand_back,half_dtypes,replaced_parts
-from .devices import inexact,missing
+from .devices import inexact,missing,warn_caller
 from .own import narrow
 from .modules import StandIn
 from .cast import OneCast,has_plain_weights
@@ -348,7 +348,8 @@ def kept_dtypes(
     for pattern,compute in rules:
         roots,asked = {*matches(named, pattern)},', '.join(map(_called, flatten([pattern])))
         kinds = ', '.join(dict.fromkeys(type(m).__name__ for m in named.values()))
-        if asked and not roots: raise ValueError(f"keep={asked} selects no module. The model has {kinds}.")
+        # no error: a callback may add such modules later
+        if asked and not roots: warn_caller(f"keep={asked} selects no module. The model has {kinds}.")
         for name in named:
             parents = {'', *(name[:i] for i,c in enumerate(name) if c=='.'), name}
             if roots & parents: res[name] = compute

@@ -91,9 +91,6 @@ said = dict( # a call, and what its error says
     by_place  = (lambda: get_learner().to_bf16(1.), r'flat_master=1.0 must be True or False. .* as in clip=1.0'),
     callback  = (lambda: NativeMixedPrecision('bf16'), r"init_scale='bf16' is a dtype. .* takes dtype='bf16'"),
     dtype     = (lambda: get_learner().to_fp16('bf16'), r"loss_scale='bf16' is a dtype. The name of the call says it"),
-    no_type   = (lambda: half_precision(mlp(), keep=nn.Softmax), 'keep=Softmax selects no module. .* Linear, GELU'),
-    no_types  = (lambda: half_precision(mlp(), keep=[nn.Softmax,nn.LSTM]), 'keep=Softmax, LSTM selects no module'),
-    no_module = (lambda: half_precision(mlp(), keep=lambda name,m: name=='head'), 'keep=<lambda> selects no module'),
     name_only = (lambda: half_precision(mlp(), keep=lambda name: True), 'keep=<lambda> must take the name and the mod'),
     plan      = (lambda: get_learner().precision_plan().batch_size('16'), "gb='16' must be a positive number"))
 
@@ -102,6 +99,15 @@ def test_said(kind):
     "What is wrong, and not something else"
     call,match = said[kind]
     with pytest.raises((ValueError,TypeError), match=match): call()
+
+nothing = [(nn.Softmax,'Softmax'), ([nn.Softmax,nn.LSTM],'Softmax, LSTM'), (lambda name,m: name=='head','<lambda>')]
+
+@pytest.mark.parametrize('keep,name', nothing)
+def test_keep_selects_nothing(keep, name):
+    "A warning, as a callback may add such a module later"
+    with pytest.warns(UserWarning, match=f'keep={name} selects no module. The model has .*Linear, GELU') as told:
+        half_precision(mlp(), keep=keep)
+    assert told[0].filename==__file__
 
 def test_each_name_of_a_dtype():
     "Those of fastai's calls, too"

@@ -38,7 +38,7 @@ signatures = {
         set_half_precision_datatype=['datatype'], half_precision_datatype=[], cast_tree=['tree','dtype'],
         **{f'cast_to_{o}':['x'] for o in ('half_precision','full_precision','float16','bfloat16','float32')},
         cast_function=['func','dtype',('return_dtype',None)], all_finite=['tree'],
-        force_full_precision=['func',('return_dtype','args')], scaled=['func','scale'],
+        force_full_precision=['func',('return_dtype','args')], scaled=['func','scaling',('has_aux',False)],
         DynamicLossScaling=['loss_scaling','min_loss_scaling',('factor',2),('period',2000),('counter',0)],
         **{o:['func','scaling',('has_aux',False),('use_mixed_precision',True)]
            for o in ('filter_grad','filter_value_and_grad')},

@@ -136,11 +136,12 @@ _generators = (random.Random,torch.Generator,np.random.Generator,np.random.Rando
 @contextmanager
 def _unchanged_learner(learn, training=True):
     "Restore the learner, its callbacks, its model and the random number generators at the end"
-    dl,opt,rngs = training_batches(learn, training),learn.opt,get_random_states()
+    dls = training_batches(learn),training_batches(learn, training) # a look at one may change both
+    opt,rngs = learn.opt,get_random_states()
     while hasattr(opt, 'opt'): opt = opt.opt
     groups = getattr(opt, 'hypers', None) or getattr(opt, 'param_groups', ())
-    data = [getattr(dl, o, None) for o in ('dataset','sampler','batch_sampler','items')]
-    holders = [o for o in (learn,dl,*data,*learn.cbs,*learn.metrics) if hasattr(o, '__dict__')]
+    data = [getattr(dl, o, None) for dl in dls for o in ('dataset','sampler','batch_sampler','items')]
+    holders = [o for o in (learn,*dls,*data,*learn.cbs,*learn.metrics) if hasattr(o, '__dict__')]
     holders += [v for o in holders for v in vars(o).values() if isinstance(v, (L,Metric,CheckedSteps))]
     held = [*map(vars, holders),*groups]
     held += [v for d in held for v in d.values() if isinstance(v, (list,dict))] # as the order that shuffling changes

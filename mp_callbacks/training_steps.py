@@ -429,6 +429,7 @@ shared_options = [k for k in StepReports.__init__.__kwdefaults__ if k!='rescue']
 class GuardedSteps(StepReports):
     "Steps of which nothing is left if an error ends them"
     cancels = () # exceptions that are part of a plan: nothing is undone for them
+    seeks = True # may the next backward pass lead to tensors that belong to nobody? It may if the last one did.
 
     def __getstate__(self): return dict(vars(self), _half=None, _depth=0, step=None) # for copies and pickles
 
@@ -439,6 +440,9 @@ class GuardedSteps(StepReports):
     def loss_modules(self)->list:
         "The modules of the loss function, without those inside them"
         return []
+
+    def predictions(self)->list:
+        "The model's predictions; None: they aren't known"
 
     def model_params(self)->list:
         "Parameters of model and loss function"
@@ -485,8 +489,6 @@ class GuardedSteps(StepReports):
 # %% ../nbs/09b_training_steps.ipynb #9b000018
 class CheckedSteps(GuardedSteps):
     "Steps that are checked, and then made, or skipped without a trace"
-    seeks = True # may the next backward pass lead to tensors that belong to nobody? It may if the last one did.
-
     def begin_batch(self):
         "Remember what the batch may change"
         if self.step is None: self.step = GatheredStep(self.loss_modules())
@@ -501,9 +503,6 @@ class CheckedSteps(GuardedSteps):
         self.step.others += others
         if self.tells(state.skips+1) or state.bad_losses+1==self.warn_skips: self.step.batches.append(batch)
         return self.step.backward(loss, state.scaling.loss_scale, self.half, [*self.params(),*others])
-
-    def predictions(self)->list:
-        "The model's predictions, as far as they are known; None: they aren't"
 
     def others_reached(self, loss, batch)->list:
         "What else the backward pass of `loss` leads to, such as inputs, hidden states, points of a gradient penalty"

@@ -51,9 +51,16 @@ def test_graphs(mode, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize('mode', ['fp16','native_fp16'])
 def test_learns_the_same(mode):
-    "Compiled or not, the same weights"
-    def run(make): learn = get_learner(make()); modes[mode](learn).fit(3); return learn
-    assert apart(run(compiled['wrapped']), run(norms), flat(weights(get_learner(norms()))))<1e-2
+    "Compiled or not, the same weights; or as near to float32, as compiled layers and norms are left to autocast"
+    def run(make, mode=mode):
+        learn = get_learner(make())
+        if mode: modes[mode](learn)
+        learn.fit(3)
+        return learn
+    start = flat(weights(get_learner(norms())))
+    full,plain,fast = run(norms, None),run(norms),run(compiled['wrapped'])
+    if mode=='native_fp16': assert apart(fast, plain, start)<1e-2
+    else: assert apart(fast, full, start)<1.5*apart(plain, full, start)
 
 @pytest.mark.slow
 def test_layer_norm_as_on_cuda(monkeypatch):

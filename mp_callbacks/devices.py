@@ -181,5 +181,5 @@ def warn_caller(
 ):
     "Warn, and show the line outside of this package that has called it"
     frame,level = inspect.currentframe().f_back,2
-    while frame.f_globals['__name__'].startswith('mp_callbacks.'): frame,level = frame.f_back,level+1
+    while frame.f_globals.get('__name__', '').startswith('mp_callbacks.'): frame,level = frame.f_back,level+1
     warn(text, stacklevel=level)

@@ -113,7 +113,8 @@ def test_error_in_a_note():
     class Untold(RuntimeError):
         def __str__(self): raise ValueError('no text')
     half = half_precision(net(), bf16)
-    with pytest.raises(ValueError, match='no text'), half: raise Untold
+    # before Python 3.11 there are no notes
+    with pytest.raises(ValueError if hasattr(Untold, 'add_note') else Untold), half: raise Untold
     assert_plain(half.model)
 
 # --- A model that has changed

@@ -21,7 +21,7 @@ from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale,default_h
 from .half import check_half,half_precision
 from .flat import check_flat,flat_steps
 from .fp8 import Fp8
-from .training_steps import StepReports,check_bools,first_scale,shared_options
+from .training_steps import StepSettings,check_bools,first_scale,shared_options
 from .precision import PrecisionCallback,PrecisionPart,fit_device
 
 # %% ../nbs/10d_callback.ipynb #203fafa1
@@ -83,7 +83,7 @@ class MixedPrecision(PrecisionCallback):
     train, and `FloatingPointError` when `max_skips` steps in a row were not finite."""
     first_scale = first_scale.loss_scale # of the first step, in which gradients are measured
 
-    @options_of(StepReports.__init__, positional=['clip'], named=[*shared_options, 'rescue'])
+    @options_of(StepSettings.__init__, positional=['clip'], named=[*shared_options, 'rescue'])
     def __init__(self,
         loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # Scale if `dynamic=False`; loss scale or preset
         flat_master:bool=False, # Step small tensors as one? Faster with fastai's Adam, see [flat](05_flat.ipynb)
@@ -137,7 +137,7 @@ class NativeMixedPrecision(PrecisionCallback):
 
     Raises `ValueError` or `TypeError` for bad arguments, `ValueError` at the start of a fit for a learner that it can't
     train, and `FloatingPointError` when `max_skips` steps in a row were not finite."""
-    @options_of(StepReports.__init__, named=['clip', *shared_options, 'rescue'])
+    @options_of(StepSettings.__init__, named=['clip', *shared_options, 'rescue'])
     def __init__(self,
         init_scale:float|str|StaticLossScale|DynamicLossScale=65536., # Number to start at, loss scale or preset
         growth_factor:float=2., # Factor that the scale grows by

@@ -16,7 +16,7 @@ from .grads import StepStats
 from .modules import remember_buffers,restore_buffers,unchanged,unwrap
 from .half import half_precision
 from .nonfinite import Finding,diagnose
-from .training_steps import alone,changed_weights,explain_batches,find_cure
+from .training_steps import changed_weights,explain_batches
 from .inside import cancels
 
 # %% ../nbs/10a_skipped.ipynb #50ec3f54

@@ -8,7 +8,6 @@ Docs: https://example.github.io/mp_callbacks/step.html.md"""
 __all__ = ['state_prefix', 'read_state', 'clear_state', 'write_state']
 
 # %% ../nbs/10b_step.ipynb #a738610a
-from .training_steps import GatheredStep,ScaleState
 from .inside import first_hypers
 
 # %% ../nbs/10b_step.ipynb #2b8d46eb

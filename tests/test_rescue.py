@@ -6,7 +6,7 @@ from fastai.callback.training import GradientAccumulation
 from sick_models import *
 from mp_callbacks.modules import named_modules
 from mp_callbacks.nonfinite import Finding
-from mp_callbacks.skipped import find_cure
+from mp_callbacks.training_steps import find_cure
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:You are shadowing')
 

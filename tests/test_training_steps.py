@@ -203,7 +203,7 @@ def test_warns_and_stops():
     assert text.startswith(f'3 {start}') and e.startswith(f'5 {start}') and 'weights have not changed' in e
     assert (steps.state.steps,steps.state.skips,steps.loss_scale)==(5,0,1024.) and not steps.last.finite
     plain(train(steps, data))
-    steps.compute_loss = None
+    steps.trained.compute_loss = None
     (text,),_ = told(train, steps, bad[:3])
     assert 'The gradient of 5.bias was the first that was not finite. Pass compute_loss= to learn' in text
 

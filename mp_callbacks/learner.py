@@ -140,7 +140,7 @@ def _set_precision(learn, new, model_to_half=None):
     _remove_precision(learn)
     if old is not None and (type(old),old.initial)!=(type(new),new.initial): _forget_scale(learn)
     learn.add_cbs([new] if model_to_half is None else [model_to_half,new])
-    new.steps.computes.half = half
+    new.steps.chosen.half = half
     if learn.opt is not None: new.state = new.state # as for a new optimizer
     if not hasattr(learn, 'precision_recorder'): learn.add_cb(PrecisionRecorder())
     return learn

@@ -7,16 +7,16 @@ Docs: https://example.github.io/mp_callbacks/training_steps.html.md"""
 # %% auto #0
 __all__ = ['default_max_skips', 'shared_options', 'first_scale', 'ScaleState', 'GatheredStep', 'check_float32', 'scaled_backward',
            'alone', 'explain_batches', 'name_culprit', 'find_cure', 'changed_weights', 'TrainedModel', 'check_device',
-           'RescuedModel', 'check_bools', 'StepSettings', 'StepsState', 'keep_from_now', 'report_skips',
-           'report_losses', 'guarded', 'TensorsBeside', 'CheckedSteps', 'split_batch', 'TrainingSteps']
+           'ChosenHalf', 'check_bools', 'StepSettings', 'StepsState', 'keep_from_now', 'report_skips', 'report_losses',
+           'guarded', 'TensorsBeside', 'CheckedSteps', 'split_batch', 'check_gathered', 'TrainingSteps']
 
 # %% ../nbs/09b_training_steps.ipynb #9b000010
 import math,torch
 from contextlib import contextmanager,nullcontext
+from operator import attrgetter
 from numbers import Integral
 from typing import NamedTuple
 import pandas as pd
-from fastcore.basics import GetAttr
 from fastcore.meta import delegates
 from torch import nn
 
@@ -50,7 +50,7 @@ class ScaleState(NamedTuple):
     )->'ScaleState':
         "The state with the settings of `self` and the `numbers` of another"
         rescued = tuple((k.removeprefix('rescued_'),v) for k,v in numbers.items() if k.startswith('rescued_'))
-        counts = {k:numbers[k] for k in ('steps','skips','bad_losses')}
+        counts = {k:numbers.get(k, 0) for k in ('steps','skips','bad_losses')}
         return type(self)(self.scaling.load_state_dict(numbers), **counts, rescued=rescued)
 
     def after(self,
@@ -69,9 +69,10 @@ class GatheredStep:
     ):
         self.modules,self.full = [],[] # of the model, and its float32 parameters
         self.buffers = remember_buffers(others) # what they were
+        self.batch = None # inputs and targets of the batch that is open, in a loop of one's own
         self.losses = [] # of its batches
         self.batches = [] # their inputs and targets, if the step may have to be explained
-        self.others = [] # tensors that have got gradients, beside parameters
+        self.tensors = [] # those that have got gradients, beside parameters
         self.stats = None # `StepStats` of the gradients, as soon as they are complete
         self.outcome = '' # 'made' or 'skipped', as soon as it has ended
 
@@ -90,7 +91,7 @@ class GatheredStep:
     ):
         "Let the step not have happened: restore what the forward pass has changed, and remove the gradients"
         restore_buffers(self.buffers)
-        remove_grads([*params,*self.others]) # `zero_grad` skips parameters outside the optimizer
+        remove_grads([*params,*self.tensors]) # `zero_grad` skips parameters outside the optimizer
 
 # %% ../nbs/09b_training_steps.ipynb #9b00001b
 def check_float32(
@@ -110,7 +111,7 @@ def check_float32(
 def _no_gradient(model, scale):
     "Why no parameter may have a gradient after a backward pass, and what to do"
     text = "After the backward pass no parameter has a gradient"
-    without = "to_bf16() or to_native_bf16(), which have no loss scale"
+    without = "to_bf16() or to_native_bf16() (in a loop of your own torch.bfloat16), which have no loss scale"
     if is_sharded(model): return (
         f"{text}: set_requires_gradient_sync(False) keeps the gradients back, with the loss scale of {scale:.9g}, and "
         f"this batch is lost. Leave it on, as GradientAccumulation adds up what is sent, or use {without}.")
@@ -277,12 +278,12 @@ def check_device(
     "Raise a `ValueError` if `device` can't compute like `half`"
     if half.fp8 and not half.fp8.emulate: check_fp8(device)
     if support(device, half.dtype)=='no':
-        raise ValueError(f"device={device} doesn't compute in {half.dtype} on this machine. Use learn.to_fp32(), or "
-                         "put the learner's dls and model on a device that does.")
+        raise ValueError(f"device={device} doesn't compute in {half.dtype} on this machine. Use learn.to_fp32() (in a "
+                         "loop of your own no half precision), or put data and model on a device that does.")
 
 # %% ../nbs/09b_training_steps.ipynb #9b00001d
-class RescuedModel:
-    "How a `TrainedModel` computes, with modules of it that were rescued in float32"
+class ChosenHalf:
+    "How a `TrainedModel` computes: modules of it that were rescued do so in float32"
     half = None # the model's `half_precision`
     names = [] # of the rescued modules that it was made for
     def __init__(self, trained:TrainedModel): self.trained = trained
@@ -362,9 +363,10 @@ class StepSettings:
 shared_options = [k for k in StepSettings.__init__.__kwdefaults__ if k!='rescue'] # of all calls
 
 # %% ../nbs/09b_training_steps.ipynb #9b000020
-class StepsState(StepSettings, GetAttr):
+class StepsState(StepSettings):
     "Training steps between two steps: their state, and how the model computes"
-    _default,_xtra = 'trained',['model','opt','device'] # of a `TrainedModel`, here, too
+    model = property(attrgetter('trained.model'), doc="The model, perhaps in `DistributedDataParallel`")
+    opt = property(attrgetter('trained.opt'), doc="The optimizer")
     step = None # the `GatheredStep`, if one has begun
     depth = 0 # how many batches or steps are open, one in the other
     def __init__(self,
@@ -373,7 +375,7 @@ class StepsState(StepSettings, GetAttr):
         **settings # As for `StepSettings`
     ):
         super().__init__(**settings)
-        self.trained,self.computes,self.beside = trained,RescuedModel(trained),TensorsBeside()
+        self.trained,self.chosen,self.beside = trained,ChosenHalf(trained),TensorsBeside()
         self.initial,self.last_state = scaling,ScaleState(scaling)
 
     def __getstate__(self): return dict(vars(self), depth=0, step=None) # for copies and pickles
@@ -403,22 +405,23 @@ class StepsState(StepSettings, GetAttr):
     def load_state_dict(self,
         state:dict, # From `state_dict`
     ):
-        "Go on from `state`. A step that is being gathered is forgotten."
+        "Go on from `state`. The gradients of a step that is being gathered are removed."
+        if self.step is not None: remove_grads(self.trained.opt_params())
         self.state,self.step = self.state.loaded(state),None
 
     @property
     def half(self)->half_precision:
         "How the model computes. What a step rescues counts from the next one on."
-        return self.computes.choose(None if self.depth else self.state.rescued)
+        return self.chosen.choose(None if self.depth else self.state.rescued)
 
     @property
     def rescued(self)->list: # As `ScaleState.rescued`
         "The rescued modules that the model has, and that compute in float32"
-        return self.computes.kept(self.state.rescued)
+        return self.chosen.kept(self.state.rescued)
 
     def policy(self)->pd.DataFrame: # As from `half_precision.policy`
         "How each module of the model computes, and why"
-        return self.computes.policy(self.state.rescued)
+        return self.chosen.policy(self.state.rescued)
 
 # %% ../nbs/09b_training_steps.ipynb #9b000015
 def keep_from_now(
@@ -437,7 +440,7 @@ def keep_from_now(
         return False
     rescued = *state.rescued,*[(name,state.steps) for name in names]
     steps.state = ScaleState(steps.initial, state.steps, rescued=rescued) # the loss scale is looked for again
-    start = keep_option(own, steps.computes.parts(rescued))
+    start = keep_option(own, steps.chosen.parts(rescued))
     warn_caller(f"{story} Kept in float32 from step {state.steps}: {names}. To do so from the start: {start}.")
     return True
 
@@ -493,7 +496,7 @@ def guarded(
             steps.step = None
             remove_grads(steps.trained.opt_params())
         (half.install if on else half.remove)()
-        if steps.computes.half is not half: steps.computes.half.remove() # somebody has replaced the model
+        if steps.chosen.half is not half: steps.chosen.half.remove() # somebody has replaced the model
 
 # %% ../nbs/09b_training_steps.ipynb #9b000037
 class TensorsBeside:
@@ -543,7 +546,7 @@ class CheckedSteps(StepsState):
         # whole parameters stand in for the parts of a sharded model
         sharded,predictions = is_sharded(self.model),self.trained.predictions()
         others = [] if sharded else self.beside.reached(loss, batch, predictions, params)
-        step.others += others
+        step.tensors += others
         if self.tells(state.skips+1) or state.bad_losses+1==self.warn_skips: step.batches.append(batch)
         step.losses.append(loss.detach())
         return scaled_backward(loss, state.scaling.loss_scale, self.half, [*params,*others])
@@ -583,9 +586,22 @@ first_scale = DynamicLossScale(2.**10, period=500, headroom=default_headroom) # 
 # %% ../nbs/09b_training_steps.ipynb #9b000038
 def split_batch(
     batch, # Inputs, and at the end the targets
+    compute_loss=None, # Function that needs the batch; None: none does
 )->tuple: # Of two
     "Inputs and targets of `batch`. One that has a single part, such as a dict, is all inputs."
+    if compute_loss is not None and not batch:
+        raise ValueError("compute_loss= needs the batch, to compute it again. Use steps.batch(xb, yb).")
     return (batch[:-1],batch[-1:]) if len(batch)>1 else (batch,())
+
+def check_gathered(
+    steps:CheckedSteps, # Whose next step is to be made
+):
+    "Raise a `RuntimeError` if there is no whole step that can be made"
+    if steps.step is None: raise RuntimeError("There is no step to make. First compute a batch in steps.batch().")
+    if steps.step.batch: raise RuntimeError("steps.make() is inside `with steps.batch():`. Call it after the `with`.")
+    if not steps.step.losses and any(p.grad is not None for p in steps.params()): raise RuntimeError(
+        "The backward pass had no loss scale, and may have computed checkpointed parts in float32. Use "
+        "steps.backward(loss) instead of loss.backward().")
 
 # %% ../nbs/09b_training_steps.ipynb #9b00001f
 class TrainingSteps(CheckedSteps):
@@ -608,7 +624,7 @@ class TrainingSteps(CheckedSteps):
         super().__init__(TrainedModel(model, opt, half, compute_loss), as_loss_scale(loss_scale), **kwargs)
         if self.rescue and compute_loss is None:
             raise ValueError("rescue=True needs compute_loss=, a function of a model and a batch.")
-        check_device(self.device, self.half)
+        check_device(self.trained.device, half)
 
     @contextmanager
     def batch(self,
@@ -617,14 +633,16 @@ class TrainingSteps(CheckedSteps):
         "Context manager around forward and backward pass of a batch; those up to `make` are one step"
         with guarded(self), self.half:
             self.begin_batch()
-            self._batch = split_batch(batch)
+            self.step.batch = split_batch(batch, self.trained.compute_loss)
             yield
+            self.step.batch = None
 
     def scaled(self, loss): # It gives what to call `backward` of
         "Context manager around the backward pass of `loss`, for code that calls `backward` itself"
-        if not self.depth: raise RuntimeError("The backward pass belongs into `with steps.batch():`.")
+        if not (self.step and self.step.batch):
+            raise RuntimeError("The backward pass belongs into `with steps.batch():`.")
         check_float32(self.model, self.step.full)
-        return super().scaled(loss, self._batch)
+        return super().scaled(loss, self.step.batch)
 
     def backward(self, loss):
         "Backward pass of `loss`, with the loss scale in it"
@@ -639,7 +657,7 @@ class TrainingSteps(CheckedSteps):
 
     def make(self)->StepStats:
         "Let the optimizer step, or skip the step if a gradient is not finite; and remove the gradients"
-        if self.step is None: raise RuntimeError("There is no step to make. First compute a batch in steps.batch().")
+        check_gathered(self)
         with guarded(self):
             if self.check(self.step.losses).finite:
                 self.opt.step()

@@ -59,7 +59,7 @@ promises = {
               'test_silent.py::test_rounded_parameter')],
     'interrupts': [
         Break('the model still computes in half precision', 'training_steps.py',
-              '(half.install if on else half.remove)()\n        if steps.computes', 'if steps.computes',
+              '(half.install if on else half.remove)()\n        if steps.chosen', 'if steps.chosen',
               'test_signals.py::test_interrupt'),
         Break('a step that was begun goes on', 'training_steps.py',
               'if training and steps.step is not None and not steps.step.outcome: steps.drop_step()', '',

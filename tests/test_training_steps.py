@@ -94,7 +94,7 @@ def test_own_backward():
     "`scaled` is for code that calls `backward` itself"
     one,other = make(),train(make(), data)
     for x,y in data:
-        with one.batch():
+        with one.batch(x, y):
             loss = mse(one.model, x, y)
             with one.scaled(loss) as scaled: scaled.backward()
         one.make()
@@ -126,7 +126,7 @@ def test_resumed(at, tmp_path):
 def test_copied():
     "A copy in the middle of a step begins that step anew"
     steps = train(make(), data[:2])
-    with steps.batch(): steps.backward(mse(steps.model, *data[2]))
+    with steps.batch(*data[2]): steps.backward(mse(steps.model, *data[2]))
     other = deepcopy(steps)
     for p in other.model.parameters(): p.grad = None
     other.opt.zero_grad()
@@ -222,6 +222,53 @@ def test_rescues():
     other.load_state_dict(steps.state_dict())
     assert other.rescued==steps.rescued
     assert new().explain(*data[0]).module=='1' and other.explain(*data[0]).where=='nothing'
+
+# --- Calls in another order
+
+def backward_alone(steps):
+    with steps.batch(*data[0]): mse(steps.model, *data[0]).backward()
+    steps.make()
+
+def make_inside(steps):
+    with steps.batch(*data[0]):
+        steps.backward(mse(steps.model, *data[0]))
+        steps.make()
+
+def no_batch(steps):
+    with steps.batch(): pass
+
+def another_optimizer(steps): steps.opt = adamw(steps.model.parameters())
+
+@pytest.mark.parametrize('f,e,match', [
+    (backward_alone, RuntimeError, 'steps.backward.loss. instead of loss.backward'),
+    (make_inside, RuntimeError, 'Call it after the `with`'),
+    (no_batch, ValueError, 'Use steps.batch.xb, yb.'),
+    (another_optimizer, AttributeError, 'no setter|can.t set')])
+def test_refused(f, e, match):
+    "What would train with a wrong step; afterwards the steps go on"
+    steps,twin = make(),make()
+    with pytest.raises(e, match=match): f(steps)
+    if steps.step is not None:
+        steps.drop_step()
+    assert same(state(train(steps, data)), state(train(twin, data)))
+
+def test_nothing_to_do():
+    "A batch without a loss is a step without gradients"
+    steps = make()
+    with steps.batch(*data[0]): pass
+    before = leaves(dict(steps.model.state_dict()))
+    assert steps.make().finite and same(leaves(dict(steps.model.state_dict())), before)
+
+def test_loaded_in_the_middle():
+    "Nothing of the step that was begun gets into the next one"
+    steps,twin = make(),make()
+    for o in (steps,twin): train(o, data[:2])
+    saved = steps.state_dict()
+    buffers = [b.clone() for b in steps.model.buffers()]
+    with steps.batch(*data[2]): steps.backward(mse(steps.model, *infinite(*data[2])))
+    for b,o in zip(steps.model.buffers(), buffers): b.copy_(o)
+    steps.load_state_dict(saved)
+    assert same(state(train(steps, data)), state(train(twin, data)))
 
 # --- Arguments
 

@@ -622,8 +622,7 @@ class TrainingSteps(CheckedSteps):
         if not isinstance(half, half_precision): half = half_precision(without_ddp(model), half)
         if loss_scale is None: loss_scale = first_scale if half.dtype==torch.float16 else 1.
         super().__init__(TrainedModel(model, opt, half, compute_loss), as_loss_scale(loss_scale), **kwargs)
-        if self.rescue and compute_loss is None:
-            raise ValueError("rescue=True needs compute_loss=, a function of a model and a batch.")
+        if self.rescue and compute_loss is None: raise ValueError("rescue=True needs compute_loss=, to find the cause.")
         check_device(self.trained.device, half)
 
     @contextmanager

@@ -59,7 +59,6 @@ class LearnerModel(TrainedModel):
 
     def new_half(self, model): return self.cb.new_half(model)
     def opt_params(self): return [p for pg in self.opt.param_lists for p in pg]
-    def loss_params(self): return getattr(self.cb.learn.loss_func, 'parameters', list)()
     def loss_modules(self): return loss_modules(self.cb.learn)
     def predictions(self): return [o for o in leaves(self.cb.learn.pred) if isinstance(o, torch.Tensor)]
     def explain(self, half, step): return explain_step(self.cb.learn, half, step.stats, step.batches)

@@ -244,7 +244,7 @@ class TrainedModel:
 
     def loss_params(self)->list:
         "Parameters of the loss function"
-        return []
+        return [p for m in self.loss_modules() for p in m.parameters(recurse=False)]
 
     def loss_modules(self)->list:
         "The modules of the loss function, without those inside them"

@@ -148,6 +148,46 @@ def test_transformers_in_own_loop():
     half,full = train(True),train(False)
     assert half[-1]<.5*half[0] and abs(half[-1]-full[-1])<.1*full[0], (half,full)
 
+class Sick(nn.Module):
+    "In bfloat16 the head's probability is rounded to 1, and then the loss is inf"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body,self.head = nn.Linear(8,8),nn.Linear(8,1)
+        nn.init.constant_(self.head.bias, 7.)
+    def forward(self, x, labels): return dict(loss=-(1-self.head(self.body(x)).sigmoid()).log().mean())
+
+def asks(model, accelerator, batch):
+    "What the page of other trainers says of the cause, where they use their own autocast"
+    from mp_callbacks.grads import prepare_grads
+    from mp_callbacks.half import half_precision
+    from mp_callbacks.nonfinite import diagnose
+    assert not prepare_grads(model.parameters()).finite
+    model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    return diagnose(model, lambda: model(**batch)['loss'], half_precision(model, torch.bfloat16, rules=False))
+
+@pytest.mark.slow
+def test_nan_in_accelerate():
+    accelerate = pytest.importorskip('accelerate')
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision='bf16')
+    model,batch = accelerator.prepare(Sick()),dict(x=torch.randn(4,8)/8, labels=torch.ones(4))
+    accelerator.backward(model(**batch)['loss'])
+    found = asks(model, accelerator, batch)
+    assert (found.where,found.precision)==('forward',True)
+
+@pytest.mark.slow
+def test_nan_in_trainer(tmp_path):
+    t = pytest.importorskip('transformers')
+    class Watched(t.Trainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            super().training_step(model, inputs, *args, **kwargs)
+            raise FloatingPointError(asks(model, self.accelerator, inputs))
+    args = t.TrainingArguments(str(tmp_path), bf16=True, use_cpu=True, report_to=[], disable_tqdm=True)
+    data = [dict(x=x, labels=torch.ones(())) for x in torch.randn(8,8)/8]
+    with pytest.raises(FloatingPointError) as e: Watched(Sick(), args, train_dataset=data).train()
+    found, = e.value.args
+    assert (found.where,found.precision)==('forward',True)
+
 @pytest.mark.parametrize('wrap', [True,False])
 def test_compiled_files(wrap, tmp_path):
     "`model.compile()` leaves the names of the parameters as they are, `torch.compile(model)` doesn't"

@@ -116,7 +116,49 @@ def test_block(name):
 def test_blocks_are_run():
     "by `test_block`, or by a test of their own below; `test_from_other_libraries` runs diffs, .ci/run the commands"
     found = {o for o in nbs if re.match('index|howto/', o) and blocks(o)}
-    assert found=={*starts,'howto/several_gpus','howto/other_trainers'}
+    assert found=={*starts,'howto/several_gpus','howto/other_trainers','howto/applications','howto/fast_on_a_gpu'}
+
+small_pets = """
+import fastai.vision.all as vision
+from fastai.vision.all import *
+from mp_callbacks.all import *
+from sklearn.datasets import load_sample_images
+vision.defaults.callbacks.remove(ProgressCallback)
+
+def untar_data(url):
+    Path('images').mkdir()
+    for name,o in zip(('Temple','flower'), load_sample_images().images):
+        for i in range(80): PILImage.create(o[i:i+48,4*i:4*i+48]).save(f'images/{name}_{i}.jpg')
+    return Path()
+
+def compiled(self, _f=nn.Module.compile): _f(self, backend='eager')
+nn.Module.compile = compiled
+new = dict(untar_data=untar_data, vision_learner=partial(vision_learner, pretrained=False), resnet34='test_resnet',
+           resnet50='test_resnet', Resize=lambda size, _f=Resize: _f(32), aug_transforms=lambda size: [])
+for k,v in new.items(): setattr(vision, k, v)
+from fastai.vision.all import *
+"""
+ended = """
+assert len(learn.recorder.values)=={} and learn.precision_recorder.log.finite.iloc[-1]
+"""
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name,epochs', [('howto/applications',1),('howto/fast_on_a_gpu',3)])
+def test_pets(name, epochs, forked, tmp_path):
+    "The first block of that page, with small images in place of a download, a small model without pretrained weights"
+    pytest.importorskip('timm')
+    forked(small_pets+blocks(name)[0]+ended.format(epochs), tmp_path)
+
+@pytest.mark.slow
+def test_lora_block(forked, tmp_path):
+    "After the page's cells that make its data, and a BERT"
+    pytest.importorskip('peft')
+    pytest.importorskip('transformers')
+    lines = [o for o in cells('howto/applications', 'code') if re.search('fastai.tabular|import .*pydoc|BertConfig', o)]
+    _,code = blocks('howto/applications')
+    quiet = '\ndefaults.callbacks.remove(ProgressCallback)\n'
+    end = "assert 0<sum(p.requires_grad for p in model.parameters())<len([*model.parameters()])/2\n"
+    forked('\n'.join(lines)+quiet+code+ended.format(4)+end, tmp_path)
 
 @pytest.mark.slow
 def test_several_gpus(tmp_path):

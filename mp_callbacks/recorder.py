@@ -189,6 +189,7 @@ class PrecisionRecorder(LeanCallback, StepLog, TensorLog):
     _stats,_new,_start = None,False,None
     first_weight = None # largest absolute weight when training began
     first_row = 0 # of the last fit
+    _begin = 0 # rows when fastai's events of a fit began; a validation has them, too, but doesn't train
 
     def __init__(self,
         columns:bool=False, # Add `skipped` and `loss_scale` to fastai's table of epochs?
@@ -203,14 +204,16 @@ class PrecisionRecorder(LeanCallback, StepLog, TensorLog):
         if self.tensors and is_sharded(self.learn.model): raise ValueError(
             f"tensors={self.tensors} measures whole parameters, and with fully_shard (FSDP2) each process has parts. "
             "Use tensors=None.")
-        if not is_look(self.learn): self.first_row = len(self.rows)
+        self._begin = len(self.rows)
         if self.first_weight is None and not is_look(self.learn):
             params = [p.detach() for p in self.learn.model.parameters() if p.is_floating_point()]
             self.first_weight = largest_number(params)
         if self.columns and hasattr(self.learn, 'recorder'): add_columns(self.learn.recorder, ['skipped','loss_scale'])
 
     def before_epoch(self): self._start = None # `learn.validate()` calls it, too
-    def before_train(self): self._start = len(self.rows)
+    def before_train(self):
+        self._start = len(self.rows)
+        if not is_look(self.learn): self.first_row = self._begin
     def before_batch(self): self._stats,self._new = getattr(self.learn, 'step_stats', None),False
     def after_cancel_step(self): self._add_row(True)
     def after_step(self): self._add_row(False)

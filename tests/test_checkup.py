@@ -161,6 +161,16 @@ def test_last_fit():
     texts,todo = lines(learn.precision_checkup())
     assert texts['Last fit'].startswith('8 steps, none skipped.') and 'Skipped steps' not in todo
 
+def test_last_fit_is_not_a_validation():
+    "A validation, predictions and a search for a learning rate are no fits, though fastai's events are the same"
+    learn = get_learner().to_fp16(max_loss_scale=2.**10)
+    learn.fit(1)
+    for look in (learn.validate, learn.get_preds, lambda: learn.lr_find(num_it=10, show_plot=False)):
+        look()
+        assert lines(learn.precision_checkup())[0]['Last fit'].startswith('4 steps, none skipped.')
+    learn.fit(2)
+    assert lines(learn.precision_checkup())[0]['Last fit'].startswith('8 steps')
+
 # --- What can't be asked
 
 def test_not_asked():

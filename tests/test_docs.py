@@ -215,7 +215,12 @@ words = { # what people type who have a problem, and the page that answers; test
     'MacBook':           'howto/which_precision',  'Ryzen':         'howto/which_precision',
     'notebook_launcher': 'howto/several_gpus',     'PicklingError': 'howto/checkpoints',
     'show_results':      'howto/works_with',       'optimi':        'howto/works_with',
-    'fastxtend':         'howto/from_other_libraries'}
+    'fastxtend':         'howto/from_other_libraries',
+    'Kaggle':            'howto/applications',     'Colab':         'howto/applications',
+    'LoRA':              'howto/applications',     'MixUp':         'howto/applications',
+    'T4':                'howto/applications',     'laptop':        'howto/which_precision',
+    'A100':              'howto/fast_on_a_gpu',    'RTX 4090':      'howto/fast_on_a_gpu',
+    'Trainer':           'howto/other_trainers',   'Accelerate':    'howto/other_trainers'}
 
 @pytest.mark.parametrize('word', words)
 def test_words(word): assert re.search(rf'\b{word}\b', '\n'.join(cells(words[word], 'markdown')))

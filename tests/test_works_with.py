@@ -188,6 +188,22 @@ def test_nan_in_trainer(tmp_path):
     found, = e.value.args
     assert (found.where,found.precision)==('forward',True)
 
+def test_seeded_look():
+    "A batch that begins with a seed is computed again with the dropout that it had, as on the page for the Trainer"
+    from mp_callbacks.training_steps import TrainingSteps
+    masks,model = [],nn.Sequential(nn.Dropout(.5), nn.Linear(64,1))
+    model[0].register_forward_hook(lambda m,x,y: masks.append(y!=0))
+    def _loss(model, x, seed):
+        torch.manual_seed(seed)
+        return model(x).sum()*math.inf
+    opt = torch.optim.SGD(model.parameters(), .1)
+    steps = TrainingSteps(model, opt, torch.bfloat16, compute_loss=_loss, max_skips=1)
+    with steps.batch(torch.ones(4,64), 42):
+        loss = _loss(model, torch.ones(4,64), 42)
+        steps.backward(loss)
+    with pytest.raises(FloatingPointError, match='was the first|loss is'): steps.make()
+    assert len(masks)>1 and all(torch.equal(o, masks[0]) for o in masks) and not masks[0].all()
+
 @pytest.mark.parametrize('wrap', [True,False])
 def test_compiled_files(wrap, tmp_path):
     "`model.compile()` leaves the names of the parameters as they are, `torch.compile(model)` doesn't"

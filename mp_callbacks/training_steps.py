@@ -286,7 +286,10 @@ class ChosenHalf:
     "How a `TrainedModel` computes: modules of it that were rescued do so in float32"
     half = None # the model's `half_precision`
     names = [] # of the rescued modules that it was made for
-    def __init__(self, trained:TrainedModel): self.trained = trained
+    def __init__(self,
+        trained:TrainedModel, # The model
+    ): self.trained = trained
+
     def __getstate__(self): return dict(trained=self.trained) # for copies and pickles
 
     def parts(self,
@@ -451,8 +454,9 @@ def report_skips(
     state = steps.state
     if not steps.tells(state.skips): return
     first,found = state.steps-state.skips,steps.trained.explain(steps.half, steps.step)
-    story = (f"{state.skips} steps in a row were skipped, since step {first}, because gradients were not finite. "
-             f"{found} The loss scale is {state.scaling.loss_scale:.9g}, and {steps.trained.weights_since(first)}")
+    one,many = f"Step {first} was skipped,",f"{state.skips} steps in a row were skipped, since step {first},"
+    story = (f"{many if state.skips>1 else one} because gradients were not finite. {found} The loss scale is "
+             f"{state.scaling.loss_scale:.9g}, and {steps.trained.weights_since(first)}")
     if steps.rescue and keep_from_now(steps, found, story): return
     if state.skips<steps.max_skips: return warn_caller(f"{story} After {steps.max_skips} training will stop.")
     steps.state = ScaleState(steps.initial, state.steps, rescued=state.rescued) # for what comes next
@@ -464,8 +468,10 @@ def report_losses(
     "Warn, or rescue, after many steps in a row whose loss is not finite, though their gradients are"
     if steps.step.stats.loss_finite or steps.state.bad_losses!=steps.warn_skips: return
     found = steps.trained.explain(steps.half, steps.step)
-    story = (f"The loss of {steps.warn_skips} steps in a row was not finite, though their gradients were, so these "
-             f"steps were made. {found}")
+    one = "The loss of a step was not finite, though its gradients were, so the step was made."
+    many = (f"The loss of {steps.warn_skips} steps in a row was not finite, though their gradients were, so these "
+            "steps were made.")
+    story = f"{many if steps.warn_skips>1 else one} {found}"
     # to rescue means to ask the other processes, whose losses may be finite
     rescue = steps.rescue and training_group(steps.model) is None
     if not (rescue and keep_from_now(steps, found, story)): warn_caller(story)

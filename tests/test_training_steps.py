@@ -192,7 +192,7 @@ def told(f, *args):
         warnings.simplefilter('always')
         try: e = f(*args) and None
         except FloatingPointError as o: e = str(o)
-    return [str(o.message) for o in seen if 'steps in a row' in str(o.message)],e
+    return [str(o.message) for o in seen if 'not finite' in str(o.message)],e
 
 def test_warns_and_stops():
     "With the cause if it can be computed again, else with the gradient; then from the beginning"
@@ -206,6 +206,13 @@ def test_warns_and_stops():
     steps.trained.compute_loss = None
     (text,),_ = told(train, steps, bad[:3])
     assert 'The gradient of 5.bias was the first that was not finite. Pass compute_loss= to learn' in text
+
+def test_each_step_tells():
+    "One step is one in the text, too"
+    (text,),_ = told(train, make(warn_skips=1, max_skips=9), [infinite(*data[0])])
+    assert text.startswith('Step 0 was skipped, because gradients were not finite. The inputs')
+    _,e = told(train, make(max_skips=1), [infinite(*data[0])])
+    assert e.startswith('Step 0 was skipped, because')
 
 def test_rescues():
     "As a learner: the module stays in float32, also after a restart"

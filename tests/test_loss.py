@@ -1,8 +1,11 @@
 "What a loss may do: look at the weights, call a part of the model or all of it, train one model against another"
 import functools,pytest
+from types import SimpleNamespace
 from fastai.vision.gan import GANLearner
 from torch.utils.checkpoint import checkpoint
 from learners import *
+from mp_callbacks import training_steps
+from mp_callbacks.grads import reached_leaves
 
 each_mode = pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','bf16','native_fp16')))
 
@@ -245,7 +248,7 @@ def test_hessian_product(mode):
     got,want = product(mode),product(None)
     assert (got-want).norm()<.1*want.norm()
 
-# --- Not yet so
+# --- Batches that differ from each other
 
 @pytest.mark.parametrize('call', ['to_fp16','to_native_fp16'])
 def test_a_loss_without_graph(call):
@@ -258,18 +261,50 @@ def test_a_loss_without_graph(call):
     learn.fit(1)
     assert len(learn.precision_recorder.log)==4
 
-@pytest.mark.parametrize('joins', [lambda i: i>=2, lambda i: i%4==3], ids=['later','each fourth'])
+kinds = dict(always=lambda i,y: True, later=lambda i,y: i>=2, fourth=lambda i,y: i%4==3,
+             odd=lambda i,y: y[0].round()%2==1)
+
+@pytest.mark.parametrize('kind', kinds)
 @pytest.mark.parametrize('call', ['to_fp16','to_native_fp16'])
-def test_a_tensor_that_joins_in(call, joins):
-    "Centres with an optimizer of their own, in some batches only"
+def test_a_tensor_that_joins_in(call, kind):
+    "Centres with an optimizer of their own: from the start, after a warm-up, in each fourth batch, with odd labels"
     def centres(to):
-        c,learn = torch.zeros(1, requires_grad=True),get_learner()
-        class Centre(Callback):
-            def after_step(self): c.grad is None or c.data.sub_(.1*c.grad)
-            def after_batch(self): c.grad = None
-        def loss(pred, y): return F.mse_loss(pred, y)+(F.mse_loss(c, y.mean()[None]+1) if joins(learn.iter) else 0.)
+        c,learn,joined = torch.zeros(1, requires_grad=True),get_learner(),[]
+        opt = torch.optim.SGD([c], .1)
+        def loss(pred, y):
+            if learn.training: joined.append(bool(kinds[kind](learn.iter, y)))
+            return F.mse_loss(pred, y)+(F.mse_loss(c, y.mean()[None]+1) if learn.training and joined[-1] else 0.)
         learn.loss_func = loss
-        to(learn).fit(1, cbs=Centre())
+        to(learn).fit(2, cbs=Callback(after_step=lambda cb: opt.step(), after_batch=lambda cb: opt.zero_grad()))
+        assert any(joined) and all(joined)==(kind=='always')
         return c.item()
     few = dict(to_native_fp16=dict(init_scale=1024.)).get(call, {}) # so that no step is skipped
     assert centres(lambda learn: getattr(learn, call)(**few))==pytest.approx(centres(noop), rel=.05)
+
+class Node:
+    "A node of autograd's graph, which counts how often such nodes are asked for the ones before them"
+    asked = 0
+    def __init__(self, node): self.node = node
+    def __getattr__(self, name): return getattr(self.node, name)
+    def __eq__(self, other): return isinstance(other, Node) and self.node is other.node
+    def __hash__(self): return hash(self.node)
+    @property
+    def next_functions(self):
+        Node.asked += 1
+        return [(o and Node(o),i) for o,i in self.node.next_functions]
+
+@pytest.mark.parametrize('depth', [1,50])
+@pytest.mark.parametrize('mode', ['fp16','native_fp16','bf16'])
+def test_cost_of_the_search(mode, depth, monkeypatch):
+    "Of the search for others that the loss leads to: its own six nodes; all of the model only in the first batch"
+    def in_graph(t): return SimpleNamespace(grad_fn=Node(t.grad_fn))
+    def counted(loss, beside=()):
+        Node.asked = 0
+        res = reached_leaves(in_graph(loss), [*map(in_graph, beside)])
+        asked.append(Node.asked)
+        return res
+    asked = []
+    monkeypatch.setattr(training_steps, 'reached_leaves', counted)
+    learn = modes[mode](get_learner(nn.Sequential(*[nn.Linear(8,8) for _ in range(depth)], nn.Linear(8,1))))
+    learn.fit(2)
+    for first,*others in (asked[:4],asked[4:]): assert first>4*depth and others==[6]*3

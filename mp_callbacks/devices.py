@@ -176,10 +176,13 @@ def emulation(
             f"long as in float32, a training step less. Use {use}.")
 
 # %% ../nbs/00a_devices.ipynb #d0a00033
+_between = {'mp_callbacks','fastai','fastcore','torch','contextlib'} # packages between a user's line and a warning
+
 def warn_caller(
     text:str, # The warning
 ):
-    "Warn, and show the line outside of this package that has called it"
+    "Warn, and show the line of the user that has led to it: none of this package, and of what calls it"
     frame,level = inspect.currentframe().f_back,2
-    while frame.f_globals.get('__name__', '').startswith('mp_callbacks.'): frame,level = frame.f_back,level+1
+    while frame and frame.f_globals.get('__name__', '').partition('.')[0] in _between:
+        frame,level = frame.f_back,level+1
     warn(text, stacklevel=level)

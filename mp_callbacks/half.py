@@ -17,7 +17,6 @@ from itertools import chain
 from threading import RLock
 from traceback import walk_tb
 from types import FunctionType
-from warnings import warn
 from weakref import WeakSet
 import pandas as pd
 from torch import nn
@@ -27,6 +26,7 @@ from torch.nn.parallel import DataParallel
 from torch.nn.parameter import is_lazy
 
 from .dtypes import as_dtype,dtype_name,half_dtypes
+from .devices import warn_caller
 from .own import OwnParameter
 from .modules import StandIn,as_float32,compiled_parts,find_kept,named_modules,restore_float32
 from .cast import OneCast
@@ -404,4 +404,4 @@ def _check_ways(half, named):
     text = f"All float32 parameters of this {type(half.model).__name__} stay in float32"
     if 'keep' in reasons:
         raise ValueError(f"{text}, so nothing is left to compute in half precision. Keep less, or use to_fp32().")
-    warn(f"{text} ({', '.join(reasons)}), so half precision changes nothing. Use to_fp32().")
+    warn_caller(f"{text} ({', '.join(reasons)}), so half precision changes nothing. Use to_fp32().")

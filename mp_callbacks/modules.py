@@ -15,13 +15,13 @@ import re,torch
 from contextlib import ExitStack,contextmanager
 from functools import update_wrapper
 from inspect import getattr_static
-from warnings import warn
 from fastcore.imports import noop
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode # sees each operation; PyTorch has no public name for it
 
 from .dtypes import cast_tree,half_dtypes,map_tensors,parts_of
+from .devices import warn_caller
 from .own import OwnView,plain
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a09
@@ -105,9 +105,9 @@ def reset_shards(
     shards = [m for m in model.modules() if hasattr(m, 'unshard')]
     if not all(hasattr(m, 'reset_iter_state') for m in shards):
         reshard(model)
-        return warn("fully_shard of this PyTorch doesn't recover from an exception in the middle of a batch: the next "
-                    "fit may end in an error, or train a part of the model. Make model and learner anew, or update "
-                    "PyTorch.")
+        return warn_caller(
+            "fully_shard of this PyTorch doesn't recover from an exception in the middle of a batch: the next fit may "
+            "end in an error, or train a part of the model. Make model and learner anew, or update PyTorch.")
     for m in shards:
         if m._get_fsdp_state()._is_root: m.reset_iter_state() # before the first batch that would be an error
 

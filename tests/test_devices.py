@@ -11,10 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from learners import get_learner
 from machines import Fake,bf16,convs,f16,f32,machine,machines,pretend,rnns
+from mp_callbacks.callback import NativeMixedPrecision
 from mp_callbacks.devices import Machine,emulation,known_faults,layers,missing,support
 from mp_callbacks.fp8 import fp8_recipes
 from mp_callbacks.half import half_precision
 from mp_callbacks.modules import fork_rngs
+from mp_callbacks.training_steps import TrainingSteps
 
 fp8 = torch.float8_e4m3fn
 device_of = lambda name: 'cuda' if machine(name).only=='rocm' else machine(name).only
@@ -121,12 +123,56 @@ def test_calls_say_it_once(call, recwarn):
 
 def test_callbacks_say_it_too():
     "Where no call has added them; once, though there are two fits"
-    from mp_callbacks.callback import NativeMixedPrecision
     learn = get_learner(cbs=NativeMixedPrecision(dtype=bf16))
     with pretend(machine('AVX2')), pytest.warns(UserWarning) as told:
         learn.fit(1)
         learn.fit(1)
     assert len(told)==1
+
+class Overflows(nn.Linear):
+    "Squares numbers that float16 has no squares of"
+    def forward(self, x): return super().forward((x*1e4)**2/1e8)
+
+def overflow(**kwargs):
+    learn = get_learner(nn.Sequential(nn.Linear(8,8), Overflows(8,1)))
+    learn.to_native_fp16(8., warn_skips=2, **kwargs).fit(1)
+
+def one_of_several():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr('mp_callbacks.training_steps.several_ranks', lambda: True)
+        overflow(rescue=True)
+
+def infinite_loss():
+    model = nn.Linear(8,1)
+    nn.init.constant_(model.bias, 1e5) # beyond float16; gradients of an absolute error don't know that
+    get_learner(model, loss_func=nn.L1Loss(), lr=1e-9).to_native_fp16(1., warn_skips=2).fit(1)
+
+def with_steps(model=None):
+    model = nn.Linear(8,1) if model is None else model
+    return TrainingSteps(model, torch.optim.SGD(model.parameters(), lr=.1), bf16, max_skips=2)
+
+def interrupted_shards():
+    steps = with_steps()
+    steps.model.unshard,steps.model.reshard = None,lambda: None # as if by `fully_shard` of an older PyTorch
+    with pytest.raises(KeyError),steps.batch(): raise KeyError
+
+warned = dict( # what the warning says, and what leads to it
+    nothing_half  = ('so half precision changes nothing', lambda: half_precision(nn.LSTM(2,2), bf16)),
+    at_a_call     = ('so half precision changes nothing', lambda: get_learner(nn.LSTM(2,2)).to_native_bf16()),
+    in_a_fit      = ('only emulates bfloat16', lambda: get_learner(cbs=NativeMixedPrecision(dtype=bf16)).fit(1)),
+    own_loop      = ('only emulates bfloat16', with_steps),
+    skipped       = ('2 steps in a row were skipped', overflow),
+    rescued       = ('Kept in float32 from step', lambda: overflow(rescue=True)),
+    not_rescued   = ('rescue=True does not keep', one_of_several),
+    infinite_loss = ('The loss of 2 steps in a row', infinite_loss),
+    shards        = ("fully_shard of this PyTorch doesn't recover", interrupted_shards))
+
+@pytest.mark.parametrize('kind', warned)
+def test_place_of_a_warning(kind):
+    "The line of the user that has led to it, and none of this package, of fastai or of PyTorch"
+    text,call = warned[kind]
+    with pretend(machine('AVX2')), pytest.warns(UserWarning) as told: call()
+    assert text in ''.join(str(o.message) for o in told) and {o.filename for o in told}=={__file__}
 
 @pytest.mark.parametrize('call', calls)
 def test_refused(call):

@@ -35,6 +35,7 @@ scripts = dict( # its options, and some of what it measures
     gpu          = ('--only train syncs mpx', 'step_ms syncs'),
     distributed  = ('', 'step_ms first last'),
     host         = ('', 'step_us operations'),
+    extras       = ('', 'search_us all_us step_us'),
     families     = ('--only torchvision', 'whole'),
     fp8          = ('--only products report', 'taken_out'),
     first_minute = ('', 's venv_mb'),

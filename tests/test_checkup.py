@@ -1,19 +1,22 @@
 "`checkup`: each line is true, each has its explanation on the page, and the learner is as it was"
 import json,re
+from contextlib import contextmanager,nullcontext
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 from fastai.callback.fp16 import MixedPrecision as FastaiPrecision
 from learners import *
 from machines import machine,pretend
-from mp_callbacks import checkup,looks
+from mp_callbacks import checkup,looks,precision
 from mp_callbacks.checkup import Checkup,Line
 from mp_callbacks.devices import emulation
+from mp_callbacks.looks import BatchTimes
 from test_looks import assert_untouched,folder,whole_world
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 root = Path(__file__).resolve().parent.parent
-titles = ['Machine','Versions','Precision','Modules','Last fit','Batches','Memory','To do']
+titles = ['Machine','Versions','Precision','Modules','Last fit','Batches','Memory','Speed','To do']
 all_modes = {'fp32':noop, **modes, 'fp8':lambda learn: learn.to_fp8(emulate=True)}
 
 def lines(report):
@@ -70,14 +73,20 @@ def test_within_a_minute(monkeypatch):
 
 # --- What to do
 
+@contextmanager
+def on_gpu(name, times=BatchTimes(10., 9., .5)):
+    "The learners are on the GPU called `name`, on which a batch takes `times`"
+    with pretend(machine(name)) as m, pytest.MonkeyPatch.context() as patch:
+        for o in (checkup,precision): patch.setattr(o, 'fit_device', lambda learn: torch.device('cuda'))
+        patch.setattr(checkup, 'batch_times', lambda learn, batch: times)
+        yield m
+
 @pytest.mark.parametrize('name,mode,word', [('T4','fp16','Nothing to do'), ('H100','bf16','Nothing to do'),
                                             ('T4','fp32','Try half precision'), ('T4','bf16','Emulated')])
 def test_machines(name, mode, word):
     "The device says what it computes natively; emulation is named with its way out"
-    learn = modes[mode](get_learner()) if mode!='fp32' else get_learner()
-    with pretend(machine(name)) as m, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkup, 'fit_device', lambda learn: torch.device('cuda'))
-        patch.setattr('mp_callbacks.precision.fit_device', lambda learn: torch.device('cuda'))
+    learn = all_modes[mode](get_learner(opt_func=fused_adam))
+    with on_gpu(name) as m:
         facts = checkup.precision_checkup(learn)
         text = emulation('cuda', torch.bfloat16)
     texts,todo = lines(facts)
@@ -171,6 +180,125 @@ def test_last_fit_is_not_a_validation():
     learn.fit(2)
     assert lines(learn.precision_checkup())[0]['Last fit'].startswith('8 steps')
 
+# --- What makes it slow
+
+fast = partial(get_learner, opt_func=fused_adam)
+def plain_adamw(params, **kwargs): return OptimWrapper(params, torch.optim.AdamW, **kwargs)
+def conv_net():
+    return nn.Sequential(nn.Unflatten(1, (2,2,2)), nn.Conv2d(2,8,3,padding=1), nn.Flatten(), nn.Linear(32,1))
+def sized(n): return nn.Sequential(nn.Linear(8,n), nn.Linear(n,8), nn.Linear(8,1))
+def loaded(**kwargs): return fast(dls=DataLoaders(get_dls().train.new(**kwargs), get_dls().valid, device='cpu'))
+
+quick,waits,loads = BatchTimes(10., 9., .5),BatchTimes(10., 4., .5),BatchTimes(10., 9., 2.)
+adamw,sgd = [f'opt_func=partial(OptimWrapper, opt={o}, fused=True).' for o in ('torch.optim.AdamW','torch.optim.SGD')]
+tf32 = "such as 4, without TF32: torch.set_float32_matmul_precision('high')."
+
+slow = [ # heading, a part of what is said, a learner, and the times of its batches
+    ('Fused optimizer', "fastai's optimizer steps on 6 parameters one after the other. PyTorch has one that steps on "
+                        f'all at once: {adamw}', lambda: get_learner().to_bf16(), quick),
+    ('Fused optimizer', sgd, lambda: get_learner(opt_func=SGD).to_fp16(), quick),
+    ('Fused optimizer', 'opt=torch.optim.Adam, fused=True).',
+        lambda: get_learner(opt_func=partial(Adam, decouple_wd=False)), quick),
+    ('Fused optimizer', f"AdamW of PyTorch isn't fused here: {adamw.replace('torch.optim.', '')}",
+        lambda: get_learner(opt_func=plain_adamw), quick),
+    ('The GPU waits', "The GPU works 4 of the 10 ms that a batch takes, and else waits for the host: larger batches, "
+                      "or learn.model.compile(mode='reduce-overhead').", lambda: fast().to_bf16(), waits),
+    ('Loading', 'To load a batch takes 2 ms, to compute it 10, with num_workers=0: dataloaders(…, num_workers=',
+        loaded, loads),
+    ('Loading', 'with num_workers=1: faster transforms, or more num_workers.', lambda: loaded(num_workers=1), loads),
+    ('Channels last', "The weights of 1 of 1 convolutions aren't channels last: learn.to_channelslast().",
+        lambda: fast(conv_net()).to_bf16(), quick),
+    ('TF32', f'1 layers with matrix products compute in float32, {tf32}', lambda: fast().to_bf16(keep='4'), quick),
+    ('TF32', f"3 layers with matrix products compute in float32, {tf32.replace('4', '0')}", fast, quick),
+    ('Sizes', 'The sizes of 3 of 3 layers, with 91% of the parameters, are no multiples of 8, as 0 has 8 and 15. '
+              'Round up what you choose.', lambda: fast(sized(15)).to_bf16(), quick)]
+
+no_reason = [ # heading, a learner, and the times of its batches
+    ('Fused optimizer', lambda: fast().to_bf16(), quick),
+    ('Fused optimizer', lambda: get_learner(opt_func=RAdam), quick),
+    ('Fused optimizer', lambda: get_learner().to_bf16(flat_master=True), quick),
+    ('Fused optimizer', lambda: get_learner(opt_func=ranger), quick),
+    ('The GPU waits', lambda: fast().to_bf16(), quick),
+    ('Loading', loaded, quick), ('Loading', loaded, quick._replace(load=None)),
+    ('Channels last', lambda: fast(conv_net()).to_bf16().to_channelslast(), quick),
+    ('Channels last', lambda: fast(conv_net().to(memory_format=torch.channels_last)).to_bf16(), quick),
+    ('Channels last', lambda: fast().to_bf16(), quick),
+    ('TF32', lambda: fast().to_bf16(), quick), ('TF32', lambda: fast(cbs=FastaiPrecision()), quick),
+    ('Sizes', lambda: fast(sized(16)).to_bf16(), quick), ('Sizes', lambda: fast(sized(15)), quick)]
+
+@pytest.mark.parametrize('about,text,make,times', slow, ids=[o[0] for o in slow])
+def test_slow(about, text, make, times):
+    "The report names what it has seen, and the line to write"
+    learn = make()
+    with on_gpu('H100', times): texts,todo = lines(checkup.precision_checkup(learn))
+    assert texts['Speed']==str(times) and text in todo[about]
+
+@pytest.mark.parametrize('about,make,times', no_reason, ids=[o[0] for o in no_reason])
+def test_not_slow(about, make, times):
+    "Where there is nothing to see, not a word"
+    learn = make()
+    with on_gpu('H100', times): texts,todo = lines(checkup.precision_checkup(learn))
+    assert texts['Speed']==str(times) and about not in todo
+
+def test_tf32_is_on(monkeypatch):
+    "Or the GPU has none: nothing is said"
+    for name,precision in (('H100','high'), ('T4','highest')):
+        monkeypatch.setattr(torch, 'get_float32_matmul_precision', lambda: precision)
+        with on_gpu(name): assert 'TF32' not in lines(checkup.precision_checkup(fast()))[1]
+
+@pytest.mark.parametrize('threads,cores,has', [(1,2,False),(1,4,True),(4,8,False),(8,8,False)])
+def test_threads(threads, cores, has, monkeypatch):
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: threads)
+    monkeypatch.setattr(checkup, '_cores', lambda: cores)
+    texts,todo = lines(get_learner().precision_checkup())
+    assert texts['Speed']==f'PyTorch computes with {threads} of {cores} cores. Only GPUs are timed.'
+    assert ('Threads' in todo)==has
+    if has: assert todo['Threads'].endswith(f'torch.set_num_threads({cores//2}).')
+
+class Clock:
+    "A clock that goes on when a batch is computed, and when an item is loaded"
+    now = 0.
+    def __call__(self): return self.now
+    def forward(self, *args): self.now += 3
+    def __len__(self): return 64
+    def __getitem__(self, i):
+        self.now += .5
+        return [o[i] for o in numbers()]
+
+@pytest.mark.parametrize('mode', ['fp32',*modes])
+def test_batch_times(mode, monkeypatch):
+    "A batch is computed and loaded as in training, and the learner is as it was"
+    clock = Clock()
+    monkeypatch.setattr(looks, 'perf_counter', clock)
+    monkeypatch.setattr(looks, '_gpu_seconds', lambda f: 1.5)
+    monkeypatch.setattr(torch.cuda, 'synchronize', noop)
+    dls = DataLoaders.from_dsets(clock, clock, bs=16, num_workers=0, device='cpu')
+    learn = all_modes[mode](get_learner(dls=dls))
+    learn.model.register_forward_pre_hook(clock.forward)
+    batch,before = dls.one_batch(),whole_world(learn)
+    assert looks.batch_times(learn)==(3000,None,8000)
+    assert looks.batch_times(learn, batch)==(3000,None,None)
+    monkeypatch.setattr(looks, 'fit_device', lambda learn: torch.device('cuda'))
+    assert looks.batch_times(learn)==(3000,1500,8000)
+    assert_untouched(learn, before)
+
+def test_kernels(monkeypatch):
+    "What the GPU works is the time of its kernels; names that code gives to its parts don't count"
+    def event(us, device='CUDA', **kwargs):
+        return SimpleNamespace(device_type=getattr(torch.autograd.DeviceType, device),
+                               time_range=SimpleNamespace(elapsed_us=lambda: us), **kwargs)
+    events = [event(5), event(7, is_user_annotation=False), event(20, is_user_annotation=True), event(90, 'CPU')]
+    monkeypatch.setattr(looks, 'profile', lambda **kwargs: nullcontext(SimpleNamespace(events=lambda: events)))
+    assert looks._gpu_seconds(noop)==12e-6
+
+@pytest.mark.cuda
+def test_on_a_gpu():
+    "The profiler sees kernels, which take no longer than the batch"
+    learn = get_learner(dls=get_dls(device='cuda')).to_bf16()
+    times = looks.batch_times(learn)
+    assert 0<times.gpu<times.compute and times.load>0
+    assert lines(learn.precision_checkup())[0]['Speed'].startswith('A batch takes')
+
 # --- What can't be asked
 
 def test_not_asked():
@@ -196,7 +324,8 @@ def test_links():
     assert len(urls)>=len(titles) and {o.partition('#')[0] for o in urls}=={checkup.page}
     assert {o.partition('#')[2] for o in urls}<={*found}
     headings = re.findall("yield '(.*?)'", Path(checkup.__file__).read_text())
-    assert len(headings)==6 and {o.lower().replace(' ', '-') for o in headings}<={*found} and len({*found})==len(found)
+    headings += [o for kind in checkup._slow.values() for o in kind]
+    assert len(headings)==13 and {o.lower().replace(' ', '-') for o in headings}<={*found} and len({*found})==len(found)
     assert checkup.page==re.search('Documentation = "(.*)"', (root/'pyproject.toml').read_text())[1]+'checkup.html'
 
 def test_text():

@@ -248,6 +248,46 @@ def test_hessian_product(mode):
     got,want = product(mode),product(None)
     assert (got-want).norm()<.1*want.norm()
 
+# --- Gradients that don't come from the loss alone
+
+class Auxiliary(torch.autograd.Function):
+    "As DeepSeek's: the first input goes on, and the second one, another loss, gets a gradient of 1"
+    @staticmethod
+    def forward(ctx, x, loss): return x.view_as(x)
+    @staticmethod
+    def backward(ctx, grad): return grad,torch.ones((), device=grad.device)
+
+class Routed(nn.Module):
+    "A gate that only the loss of its own trains"
+    def __init__(self): super().__init__(); self.net,self.gate = mlp(),nn.Linear(8,4)
+    def forward(self, x): return Auxiliary.apply(self.net(x), self.gate(x).softmax(-1).square().mean())
+
+def clamped():
+    model = mlp()
+    for p in model.parameters(): p.register_hook(lambda grad: grad.clamp(-1e-4,1e-4))
+    return model
+
+def first_gradient(model, find, mode):
+    "Of what `find` returns, in the first step, and the step's loss scale"
+    torch.manual_seed(2)
+    learn,found = get_learner(model()),[]
+    (modes[mode] if mode else noop)(learn)
+    learn.fit(1, cbs=Callback(after_backward=lambda cb: found.append(find(learn.model).grad.clone())))
+    return found[0],learn.precision_recorder.log.scale[0] if mode else 1
+
+@pytest.mark.parametrize('mode', ['fp16','native_fp16','bf16'])
+@pytest.mark.parametrize('kind', ['auxiliary','clamped'])
+def test_own_gradient(kind, mode):
+    """Of a function, or what a hook makes of one: without the loss scale it is as many times too small, as with any
+    GradScaler, and the report finds no cure in `keep`. In bfloat16 it is right."""
+    model,find = dict(auxiliary=(Routed,lambda m: m.gate.weight), clamped=(clamped,lambda m: m[0].weight))[kind]
+    (got,scale),(want,_) = [first_gradient(model, find, o) for o in (mode,None)]
+    assert (got*scale-want).norm()<.05*want.norm() and scale==(1 if mode=='bf16' else 1024)
+    torch.manual_seed(2)
+    report = modes[mode](get_learner(model())).precision_report()
+    assert report.keep==([] if mode=='bf16' else None)
+    assert ('No keep brings the difference under 10%' in str(report))==(mode!='bf16')
+
 # --- Batches that differ from each other
 
 @pytest.mark.parametrize('call', ['to_fp16','to_native_fp16'])

@@ -23,9 +23,11 @@ class Search(Callback):
     def before_fit(self): self.found = []
     def before_backward(self):
         steps,loss,batch = self.mixed_precision.steps,self.learn.loss_grad,(self.learn.xb,self.learn.yb)
-        steps.others_reached(loss, batch) # the first of an epoch looks at all
+        params = steps.params()
+        def _search(): steps.beside.reached(loss, batch, steps.trained.predictions(), params)
+        _search() # the first of an epoch looks at all
         self.found.append([timeit(f, timer=thread_time, number=20)/20*1e6 for f in (
-            lambda: steps.others_reached(loss, batch), lambda: reached_leaves(loss))])
+            _search, lambda: reached_leaves(loss))])
 
 def search(task, turns, steps):
     "Rows of (variant, turn, metric, value, note), with the time of a step in the same turn"
@@ -39,7 +41,7 @@ def search(task, turns, steps):
             for metric,xs in zip(('search_us','all_us'), zip(*looked.found)): yield v,i,metric,pd.Series(xs).median(),''
 
 def tensors(task, turns, steps):
-    "As `search`, of steps with a recorder that measures none of `steps`, one, or each of them"
+    "As `search`, of steps with a recorder that measures none of `steps`, one, or each of a tenth as many"
     loops,data = {},task.data('cpu')
     for n in (None,steps,1):
         loops[f'tensors={n}'] = loop = build_timed(Variant('ours', 'fused', 'bf16'), task.model('cpu'))
@@ -47,8 +49,9 @@ def tensors(task, turns, steps):
     for i in range(turns+1):
         for name,loop in loops.items():
             gc.collect() # a Learner is full of cycles
-            loop(Batches(data, 2, steps, took := Laps('cpu')))
-            if i: yield Variant(name, 'fused', 'bf16'),i,*next(took.rows(steps))
+            n = max(1, steps//10) if name=='tensors=1' else steps
+            loop(Batches(data, 2, n, took := Laps('cpu')))
+            if i: yield Variant(name, 'fused', 'bf16'),i,*next(took.rows(n))
 
 def ratios(df, metric, other_metric='step_us', other_loop=None):
     "Median over the turns of `metric` over the `other_metric` of the same turn, for each loop and precision"
@@ -60,7 +63,7 @@ def ratios(df, metric, other_metric='step_us', other_loop=None):
 def main():
     p = arguments(__doc__)
     p.set_defaults(threads=1)
-    p.add_argument('--turns', type=int, default=9, help='how many turns every loop has [9]')
+    p.add_argument('--turns', type=int, default=7, help='how many turns every loop has [7]')
     args,_,results = start(p, 'extras_cpu')
     sizes,turns,steps = (tasks(1, 5),1,3) if args.tiny else (tasks(12, 240),args.turns,100)
     many = (5,100) if args.tiny else (240,10**7)

@@ -129,7 +129,7 @@ def _sizes(learn, cb, times):
         f"as {name or 'the model'} has {' and '.join(map(str, _of(odd[name])))}. Round up what you choose.")
 
 def _waits(learn, cb, times):
-    return times.gpu<times.compute/2 and (
+    return times.gpu is not None and times.gpu<times.compute/2 and (
         f"The GPU works {times.gpu:.3g} of the {times.compute:.3g} ms that a batch takes, and else waits for the host: "
         "larger batches, or learn.model.compile(mode='reduce-overhead').")
 

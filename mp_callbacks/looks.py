@@ -119,7 +119,7 @@ def precision_plan(
 class BatchTimes(NamedTuple):
     "Milliseconds of a training batch, without the optimizer's step. Prints as a text."
     compute:float # From the forward pass until the device has finished
-    gpu:float|None=None # In which the GPU works; None: the device is another
+    gpu:float|None=None # In which the GPU works; None: the device is another, or PyTorch's profiler sees nothing of it
     load:float|None=None # From then until the next batch is there; None: there was no other
 
     def __repr__(self):
@@ -134,7 +134,7 @@ def batch_times(
     """How long a training batch takes, how much of it the GPU works, and how long the next one takes to load
 
     The learner doesn't change. Raises `ValueError` if there is no batch, and `RuntimeError` in the middle of one."""
-    half,device,computed,gpu,loaded,end = _half(learn),fit_device(learn),[],[],[],None
+    half,device,computed,kernels,loaded,end = _half(learn),fit_device(learn),[],[],[],None
     def _look():
         nonlocal end
         if end is not None: loaded.append(perf_counter()-end)
@@ -146,18 +146,19 @@ def batch_times(
             start = perf_counter()
             _compute()
             computed.append(perf_counter()-start)
-            if device.type=='cuda' and not gpu: gpu.append(_gpu_seconds(_compute))
+            if device.type=='cuda' and not kernels: kernels.extend(_kernels(_compute))
         end = perf_counter()
         return len(computed)==4
     _look_at(learn, _look, batch)
-    return BatchTimes(*[1e3*np.median(o).item() if o else None for o in (computed,gpu,loaded)])
+    return BatchTimes(*[1e3*o if o else None for o in (np.median(computed).item(), sum(kernels),
+                                                       np.median(loaded).item() if loaded else None)])
 
-def _gpu_seconds(f):
-    "How long a GPU works in a call of `f`"
+def _kernels(f):
+    "Seconds of each kernel that a GPU is given in a call of `f`"
     with profile(activities=[ProfilerActivity.CPU,ProfilerActivity.CUDA]) as prof: f()
     on_gpu = [o for o in prof.events() if o.device_type==DeviceType.CUDA]
     # a name that code gives to a part of itself would count the kernels in it again
-    return sum(o.time_range.elapsed_us() for o in on_gpu if not getattr(o, 'is_user_annotation', False))/1e6
+    return [o.time_range.elapsed_us()/1e6 for o in on_gpu if not getattr(o, 'is_user_annotation', False)]
 
 # %% ../nbs/12_looks.ipynb #aa30d200
 class _Look(LeanCallback):

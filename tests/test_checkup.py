@@ -219,6 +219,7 @@ no_reason = [ # heading, a learner, and the times of its batches
     ('Fused optimizer', lambda: get_learner().to_bf16(flat_master=True), quick),
     ('Fused optimizer', lambda: get_learner(opt_func=ranger), quick),
     ('The GPU waits', lambda: fast().to_bf16(), quick),
+    ('The GPU waits', lambda: fast().to_bf16(), quick._replace(gpu=None)),
     ('Loading', loaded, quick), ('Loading', loaded, quick._replace(load=None)),
     ('Channels last', lambda: fast(conv_net()).to_bf16().to_channelslast(), quick),
     ('Channels last', lambda: fast(conv_net().to(memory_format=torch.channels_last)).to_bf16(), quick),
@@ -270,7 +271,7 @@ def test_batch_times(mode, monkeypatch):
     "A batch is computed and loaded as in training, and the learner is as it was"
     clock = Clock()
     monkeypatch.setattr(looks, 'perf_counter', clock)
-    monkeypatch.setattr(looks, '_gpu_seconds', lambda f: 1.5)
+    monkeypatch.setattr(looks, '_kernels', lambda f: [1.,.5])
     monkeypatch.setattr(torch.cuda, 'synchronize', noop)
     dls = DataLoaders.from_dsets(clock, clock, bs=16, num_workers=0, device='cpu')
     learn = all_modes[mode](get_learner(dls=dls))
@@ -289,7 +290,7 @@ def test_kernels(monkeypatch):
                                time_range=SimpleNamespace(elapsed_us=lambda: us), **kwargs)
     events = [event(5), event(7, is_user_annotation=False), event(20, is_user_annotation=True), event(90, 'CPU')]
     monkeypatch.setattr(looks, 'profile', lambda **kwargs: nullcontext(SimpleNamespace(events=lambda: events)))
-    assert looks._gpu_seconds(noop)==12e-6
+    assert looks._kernels(noop)==[5e-6,7e-6]
 
 @pytest.mark.cuda
 def test_on_a_gpu():

@@ -35,7 +35,7 @@ def search(task, turns, steps):
         loop,data = build_timed(v, task.model('cpu')),task.data('cpu')
         for i in range(turns+1): # the first is to warm up
             loop(Batches(data, 2, steps, took := Laps('cpu')))
-            with loop.learn.added_cbs(looked := Search()): loop([data]*steps)
+            with loop.learn.added_cbs(looked := Search()): loop([data]*10)
             if not i: continue
             yield v,i,*next(took.rows(steps))
             for metric,xs in zip(('search_us','all_us'), zip(*looked.found)): yield v,i,metric,pd.Series(xs).median(),''
@@ -68,7 +68,7 @@ def main():
     sizes,turns,steps = (tasks(1, 5),1,3) if args.tiny else (tasks(12, 240),args.turns,100)
     many = (5,100) if args.tiny else (240,10**7)
     large = Task(f'{many[0]} tensors', lambda: Weights(many[0], many[1]//many[0]), (1,), 2, 1)
-    for o in sizes: results.measure('search', o.name, o.batch, search(o, turns, 10))
+    for o in sizes: results.measure('search', o.name, o.batch, search(o, turns, steps))
     for o in [*sizes,large]: results.measure('tensors', o.name, o.batch, tensors(o, turns, steps))
     df,text = results.read(),[]
     for (part,case),o in df.groupby(['part','case'], sort=False):

@@ -82,6 +82,17 @@ def planned(page):
     def _peak(name, s): return float(re.search(rf'^{name} .* (\S+)$', s, re.M)[1])
     return [_peak('to_bf16', o)/_peak('to_native_bf16', o) for o in texts if o.startswith('MB with')]
 
+def extras(part, what, loop='ours', unit=1, **of):
+    "Smallest and largest of `what` of a model: microseconds, or with the arguments of `ratios` in `of`, a ratio"
+    sys.path.insert(0, str(root/'bench'))
+    from extras import ratios
+    df = pd.read_csv(results/'extras_cpu.csv', comment='#', keep_default_na=False)
+    cases = df[(df.part==part) & (df.metric!='done')].groupby('case')
+    if of: found = [v for _,o in cases for (l,_),v in ratios(o, what, **of).items() if l==loop]
+    else: found = [x for _,o in cases for x in o[o.metric==what].groupby('precision').value.median()]
+    return [unit*min(found),unit*max(found)]
+plain = dict(other_loop='tensors=None') # steps without a recorder of each parameter
+
 claims = [ # page, the figures in a sentence of it, and where they are from
     ('results', r'an MLP takes ([\d.]+) of the time of float32, a convolutional net ([\d.]+), and two small '
                 r'transformers take (.\.\d+) and (.\.\d+)', lambda: over_float32('train_cpu', cpu)),
@@ -129,6 +140,13 @@ claims = [ # page, the figures in a sentence of it, and where they are from
                     r'([\d.]+) and ([\d.]+) ms for a GPT, ([\d.]+) and ([\d.]+) ms for a ResNet',
         lambda: [one(medians('gpu', part='train'), o, 'ours', opt, 'bf16')
                  for o in on_gpu[:3] for opt in ('fastai','fused')]),
+    ('02_grads', r"was ([\d.]+) to ([\d.]+) microseconds a batch, ([\d.]+) to ([\d.]+) % of the host's",
+        lambda: [*extras('search', 'search_us'),*extras('search', 'search_us', unit=100, other_metric='step_us')]),
+    ('02_grads', r'This took (\d+) to (\d+) microseconds', lambda: extras('search', 'all_us')),
+    ('11_recorder', r'it took ([\d.]+) to ([\d.]+) times as long as another step. .* all steps together took '
+                    r'([\d.]+) to ([\d.]+) times as long as without',
+        lambda: [*extras('tensors', 'step_us', 'tensors=1', **plain),
+                 *extras('tensors', 'step_us', 'tensors=100', **plain)]),
     ('results', r'With 1000 tensors float32 takes (\d+) ms, autocast of fastai (\d+), of Lightning (\d+), ours (\d+) '
                 r'and to_bf16 (\d+)', lambda: step_cost('1000 tensors', 10**5, *many))]
 

@@ -147,25 +147,23 @@ def infinite_loss():
     nn.init.constant_(model.bias, 1e5) # beyond float16; gradients of an absolute error don't know that
     get_learner(model, loss_func=nn.L1Loss(), lr=1e-9).to_native_fp16(1., warn_skips=2).fit(1)
 
-def with_steps(model=None):
-    model = nn.Linear(8,1) if model is None else model
-    return TrainingSteps(model, torch.optim.SGD(model.parameters(), lr=.1), bf16, max_skips=2)
-
-def interrupted_shards():
-    steps = with_steps()
-    steps.model.unshard,steps.model.reshard = None,lambda: None # as if by `fully_shard` of an older PyTorch
-    with pytest.raises(KeyError),steps.batch(): raise KeyError
+def own_loop(error=None):
+    model = nn.Linear(8,1)
+    steps = TrainingSteps(model, torch.optim.SGD(model.parameters(), lr=.1), bf16)
+    if error: model.unshard,model.reshard = None,lambda: None # as if by `fully_shard` of an older PyTorch
+    with pytest.raises(error) if error else nullcontext(), steps.batch():
+        if error: raise error
 
 warned = dict( # what the warning says, and what leads to it
     nothing_half  = ('so half precision changes nothing', lambda: half_precision(nn.LSTM(2,2), bf16)),
     at_a_call     = ('so half precision changes nothing', lambda: get_learner(nn.LSTM(2,2)).to_native_bf16()),
     in_a_fit      = ('only emulates bfloat16', lambda: get_learner(cbs=NativeMixedPrecision(dtype=bf16)).fit(1)),
-    own_loop      = ('only emulates bfloat16', with_steps),
+    own_loop      = ('only emulates bfloat16', own_loop),
     skipped       = ('2 steps in a row were skipped', overflow),
     rescued       = ('Kept in float32 from step', lambda: overflow(rescue=True)),
     not_rescued   = ('rescue=True does not keep', one_of_several),
     infinite_loss = ('The loss of 2 steps in a row', infinite_loss),
-    shards        = ("fully_shard of this PyTorch doesn't recover", interrupted_shards))
+    shards        = ("fully_shard of this PyTorch doesn't recover", lambda: own_loop(KeyError)))
 
 @pytest.mark.parametrize('kind', warned)
 def test_place_of_a_warning(kind):

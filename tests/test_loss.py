@@ -348,3 +348,26 @@ def test_cost_of_the_search(mode, depth, monkeypatch):
     learn = modes[mode](get_learner(nn.Sequential(*[nn.Linear(8,8) for _ in range(depth)], nn.Linear(8,1))))
     learn.fit(2)
     for first,*others in (asked[:4],asked[4:]): assert first>4*depth and others==[6]*3
+
+# --- A callback's own loss function, as MixUp's
+
+class Weighted(nn.Module):
+    "A loss with a weight of its own"
+    def __init__(self): super().__init__(); self.w = nn.Parameter(torch.ones(1))
+    def forward(self, pred, y): return (self.w*F.mse_loss(pred, y)).sum()
+
+class Wraps(Callback):
+    "Puts a method in place of the learner's loss function"
+    def before_train(self): self.old,self.learn.loss_func = self.learn.loss_func,self.lf
+    def after_train(self): self.learn.loss_func = self.old
+    def lf(self, pred, y): return self.old(pred, y)
+
+@pytest.mark.parametrize('call', ['to_fp16','to_native_fp16'])
+def test_parameters_behind_a_callback(call):
+    "Have to be finite, too, and the loss function is found in what the callback keeps"
+    loss = Weighted()
+    learn = getattr(get_learner(cbs=Wraps()), call)()
+    learn.loss_func = loss
+    loss.w.register_hook(lambda g: g*float('inf'))
+    learn.fit(1)
+    assert learn.precision_recorder.log.skipped.all() and loss.w.grad is None

@@ -192,7 +192,7 @@ class Fp8Product(Layer):
         "What the layer returns, computed in FP8"
         half = layer.half
         params = layer.copies() or layer.cast_now() if torch.is_autocast_enabled(half.device_type) else None
-        if params is None: return layer.own(x)
+        if params is None: return layer.class_forward(x)
         x = cast_tree(x, half.dtype, (torch.float32,*half_dtypes)) # no other dtype, as autocast
         return fp8_linear(x, *params, self.fp8.recipe, self.fp8.emulate)
 

@@ -7,7 +7,7 @@ Docs: https://example.github.io/mp_callbacks/modules.html.md"""
 # %% auto #0
 __all__ = ['unwrap', 'named_modules', 'compiled_parts', 'parameter_name', 'several_ranks', 'without_ddp', 'training_group',
            'is_sharded', 'reshard', 'reset_ddp', 'reset_shards', 'no_collectives', 'remember_buffers',
-           'restore_buffers', 'find_kept', 'as_float32', 'restore_float32', 'fork_rngs', 'unchanged',
+           'restore_buffers', 'find_stored', 'as_float32', 'restore_float32', 'fork_rngs', 'unchanged',
            'replaced_forward', 'StandIn']
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a08
@@ -125,8 +125,7 @@ def remember_buffers(
     modules, # Modules, without those inside them
 )->list: # For `restore_buffers`: each module's dict of buffers, and what was in it
     "The buffers of `modules`, and copies of their numbers"
-    each = [m._buffers for m in modules]
-    return [(o,{name:_remember(b) for name,b in o.items()} if o else {}) for o in each]
+    return [(m._buffers,{name:_remember(b) for name,b in m._buffers.items()}) for m in modules]
 
 @torch.no_grad()
 def restore_buffers(
@@ -160,10 +159,10 @@ def _restore(b, place, numbers):
 _of_every_module = frozenset(vars(nn.Module()))
 _no_tensors = frozenset([bool,int,float,str,type(None)])
 
-def find_kept(
+def find_stored(
     modules, # Modules, without those inside them
-)->list: # For `restore_float32`: pairs of a module that may keep tensors, and names that are not its float32 state
-    "Where `modules` may keep tensors from call to call. PyTorch's own modules keep none."
+)->list: # For `restore_float32`: pairs of a module that may store tensors, and names that are not its float32 state
+    "Where `modules` may store tensors from call to call. PyTorch's own modules store none."
     places = [(m,[vars(m),m._buffers]) for m in modules if not _of_pytorch(m)]
     return [(m,_of_every_module.union(k for d in dicts for k,o in d.items() if _has_ours(o))) for m,dicts in places]
 
@@ -174,10 +173,10 @@ def as_float32(
     return cast_tree(map_tensors(plain, tree), torch.float32, half_dtypes)
 
 def restore_float32(
-    kept:list, # From `find_kept`
+    stored:list, # From `find_stored`
 ):
-    "Make what modules keep `as_float32`. Lists and dicts stay the same objects."
-    for m,others in kept:
+    "Make what modules store `as_float32`. Lists and dicts stay the same objects."
+    for m,others in stored:
         for d in (m.__dict__,m._buffers):
             for k in d.keys()-others: # a set: most names are among the others, and this runs in each batch
                 if type(d[k]) not in _no_tensors and _has_ours(d[k]): d[k] = _in_float32(d[k])
@@ -262,11 +261,11 @@ class StandIn:
         self.replaced = None # what somebody else has put in place of the class's, below all that stand in
         self.on = False # is `around` called? If not, calls go through.
         forward = getattr_static(type(module), 'forward') # it may be a static or class method, or a property
-        self.own = forward.__get__(module, type(module)) if hasattr(forward, '__get__') else forward
-        update_wrapper(self, self.own, updated=()) # to touch `__dict__` makes attributes slower
+        self.class_forward = forward.__get__(module, type(module)) if hasattr(forward, '__get__') else forward
+        update_wrapper(self, self.class_forward, updated=()) # to touch `__dict__` makes attributes slower
 
     def __call__(self, *args, **kwargs):
-        forward = self.replaced or self.own # of several, the last one counts
+        forward = self.replaced or self.class_forward # of several, the last one counts
         return self.around(forward, args, kwargs) if self.on else forward(*args, **kwargs)
 
     def install(self):
@@ -280,7 +279,7 @@ class StandIn:
         attrs['forward'],self.on = self,True
 
     @property
-    def __code__(self): return (self.found or self.own).__code__ # `torch.export` reads it
+    def __code__(self): return (self.found or self.class_forward).__code__ # `torch.export` reads it
 
     def remove(self)->'StandIn': # The one to install the next time
         "Restore `module.forward`, or call through from now on if something else is on top. Idempotent."

@@ -37,7 +37,7 @@ class OwnTensor(Tensor):
             if all([o is Tensor or issubclass(o, OwnTensor) for o in types]):
                 res = getattr(func, '__wrapped__', func)(*args, **kwargs) # `1-x` would ask for our class again
                 return res.as_subclass(OwnView) if name in views and _same_numbers(name, res, args, kwargs) else res
-            args,kwargs = _map(_as_tensor, args, kwargs)
+            args,kwargs = _arguments(_as_tensor, args, kwargs)
         return func(*args, **kwargs) # the other class, such as fastai's `TensorImage`, says what is returned
 
     # Dynamo can't follow a subclass into these, which are written in Python
@@ -71,13 +71,12 @@ def _as_tensor(o):
     if not isinstance(o, OwnTensor): return o
     with torch._C.DisableTorchFunctionSubclass(): return torch.ops.aten.alias(o) # Dynamo can't follow `as_subclass`
 
-def _map(f, args, kwargs):
-    "`args` and `kwargs` with `f` applied to each, and to each in a list"
-    def _one(o):
-        if not isinstance(o, (list,tuple)): return f(o)
-        return [f(x) for x in o] if isinstance(o, list) else tuple([f(x) for x in o])
-    def _each(xs): return [_one(o) for o in xs]
-    return _each(args),dict(zip(kwargs, _each(kwargs.values())))
+def _each(f, xs):
+    "List or tuple like `xs`, with `f` applied to each, also in lists and tuples inside"
+    res = [_each(f, o) if isinstance(o, (list,tuple)) else f(o) for o in xs]
+    return tuple(res) if isinstance(xs, tuple) else res
+
+def _arguments(f, args, kwargs): return _each(f, args),dict(zip(kwargs, _each(f, [*kwargs.values()])))
 
 def _round(args, kwargs, least, broadcasts=True):
     "`args` and `kwargs` with own tensors of `least` numbers or more in the dtype of the activations beside them"
@@ -94,7 +93,7 @@ def _round(args, kwargs, least, broadcasts=True):
     def _rounded(o):
         wide = isinstance(o, OwnTensor) and o.dim() and o.numel()>=least
         return o.to(dtype=dtype) if wide and (_fits(o) or not broadcasts) else o
-    return _map(_rounded, args, kwargs)
+    return _arguments(_rounded, args, kwargs)
 
 def _same_numbers(name, res, args, kwargs):
     "Is `res`, from the function `name`, a view of an own tensor, or its numbers in another shape?"

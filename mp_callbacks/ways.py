@@ -108,7 +108,7 @@ class Layer(Way):
             params = layer.copies() if torch.get_autocast_dtype(half.device_type) is half.dtype else None
         # with autocast off, but in half precision: a reversible layer computes again, in the backward pass
         else: params = layer.cast_now() if x.dtype is half.dtype else None
-        return layer.own(x) if params is None else self.function(layer.module, x, *params)
+        return layer.class_forward(x) if params is None else self.function(layer.module, x, *params)
 
 class LayerStandIn(StandIn):
     "Stands in for a layer whose `forward` is a function of one tensor and the parameters"
@@ -167,40 +167,19 @@ norm_functions = { # module and class of a norm -> what its `forward` computes, 
     'torchvision.models.convnext.LayerNorm2d': _of_channels(_layer_norm)}
 
 # %% ../nbs/02c_ways.ipynb #481150s1
-def _as_given(half, res, args, kwargs):
-    "What a norm returns, rounded if it is one tensor, made of one in half precision alone"
-    given = (*args,*kwargs.values())
-    alone = len(given)==1 and isinstance(given[0], Tensor) and given[0].dtype==half.dtype
-    return cast_tree(res, half.dtype, torch.float32) if alone and isinstance(res, Tensor) else res
-
-class _AutocastOff:
-    "`torch.autocast(device_type, enabled=False)` in a fifth of the time, which is that of a small norm"
-    def __init__(self, device_type): self.device_type = device_type
-
-    def __enter__(self):
-        self.on = torch.is_autocast_enabled(self.device_type)
-        torch.set_autocast_enabled(self.device_type, False)
-
-    def __exit__(self, *args): torch.set_autocast_enabled(self.device_type, self.on)
-
-def _autocast_off(device_type):
-    return torch.autocast(device_type, enabled=False) if torch.compiler.is_compiling() else _AutocastOff(device_type)
-
 class Norm(Layer):
     "Half precision in and out: the kernel adds up in float32, and autocast would return float32"
     name = 'norm'
 
     def compute(self, layer, x):
         "What the norm returns"
-        half = layer.half
-        if x.dtype is not half.dtype: return layer.own(x)
-        params = layer.copies() or layer.cast_now()
-        if params is None: return layer.around(layer.own, (x,), {})
-        with _autocast_off(half.device_type): return self.function(layer.module, x, *params)
-
-    def around(self, half, module, forward, args, kwargs):
-        "What `module` returns, in the dtype of its input"
-        return _as_given(half, forward(*args, **kwargs), args, kwargs)
+        half,params = layer.half,None
+        if x.dtype is half.dtype and not torch.compiler.is_compiling(): params = layer.copies() or layer.cast_now()
+        if params is None: return layer.class_forward(x)
+        on = torch.is_autocast_enabled(half.device_type)
+        torch.set_autocast_enabled(half.device_type, False) # `torch.autocast` would take as long as a small norm
+        try: return self.function(layer.module, x, *params)
+        finally: torch.set_autocast_enabled(half.device_type, on)
 
 # %% ../nbs/02c_ways.ipynb #297e1e4a
 class Lookup(Way):
@@ -219,14 +198,6 @@ class Own(Way):
     compiled = torch.__version__>=(2,8) # before, Dynamo takes each of them for an `nn.Parameter`
 
 # %% ../nbs/02c_ways.ipynb #2a49d39e
-def _call_with(passed, f, args, kwargs):
-    "What `f` returns for `passed` in place of `args` and `kwargs`, in which it changes lists, dicts and tensors, too"
-    given,n = [*args,*kwargs.values()],len(args)
-    compiling = torch.compiler.is_compiling() # it can't follow lists and dicts
-    replaced = [] if compiling else [o for pair in zip(given, passed) for o in replaced_parts(*pair)]
-    try: return f(*passed[:n], **dict(zip(kwargs, passed[n:])))
-    finally: hand_back(replaced)
-
 class Float32(Way):
     "In float32, with autocast off"
     name = 'float32'
@@ -236,19 +207,26 @@ class Float32(Way):
         return torch.float32
 
     def around(self, half, module, forward, args, kwargs):
-        "What `module` returns in float32"
-        # one by one: `torch.compile` can't follow a comparison of tuples
-        full = [cast_tree(o, torch.float32, half_dtypes) for o in (*args,*kwargs.values())]
-        with _autocast_off(half.device_type): return _call_with(full, forward, args, kwargs)
+        "What `module` returns in float32; what it does to lists, dicts and tensors is done to those that it was given"
+        given,n = [*args,*kwargs.values()],len(args)
+        full = [cast_tree(o, torch.float32, half_dtypes) for o in given]
+        compiling = torch.compiler.is_compiling() # it can't follow lists and dicts
+        replaced = [] if compiling else replaced_parts(given, full)
+        try:
+            with torch.autocast(half.device_type, enabled=False):
+                return forward(*full[:n], **dict(zip(kwargs, full[n:])))
+        finally: hand_back(replaced)
 
 class Float32Norm(Float32):
-    "In float32, but with the result in the dtype of the input"
+    "In float32, but with a result that is one tensor rounded, if it is made of one in half precision alone"
     name = 'float32 norm'
     compiled = False # each would be compiled on its own
 
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns, in the dtype of its input"
-        return _as_given(half, super().around(half, module, forward, args, kwargs), args, kwargs)
+        res,given = super().around(half, module, forward, args, kwargs),(*args,*kwargs.values())
+        alone = len(given)==1 and isinstance(given[0], Tensor) and given[0].dtype==half.dtype
+        return cast_tree(res, half.dtype, torch.float32) if alone and isinstance(res, Tensor) else res
 
     def in_half(self, module):
         "As a norm, if PyTorch has a kernel for it that adds up in float32"

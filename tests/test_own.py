@@ -240,12 +240,14 @@ class Whose(nn.Module):
     def forward(self, x): return self.lin(x)+self.own
 
 def test_whose():
-    "Those of modules with a `forward` of their own, but for norms and what is kept in float32"
+    """Those of modules with a `forward` of their own, but for norms and what is kept in float32
+
+    And of PyTorch's attention on a CPU, which takes no fast path then: what it does with them is no sum or product."""
     model = Whose()
     params = dict(model.named_parameters())
     with half(model, keep='kept'):
         own = {k for k,p in model.named_parameters() if type(p) is OwnParameter}
-        assert own=={'own','list.0','dict.a','layer.weight','layer.bias'}
+        assert own=={'own','list.0','dict.a','layer.weight','layer.bias','attend.in_proj_weight','attend.in_proj_bias'}
         assert identical(model.parameters(), params.values())
         assert all(isinstance(p, nn.Parameter) for p in params.values())
     assert {type(p) for p in model.parameters()}=={nn.Parameter}

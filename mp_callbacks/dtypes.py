@@ -163,5 +163,4 @@ def hand_back(
         if isinstance(old, list): old[:] = now.values()
         elif isinstance(old, MutableMapping):
             for k in old.keys()-now.keys(): del old[k]
-            for k,o in now.items():
-                if k not in old or old[k] is not o: old[k] = o
+            for k,o in now.items(): old[k] = o

@@ -242,12 +242,9 @@ def replaced_forward(
     "The function that somebody has put in place of the `forward` of the class of `module`"
     forward = vars(module).get('forward')
     while isinstance(forward, StandIn): forward = forward.found
-    return None if _is_own(forward, module) else forward
-
-def _is_own(forward, module):
-    "Is it the class's `forward`, which a copy of the module has that was made while one stood in for it?"
-    own = getattr(forward, '__self__', None) is module
-    return own and forward.__func__ is getattr_static(type(module), 'forward')
+    # a copy of the module has its class's that was made while one stood in for it
+    copied = getattr(forward, '__self__', None) is module and forward.__func__ is getattr_static(type(module), 'forward')
+    return None if copied else forward
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a15s1
 class StandIn:

@@ -37,7 +37,7 @@ class OwnTensor(Tensor):
             if all([o is Tensor or issubclass(o, OwnTensor) for o in types]):
                 res = getattr(func, '__wrapped__', func)(*args, **kwargs) # `1-x` would ask for our class again
                 return res.as_subclass(OwnView) if name in views and _same_numbers(name, res, args, kwargs) else res
-            args,kwargs = _arguments(_as_tensor, args, kwargs)
+            args,kwargs = _each_argument(_as_tensor, args, kwargs)
         return func(*args, **kwargs) # the other class, such as fastai's `TensorImage`, says what is returned
 
     # Dynamo can't follow a subclass into these, which are written in Python
@@ -76,7 +76,7 @@ def _each(f, xs):
     res = [_each(f, o) if isinstance(o, (list,tuple)) else f(o) for o in xs]
     return tuple(res) if isinstance(xs, tuple) else res
 
-def _arguments(f, args, kwargs): return _each(f, args),dict(zip(kwargs, _each(f, [*kwargs.values()])))
+def _each_argument(f, args, kwargs): return _each(f, args),dict(zip(kwargs, _each(f, [*kwargs.values()])))
 
 def _round(args, kwargs, least, broadcasts=True):
     "`args` and `kwargs` with own tensors of `least` numbers or more in the dtype of the activations beside them"
@@ -93,7 +93,7 @@ def _round(args, kwargs, least, broadcasts=True):
     def _rounded(o):
         wide = isinstance(o, OwnTensor) and o.dim() and o.numel()>=least
         return o.to(dtype=dtype) if wide and (_fits(o) or not broadcasts) else o
-    return _arguments(_rounded, args, kwargs)
+    return _each_argument(_rounded, args, kwargs)
 
 def _same_numbers(name, res, args, kwargs):
     "Is `res`, from the function `name`, a view of an own tensor, or its numbers in another shape?"

@@ -125,7 +125,8 @@ class ChosenWays(HalfSettings):
         "Choose again how modules compute if the modules, their classes or the device of the model have changed"
         device_type,modules,self.params = _device_type(self.model),[*self.model.modules()],[*self.model.parameters()]
         forwards = {o:getattr_static(o, 'forward', None) for o in {*map(type, modules)}}
-        now = device_type,modules,forwards,compiled_parts(self.model)
+        compiled = compiled_parts(self.model)
+        now = device_type,modules,forwards,compiled
         if now==self._chosen_for: return
         self._switch.turn_off()
         _check_model(self.model)
@@ -135,9 +136,8 @@ class ChosenWays(HalfSettings):
         _check_ways(self, named)
         self._cast = OneCast(_cast_ahead(named, self.ways), self.dtype)
         half = HalfContext(device_type, self.dtype, self.rules, self.ways, self._cast)
-        # PyTorch's attention takes no fast path, which fails under autocast on a CPU, with parameters of such a class
-        attends = nn.MultiheadAttention if device_type=='cpu' else ()
-        owners = [m for name,m in named.items() if isinstance(self.ways[name], Own) or isinstance(m, attends)]
+        owners = [m for name,m in named.items() if isinstance(self.ways[name], Own)]
+        if device_type=='cpu': owners += _without_fast_path(modules, compiled)
         self._switch = Switch(_stand_ins(self.model, named, half), owners, find_stored(modules))
         self._chosen_for,self.modules = now,modules
         self._update()
@@ -235,6 +235,10 @@ def _cast_ahead(named, ways):
     places = Counter(id(p) for m in named.values() for p in m._parameters.values() if p is not None)
     def _ahead(name, m): return isinstance(ways[name], Layer) and all(places[id(p)]<2 for p in m._parameters.values())
     return [m for name,m in named.items() if _ahead(name, m)]
+
+def _without_fast_path(modules, compiled):
+    "Attention that takes no fast path, which fails under autocast on a CPU, if its parameters are `OwnParameter`s"
+    return [m for m in modules if isinstance(m, nn.MultiheadAttention) and (Own.compiled or m not in compiled)]
 
 def _stand_ins(model, named, half):
     "What stands in for the forwards of the modules, that of the model last"

@@ -125,7 +125,8 @@ def remember_buffers(
     modules, # Modules, without those inside them
 )->list: # For `restore_buffers`: each module's dict of buffers, and what was in it
     "The buffers of `modules`, and copies of their numbers"
-    return [(m._buffers,{name:_remember(b) for name,b in m._buffers.items()}) for m in modules]
+    each = [m._buffers for m in modules]
+    return [(o,{name:_remember(b) for name,b in o.items()} if o else {}) for o in each]
 
 @torch.no_grad()
 def restore_buffers(

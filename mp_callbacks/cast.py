@@ -62,7 +62,7 @@ def has_plain_weights(
     "Are its parameters a weight, and perhaps a bias after it? Pruning and parametrizations compute these from others."
     # a parametrization is a module inside; a bias computed by hand is an ordinary attribute
     computed = module._modules or 'bias' in module.__dict__
-    return [*module._parameters] in (['weight'],['weight','bias']) and not computed
+    return tuple(module._parameters) in (('weight',),('weight','bias')) and not computed
 
 def _stamps(layer):
     "Names, versions and addresses of the parameters of `layer`, and whether they are trained"

@@ -243,9 +243,9 @@ def replaced_forward(
     "The function that somebody has put in place of the `forward` of the class of `module`"
     forward = vars(module).get('forward')
     while isinstance(forward, StandIn): forward = forward.found
-    # a copy of the module has its class's that was made while one stood in for it
-    copied = getattr(forward, '__self__', None) is module and forward.__func__ is getattr_static(type(module), 'forward')
-    return None if copied else forward
+    # a copy of the module that was made while one stood in for it has the class's own
+    own = getattr(forward, '__self__', None) is module and forward.__func__ is getattr_static(type(module), 'forward')
+    return None if own else forward
 
 # %% ../nbs/02a_modules.ipynb #9b1c2a15s1
 class StandIn:

@@ -9,8 +9,7 @@ __all__ = ['node_bytes', 'CastAll', 'has_plain_weights', 'CastLayer', 'Call', 'O
 
 # %% ../nbs/02b_cast.ipynb #d24fa5c9
 import torch
-from itertools import chain,islice
-from operator import is_
+from itertools import chain
 from threading import get_ident
 from typing import NamedTuple
 from torch import nn
@@ -64,11 +63,6 @@ def has_plain_weights(
     computed = module._modules or 'bias' in module.__dict__
     return tuple(module._parameters) in (('weight',),('weight','bias')) and not computed
 
-def _stamps(layer):
-    "Names, versions and addresses of the parameters of `layer`, and whether they are trained"
-    params = layer._parameters.items()
-    return [(name,p._version,p.data_ptr(),p.requires_grad) for name,p in params if p is not None]
-
 class CastLayer:
     "A layer whose parameters may be cast when a call of the model begins"
     def __init__(self,
@@ -78,18 +72,20 @@ class CastLayer:
         self.layer,self._calls = layer,calls
         self.used = None # the last `Call` in which it has computed
         self.in_vain = set() # whether gradients were on, when it was ever cast in vain
-        self.cast = None # until it takes them: the `Call`, the parameters, their state, and their copies
+        self.cast = None # until it takes them: the `Call`, the state of the parameters, and their copies
 
-    def state(self)->list: # None unless all are plain, trained and float32
+    def state(self)->list: # Names, parameters, versions, addresses; None unless all are plain, trained and float32
         """By what a change of the layer's parameters is seen
 
         Momentum encoders write frozen ones in the middle of a call, and one of inference mode has no version."""
         if not has_plain_weights(self.layer): return None
-        for p in self.layer._parameters.values():
-            if p is None: continue
-            plain = type(p) is nn.Parameter and p.dtype is torch.float32 and not p.is_inference()
-            if not plain or not p.requires_grad: return None
-        return _stamps(self.layer)
+        res = []
+        for name,p in self.layer._parameters.items():
+            if p is not None:
+                plain = type(p) is nn.Parameter and p.dtype is torch.float32 and not p.is_inference()
+                if not plain or not p.requires_grad: return None
+            res.append((name,p,0,0) if p is None else (name,p,p._version,p.data_ptr()))
+        return res
 
     def take(self)->tuple: # None: autocast is to cast
         "What the layer's parameters were cast to, for one use, if they are what they were then"
@@ -100,11 +96,20 @@ class CastLayer:
         cast = self.cast
         if cast is None or cast[0] is not call: return None # those of another thread
         self.cast = None
-        if all(map(is_, self.layer._parameters.values(), cast[1])) and _stamps(self.layer)==cast[2]: return cast[3]
+        if _unchanged(self.layer, cast[1]): return cast[2]
         self.in_vain.add(graph) # and nothing later in this call: memory may come back at the same address
         return None
 
 # %% ../nbs/02b_cast.ipynb #4d1071s1
+def _unchanged(layer, state):
+    "Are the parameters of `layer` what they were at `state`?"
+    params = layer._parameters
+    if len(params)!=len(state) or 'bias' in layer.__dict__: return False # a bias computed by hand
+    for (name,p),(was,q,version,address) in zip(params.items(), state):
+        if p is not q or name!=was: return False
+        if p is not None and not (p._version==version and p.data_ptr()==address and p.requires_grad): return False
+    return True
+
 def _in_nodes(layers, dtype):
     "Lists of the `layers` that one node of the graph casts to `dtype`: `node_bytes` at most, or one layer"
     nodes,start = {},0
@@ -164,6 +169,6 @@ class OneCast:
         "Cast what the last call has used, and none has cast in vain"
         for node in self._used[call.graph]:
             states = [(o,state) for o in node if call.graph not in o.in_vain and (state := o.state())]
-            params = [[*o.layer._parameters.values()] for o,_ in states]
-            copies = iter(CastAll.apply(self.dtype, *chain(*params)) if params else ())
-            for (o,state),of in zip(states, params): o.cast = call,of,state,tuple(islice(copies, len(of)))
+            params = [p for _,state in states for _,p,*_ in state]
+            copies = CastAll.apply(self.dtype, *params) if params else ()
+            for o,state in states: o.cast,copies = (call,state,copies[:len(state)]),copies[len(state):]

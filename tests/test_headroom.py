@@ -3,9 +3,10 @@ scale
 
 What is compared with is the rule without a `headroom`, from 2**24, as in fastai. The models have linear layers only:
 float16 convolutions are slow on a CPU."""
-import math
+import itertools,math
 
-import mp_callbacks.grads,pytest
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 from learners import *
 from mp_callbacks.loss_scale import as_loss_scale,loss_scale_presets
 
@@ -77,23 +78,31 @@ def test_accumulated():
         return log(learn).scale.tolist()
     assert scales(8, GradientAccumulation(32))==scales(32, None)==[2**10]+[2**15]*2
 
-def test_measured_when_it_must_be(monkeypatch):
-    "At the start, until a step is finite, and never again, nor without a `headroom`"
-    at,norm = [],mp_callbacks.grads.foreach_norm
-    def counted(xs, ord=2, **kwargs):
-        if ord==inf: at.append(len(log(learn)))
-        return norm(xs, ord, **kwargs)
-    monkeypatch.setattr(mp_callbacks.grads, 'foreach_norm', counted)
-    class Overflow(Callback):
-        order = 5
-        def before_step(self):
-            if self.iter in (7,8,15): next(self.model.parameters()).grad.fill_(inf)
-    # and once of the weights, when training begins
-    for kwargs,want in ((dict(), [0,0]), (dict(headroom=None), [0])):
-        at.clear()
-        learn = make('mlp', 20, cbs=Overflow(), max_loss_scale=2.**10, **kwargs)
-        learn.fit(1)
-        assert at==want and skipped(learn)==3
+class Operations(TorchDispatchMode):
+    "How many PyTorch computes"
+    n = 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += 1
+        return func(*args, **(kwargs or {}))
+
+class Overflow(Callback):
+    order = 5
+    def before_step(self):
+        if self.iter in (0,7,8,15): next(self.model.parameters()).grad.fill_(inf)
+
+def test_measured_when_it_must_be():
+    "In the first step that is finite, and never again: then a step has the operations of one without a `headroom`"
+    def operations(**kwargs):
+        learn,ends = make('mlp', 20, cbs=Overflow(), min_loss_scale=2.**8, max_loss_scale=2.**9, **kwargs),[]
+        class End(Callback):
+            order = 200
+            def after_batch(self):
+                if self.training: ends.append(ops.n)
+        with Operations() as ops: learn.fit(1, cbs=End())
+        assert skipped(learn)==4
+        return [b-a for a,b in itertools.pairwise(ends)]
+    more = [a-b for a,b in zip(operations(), operations(headroom=None), strict=True)]
+    assert more[0]>0 and not any(more[1:])
 
 # --- And then
 

@@ -21,7 +21,6 @@ demo: $(DEMO)  ## try every precision on this machine; make demo ARGS="--help" f
 	$(BIN)/python -m mp_callbacks $(ARGS)
 
 test: check  ## everything that can be tested here; FLAGS="cuda slow" adds those cells and tests
-	$(BIN)/nbdev-test --flags "$(FLAGS)" --skip-folder-re "."
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --flags "$(FLAGS)"
 
 set: .sets/$(SET)/ready  ## the tests with other versions: SET=lower-bounds (the oldest), kaggle or colab
@@ -29,6 +28,10 @@ set: .sets/$(SET)/ready  ## the tests with other versions: SET=lower-bounds (the
 
 check: .venv/ready  ## make modules and README again from the notebooks, and fail if that changed something
 	$(BIN)/python .ci/generate.py
+
+outputs: .venv/ready  ## run PAGE=nbs/…ipynb, and save outputs that have changed; ARGS=--all saves pictures and varying ones, too
+	@test -n "$(PAGE)" || $(call stop,make outputs needs a page: say PAGE=nbs/howto/keep.ipynb)
+	$(BIN)/python docs/outputs.py $(ARGS) $(PAGE)
 
 docs: .venv/ready  ## the site, in _docs/index.html
 	$(BIN)/python docs/pages.py pages
@@ -65,4 +68,4 @@ endif
 	UV_CONSTRAINT=$< $(UV) pip install --python .sets/$*/bin/python -e '.[test]'
 	@touch $@
 
-.PHONY: help demo test set check docs
+.PHONY: help demo test set check outputs docs

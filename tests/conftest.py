@@ -5,7 +5,7 @@ import numpy as np,pytest,torch
 
 # What reads pages needs nbdev, which needs a newer fastcore than this package
 if not find_spec('nbdev'):
-    collect_ignore = [f'test_{o}.py' for o in 'docs figures notebooks quality site'.split()]
+    collect_ignore = [f'test_{o}.py' for o in 'docs figures notebooks outputs quality site'.split()]
 
 def pytest_configure(config):
     "One thread, and interrupts that interrupt, here and in the processes that tests start"
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(config, items):
     """Leave out what wasn't asked for
 
     The files that take the longest come first, so that at the end no process works alone."""
-    longest = ('notebooks bench distributed_faults distributed site docs applications faults looks examples '
+    longest = ('notebooks outputs bench distributed_faults distributed site docs applications faults looks examples '
                'operations composition resume parity').split()
     kept,out = [],[]
     for o in items: (out if any(map(o.get_closest_marker, left_out(config))) else kept).append(o)

@@ -41,6 +41,13 @@ def identical(xs, ys):
     "Are they the same objects, in the same order?"
     return all(x is y for x,y in zip(xs, ys, strict=True))
 
+def without_gradients(model, *args, inference=True):
+    "What `model` returns in validation, and in `inference` mode: twice, as some of it is only cast from a second call on"
+    res = []
+    for mode in (torch.no_grad,)*2+(torch.inference_mode,)*2*inference:
+        with mode(): res.append(model(*args))
+    return [o.clone() for o in res] # which tests may compare and keep
+
 def assert_plain(model, what=None):
     "Nothing of ours stands in `model`, and no autocast is open"
     assert not [n for n,m in model.named_modules() if 'forward' in vars(m)], what

@@ -49,10 +49,16 @@ def close(got, want, tol):
     if want is None or got is None: return want is got
     return (got-want).norm()<=tol*want.norm()+1e-7
 
-def check(make, run=backward, tol=.02):
-    "All batches have the same gradients, which are near autocast's and float32's"
+def check(make, run=backward, tol=.02, inference=True):
+    """All batches have the same gradients, which are near autocast's and float32's
+
+    And what they return in training they return without gradients, too."""
     model = make()
-    first,*others = grads(model, half_precision(model, bf16), run)
+    half = half_precision(model, bf16)
+    first,*others = grads(model, half, run)
+    with half:
+        outs = [model(data()),*without_gradients(model, data(), inference=inference),model(data())]
+        assert all(same(o.detach(), outs[0].detach()) for o in outs)
     for o in others: assert all(close(o[k], g, 0) for k,g in first.items()), 'not those of the first call'
     for around,limit in ((autocast(),tol),(nullcontext(),3*tol)):
         want = grads(make(), around, run)[0]
@@ -298,7 +304,7 @@ models = [Model,Frozen,Repeated,CallsItself,Tied,NoGrad,OnlyBiases,ComputedBiase
           Energy]
 
 @pytest.mark.parametrize('make', models)
-def test_same_as_autocast(make): check(make, tol=.05)
+def test_same_as_autocast(make): check(make, tol=.05, inference=make is not Energy) # which computes gradients
 
 def test_grad_inside_no_grad():
     "Gradients that are switched on inside a call without"

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 from torch.utils.checkpoint import checkpoint
 from learners import *
+from states import without_gradients
 
 pytestmark = pytest.mark.filterwarnings('ignore:None of the inputs have requires_grad')
 
@@ -16,22 +17,21 @@ def half(model): return half_precision(model, bf16)
 
 def normals(*shape, seed=0): return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
-def outputs(make, args, around):
-    "What a model returns in a batch of training, in validation, and in training again"
+def outputs(make, args, around, inference):
+    "What a model returns in a batch of training, without gradients, and in training again"
     torch.manual_seed(0)
     model,res = make(),[]
     around = around(model)
     for train in (True,False,True):
-        with around, torch.set_grad_enabled(train):
-            out = model(*args)
-            if train: out.float().square().mean().backward()
-        res.append(out.detach().float())
-    return torch.stack(res)
+        with around:
+            if train: (out := model(*args)).float().square().mean().backward()
+            res += [out] if train else without_gradients(model, *args, inference=inference)
+    return torch.stack([o.detach().float() for o in res])
 
-def errors(make, args, unit):
+def errors(make, args, unit, inference=True):
     "The largest of autocast, and of half precision, in `unit`s"
-    full,auto,ours = (outputs(make, args, o) for o in (lambda m: nullcontext(),autocast,half))
-    assert ours.isfinite().all()
+    full,auto,ours = (outputs(make, args, o, inference) for o in (lambda m: nullcontext(),autocast,half))
+    assert ours.isfinite().all() and all(o.equal(ours[0]) for o in ours), 'not the same without gradients'
     return [((o-full).abs().max()/unit).item() for o in (auto,ours)]
 
 def mlp(n, out, hidden=32): return nn.Sequential(nn.Linear(n,hidden), nn.GELU(), nn.Linear(hidden,out))
@@ -272,7 +272,7 @@ class Flow(nn.Module):
 
 points = 50+normals(4, 5, 3)
 x,t = normals(8, 8),torch.linspace(.1, 1, 8)+2**-12
-table = dict( # name -> model, arguments, and how much is a large error
+table = dict( # name -> model, arguments, how much is a large error, and whether it computes in inference mode
     patchtst      = (PatchTST,                                 [series], 5),
     deviations    = (Deviations,                               [series], 5),
     energies      = (lambda: Energies(reference(nn.Embedding)),[species], 1),
@@ -282,7 +282,7 @@ table = dict( # name -> model, arguments, and how much is a large error
     shift_inside  = (ShiftsInside,                             [species], 1),
     euler         = (Euler,                                    [300+10*normals(8, 16)], 1),
     encoder       = (Twice,                                    [50*normals(64, 1)], 1),
-    forces        = (Forces,                                   [3*normals(2, 6, 3)], 1),
+    forces        = (Forces,                                   [3*normals(2, 6, 3)], 1, False),
     egnn          = (lambda: Then(Layers(EGNN, 3)),            [points], 1),
     time          = (lambda: Timed('plain'),                   [x,t], 1),
     time_again    = (lambda: Timed('itself'),                  [x,t], 1),
@@ -336,7 +336,7 @@ table.update(actnorm=(Flow, [x], 1), revnorm=(Reversed, [normals(8,8)*5+300], 1)
 
 @pytest.mark.parametrize('name', table)
 def test_table(name):
-    "No worse than twice autocast, in training and validation"
+    "No worse than twice autocast, and the same in training, validation and inference mode"
     auto,ours = errors(*table[name])
     assert ours<=2*auto+.004, (auto,ours)
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from learners import *
 from copy import copy,deepcopy
 from mp_callbacks.own import OwnParameter
-from states import assert_plain,identical,same
+from states import assert_plain,identical,same,without_gradients
 from tracing import interrupted
 
 bf16,f32 = torch.bfloat16,torch.float32
@@ -29,14 +29,16 @@ class Meets(nn.Module):
     def forward(self, x): return self.f(x, self.w)
 
 def meet(around, f, *shape, trained=True):
-    "What `Meets` returns behind a layer, and the gradient of its parameter"
+    "What `Meets` returns behind a layer, the same without gradients, and the gradient of its parameter"
     torch.manual_seed(0)
     model,seen = nn.Sequential(nn.Linear(8,32), Meets(f, *shape)),[]
     model[1].w.requires_grad_(trained)
     model[1].register_forward_hook(lambda m,args,out: seen.append(out))
     with around(model):
-        model(numbers(shape[0] if shape==(32,32) else 4)[0])
+        model(x := numbers(shape[0] if shape==(32,32) else 4)[0])
         if seen[0].is_floating_point(): seen[0].float().square().sum().backward()
+        without_gradients(model, x)
+    assert len(seen)==5 and all(same(o.detach(), seen[0].detach()) for o in seen)
     assert model[1].w.grad is None or type(model[1].w.grad) is torch.Tensor and model[1].w.grad.dtype==f32
     return seen[0].detach(),model[1].w.grad
 

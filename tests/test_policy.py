@@ -62,7 +62,7 @@ def floats(o):
     return [o] if isinstance(o, torch.Tensor) and o.is_floating_point() else []
 
 class Watch:
-    "In a `with`: name -> what each call of that module in training was given and returned"
+    "In a `with`: name -> what each call of that module was given and returned"
     def __init__(self, model): self.model,self.seen = model,{}
     def __enter__(self):
         self.hooks = [m.register_forward_hook(partial(self.note, n)) for n,m in self.model.named_modules()]
@@ -70,7 +70,7 @@ class Watch:
     def __exit__(self, *_):
         for o in self.hooks: o.remove()
     def note(self, n, m, args, out):
-        if m.training: self.seen.setdefault(n, []).append((floats(args),[o.detach() for o in floats(out)]))
+        self.seen.setdefault(n, []).append((floats(args),[o.detach() for o in floats(out)]))
 
 def policy(net, half, keep=()): return half_precision(net, half, keep).policy()
 def computes(net, half, keep=()): return policy(net, half, keep).set_index('module').compute.to_dict()
@@ -103,16 +103,22 @@ some = [('to_bf16',bf16,k) for k in all_rules]+[('to_fp16',f16,'islands')]
 @pytest.mark.parametrize('name', models)
 @pytest.mark.parametrize('call,half,keep', some)
 def test_table_is_true(name, call, half, keep):
-    "What every module returns in a step is what the table has said before, and says after"
+    """What every module returns is what the table has said before, and says after
+
+    In training and validation, in predictions, and in inference mode."""
     keep,net = all_rules[keep],model(name)
     names = [n for n,_ in net.named_modules()]
     fitting = [k for k in keep if not isinstance(k, str) or any(fnmatch(n, k) for n in names)]
     keep = {k:keep[k] or half for k in fitting} if isinstance(keep, dict) else fitting
     learn = getattr(get_learner(net), call)(keep=keep)
     table = learn.mixed_precision.policy()
-    with Watch(net) as seen: learn.fit(1)
-    assert seen.keys()>={*names}-{'layer.self_attn.out_proj'} # used without being called
-    agrees(table, seen, net, half)
+    def predict():
+        with learn.mixed_precision.half, torch.inference_mode(): return net(numbers()[0])
+    for call in (lambda: learn.fit(1), lambda: learn.get_preds(reorder=False), predict):
+        with Watch(net) as seen: call()
+        assert seen.keys()>={*names}-{'layer.self_attn.out_proj'} # used without being called
+        agrees(table, seen, net, half)
+    assert torch.equal(predict(), learn.get_preds(reorder=False)[0])
     assert learn.mixed_precision.policy().equals(table)
     assert_plain(net)
 

@@ -1,0 +1,78 @@
+"""Compare the saved outputs of notebooks with what their cells print now, and save these
+
+    python docs/outputs.py nbs/howto/keep.ipynb
+
+runs a page and saves the outputs that say something else than before. Those of cells marked `#| varies` depend on the
+machine or on the time: `--all` saves them, too, and pictures, of which only the number is compared. The tests compare
+all notebooks: `tests/test_outputs.py` and `tests/test_notebooks.py`."""
+import argparse,json,os,re,sys
+from decimal import Decimal
+from pathlib import Path
+
+import torch
+from execnb.shell import CaptureShell
+from nbdev.clean import clean_nb
+from nbdev.config import get_config
+from nbdev.test import nb_test_cells
+
+cfg = get_config(Path(__file__).resolve().parent)
+kinds = 'text/markdown','text/html','text/plain' # of a value that has several, readers see the first
+number = re.compile(r'(\d+\.\d+(?:e[+-]?\d+)?|\d+e[+-]?\d+)') # but for integers
+near = .01 # what numbers differ by on machines that add up in another order, relative to their size
+
+def joined(s): return s if isinstance(s, str) else ''.join(s)
+
+def shown(outputs):
+    "What readers see of `outputs`: what was printed, and the text of each value, or that there is a picture"
+    res = ''
+    for o in outputs:
+        data = o.get('data', {})
+        if o['output_type']=='stream': res += joined(o['text'])*(o['name']=='stdout')
+        elif any(k.startswith('image/') for k in data): res += '(a picture)\n'
+        else: res += next((joined(data[k])+'\n' for k in kinds if k in data), '')
+    return re.sub(r' at 0x[0-9a-f]+', '', res)
+
+def close(a, b):
+    "Are the numbers in the strings `a` and `b` near, or one apart in the last digit?"
+    digit = max(Decimal(10)**Decimal(o).as_tuple().exponent for o in (a,b))
+    return abs(Decimal(a)-Decimal(b))<=max(Decimal(near)*abs(Decimal(b)), digit)
+
+def same(a, b):
+    "Are the texts `a` and `b` the same, up to the last digits of numbers, and the width of columns?"
+    a,b = [re.split(number, re.sub(' +', ' ', o)) for o in (a, b)]
+    return a[::2]==b[::2] and all(map(close, a[1::2], b[1::2]))
+
+def ran(fn, flags=()):
+    "Run the notebook at `fn`, and yield its cells, with outputs that are new, what was saved, and the error if one fails"
+    torch.set_num_threads(1) # sums have one order
+    os.chdir(fn.parent)
+    shell = CaptureShell(fn, profile=False)
+    for cell in nb_test_cells(fn, cfg.tst_flags, flags):
+        saved,cell.outputs = cell.outputs,[]
+        shell.cell(cell)
+        yield cell,saved,shell.prettytb(fname=fn) if shell.exc else None
+        if shell.exc: return
+
+def outdated(cell, saved):
+    "Has `cell` printed something else than was `saved`, though it isn't marked?"
+    return 'varies' not in cell.directives_ and not same(shown(saved), shown(cell.outputs))
+
+def save(fn, everything):
+    "Run the notebook at `fn`, save the outputs that are outdated, or `everything`, and return the ids of their cells"
+    new = {}
+    for cell,saved,error in ran(fn):
+        if error: sys.exit(error)
+        if everything or outdated(cell, saved):
+            new[cell.id] = [o for o in cell.outputs if o.get('name')!='stderr'] # warnings of libraries
+    nb = json.loads(fn.read_text(encoding='utf-8'))
+    for o in nb['cells']: o.update(outputs=new[o['id']]) if o['id'] in new else None
+    clean_nb(nb)
+    fn.write_text(json.dumps(nb, indent=1, ensure_ascii=False)+'\n', encoding='utf-8')
+    return list(new)
+
+if __name__=='__main__':
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument('pages', nargs='+', type=Path)
+    p.add_argument('--all', action='store_true', help='save pictures and the outputs of cells that are marked, too')
+    args = p.parse_args()
+    for o in args.pages: print(o, *save(o.resolve(), args.all))

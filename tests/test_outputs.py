@@ -1,0 +1,78 @@
+"""The cells of the numbered notebooks run, and print what is saved
+
+Readers see saved outputs, so these must be those of the code. Cells whose outputs depend on the machine or on the time
+are marked `#| varies`. `make outputs PAGE=nbs/…` saves outputs again."""
+import difflib,os,sys
+from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest,torch
+from nbdev.doclinks import nbglob
+
+root = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(root/'docs'))
+import outputs
+
+nbs = root/'nbs'
+way_out = 'Run `make outputs PAGE={}`, or mark the cell `#| varies` if that depends on the machine or on the time.'
+has_gpu = torch.cuda.is_available() # which computes other numbers, and can't be used by a fork
+
+def run(fn, flags):
+    "What the first cell of the notebook at `fn` that fails has to say, or one that prints something else than is saved"
+    os.environ['IN_TEST'] = '1' # as nbdev-test has it
+    for cell,saved,error in outputs.ran(fn, flags):
+        where = f'{fn.relative_to(nbs)}, cell {cell.id}:\n{cell.source}\n\n'
+        if error: return where+error
+        if 'hide' in cell.directives_ or has_gpu or not outputs.outdated(cell, saved): continue
+        texts = [outputs.shown(o).splitlines() for o in (saved,cell.outputs)]
+        diff = '\n'.join(difflib.unified_diff(*texts, 'saved', 'printed', lineterm=''))
+        return where+diff+'\n\n'+way_out.format(fn.relative_to(root))
+
+def run_alone(fn, *args):
+    "`run`, in a process of its own: what a notebook leaves in its libraries, as Accelerate's state, meets no other"
+    if 'from fastai' in fn.read_text(encoding='utf-8'):
+        import fastprogress.fastprogress as bars # their text depends on the time
+        bars.NO_BAR = True
+        for o in ('fastai.tabular.all','fastai.text.all','fastai.vision.all'): import_module(o) # before it forks
+    with ProcessPoolExecutor(1, get_context('spawn' if has_gpu or not hasattr(os, 'fork') else 'fork')) as pool:
+        res = pool.submit(run, fn, *args).result()
+        pool.submit(os._exit, 0) # by itself a process ends after many seconds, if PyTorch has compiled in it
+        return res
+
+@pytest.fixture(scope='module')
+def pool():
+    "A process that forks for notebooks"
+    with ProcessPoolExecutor(1, get_context('spawn')) as res: yield res
+
+def check(fn, flags, pool):
+    if error := pool.submit(run_alone, fn, flags).result(): pytest.fail(error, pytrace=False)
+
+def cases(numbered):
+    "The notebooks, or the pages; those without fastai come first: when it is imported, other libraries change, too"
+    found = [o for o in nbglob(nbs, as_path=True) if (o.parent==nbs and o.name[0].isdigit())==numbered]
+    found.sort(key=lambda o: ('from fastai' in o.read_text(encoding='utf-8'), o))
+    return [pytest.param(o, id=o.relative_to(nbs).with_suffix('').as_posix()) for o in found]
+
+@pytest.mark.parametrize('fn', cases(numbered=True))
+def test_module(fn, flags, pool): check(fn, flags, pool)
+
+def test_outdated():
+    "Which outputs count as the same"
+    def text(s, **kwargs): return dict(output_type='stream', name='stdout', text=s.splitlines(True), **kwargs)
+    def value(**data): return dict(output_type='execute_result', data={k.replace('_','/'):v for k,v in data.items()})
+    def outdated(saved, printed, *marks):
+        cell = type('Cell', (), dict(outputs=printed, directives_=dict.fromkeys(marks)))
+        return outputs.outdated(cell, saved)
+    for a,b in (('loss 0.5468','loss 0.5459'), ('0.57%','0.58%'), ('0.5   x','0.51 x'), ('1e-08','1.1e-08')):
+        assert not outdated([text(a)], [text(b)])
+    for a,b in (('step 31','step 32'), ('0.61','0.63'), ('1.5','-1.5'), ('1.5','nan'), ('a\n','a\nb\n'), ('a',''),
+                ('290','280'), ('1.5 2','1.5'), ('1.0e-08','1.2e-08')):
+        assert outdated([text(a)], [text(b)]) and outdated([text(b)], [text(a)])
+        assert not outdated([text(a)], [text(b)], 'varies')
+    assert not outdated([text('a\nb')], [text('a\n'),dict(text('noise'), name='stderr'),text('b')])
+    picture = value(text_plain='<Figure>', image_png='x')
+    assert not outdated([picture], [value(image_png='y')]) and outdated([picture], []) and outdated([], [picture])
+    assert outdated([value(text_plain='a', text_html='<b>')], [value(text_plain='a', text_html='<i>')])
+    assert not outdated([value(text_plain='<A at 0x12>')], [value(text_plain='<A at 0x3f>')])

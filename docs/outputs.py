@@ -30,7 +30,7 @@ def shown(outputs):
         if o['output_type']=='stream': res += joined(o['text'])*(o['name']=='stdout')
         elif any(k.startswith('image/') for k in data): res += '(a picture)\n'
         else: res += next((joined(data[k])+'\n' for k in kinds if k in data), '')
-    return re.sub(r' at 0x[0-9a-f]+', '', res)
+    return re.sub(r'[^\n]*\r| at 0x[0-9a-f]+', '', res) # nor progress bars, which end at the start of their line
 
 def close(a, b):
     "Are the numbers in the strings `a` and `b` near, or one apart in the last digit?"

@@ -72,6 +72,7 @@ def test_outdated():
         assert outdated([text(a)], [text(b)]) and outdated([text(b)], [text(a)])
         assert not outdated([text(a)], [text(b)], 'varies')
     assert not outdated([text('a\nb')], [text('a\n'),dict(text('noise'), name='stderr'),text('b')])
+    assert not outdated([text('a')], [text('|---| 0%\r|███| 50%\r         \ra')])
     picture = value(text_plain='<Figure>', image_png='x')
     assert not outdated([picture], [value(image_png='y')]) and outdated([picture], []) and outdated([], [picture])
     assert outdated([value(text_plain='a', text_html='<b>')], [value(text_plain='a', text_html='<i>')])

@@ -150,6 +150,18 @@ def test_a_good_step_between(mode):
     assert heard(learn.fit, 1, cbs=InSteps(fill(inf), {i for i in range(90) if i%30!=29}))==([],None)
     assert learn.mixed_precision.state.skips==0
 
+def test_warnings_as_errors():
+    "With warnings turned into errors the learner is as healthy afterwards"
+    learn = make('fp16', 40)
+    learn.create_opt()
+    before = model_and_opt(learn)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        with pytest.raises(UserWarning, match='32 steps in a row'): learn.fit(1, cbs=InSteps(fill(inf)))
+    assert same(model_and_opt(learn), before)
+    healthy(learn)
+    assert heard(learn.fit, 1)==([],None) and not same(model_and_opt(learn), before)
+
 # --- Overflow now and then
 
 @each_cause

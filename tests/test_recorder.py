@@ -206,6 +206,31 @@ def test_settings_of_fastais_recorder(kwargs):
     assert len(learn.recorder.log)==len(names) and values(learn)[0]['skipped']==1
     assert ('time' in names)==(names[-1]=='time')==kwargs.get('add_time', True)
 
+def test_table_without_validation():
+    "Without validation data, and in a fit after the columns were switched on; `validate` has no steps to count"
+    x,y = numbers()
+    learn = table(dls=DataLoaders.from_dsets([*zip(x,y)], [], bs=16, device='cpu', num_workers=0))
+    learn.fit(1, cbs=Overflow(0))
+    assert len(learn.recorder.log)==len(learn.recorder.metric_names) and values(learn)[0]['skipped']==1
+    learn = table(columns=False)
+    learn.fit(1)
+    learn.precision_recorder.columns = True
+    learn.fit(1, cbs=Cancel('before_batch', CancelFitException, 0))
+    assert len(learn.validate())==1
+    learn.fit(1)
+    assert values(learn)[0]['skipped']==0
+
+def test_graph():
+    "`ShowGraphCallback` takes the second value for the validation loss"
+    learn = table().add_cb(ProgressCallback())
+    learn.create_mbar,graphs = True,[]
+    class Graph(ShowGraphCallback):
+        def after_train(self):
+            super().after_train()
+            self.progress.mbar.update_graph = lambda graphs_, *args: graphs.append(graphs_[1][1])
+    learn.fit(2, cbs=Graph())
+    assert graphs[-1]==[o['valid_loss'] for o in values(learn)]
+
 @pytest.mark.parametrize('monitor', ['valid_loss','skipped'])
 def test_monitors(monitor, tmp_path):
     "Callbacks that look for a column by its name find theirs, may monitor ours, and write them"

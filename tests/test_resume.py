@@ -4,7 +4,7 @@ Each run meets a batch that overflows, again and again, and a loss scale that fa
 step, each time in another place of the loop. Each file that it leaves is loaded, by this process or by one that has not
 seen the run, and trained to the end. Only while the optimizer is at work nothing can be exact: some weights have
 been stepped on then, and others not. And what is in a file: plain numbers, which plain fastai loads."""
-import inspect,warnings
+import inspect,io,warnings
 from contextlib import nullcontext
 from functools import lru_cache
 from multiprocessing import get_context
@@ -308,3 +308,18 @@ def test_into_another_precision(mode, want, tmp_path):
         for o in (learn,late): o.load('model')
         assert scale_of(learn)==scale_of(precisions[to](late))==scale, to
         learn.fit(1)
+
+def test_links_and_open_files(tmp_path):
+    "A checkpoint that is a link to a file elsewhere stays one; an open file is one, too"
+    learn = finished(tmp_path, 'fp16_flat')
+    link,file = learn.save('model'),tmp_path/'elsewhere'
+    link.replace(file)
+    try: link.symlink_to(file)
+    except OSError: pytest.skip('may not make links')
+    learn.fit(1)
+    learn.save('model')
+    learn.save(opened := io.BytesIO())
+    assert link.is_symlink()
+    for o in ('model',opened):
+        if o is opened: opened.seek(0)
+        assert not changes(everything(make(tmp_path, 'fp16_flat').load(o)), everything(learn))

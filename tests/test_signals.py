@@ -72,3 +72,15 @@ def test_save_inside_a_batch(mode, tmp_path):
             file = torch.load(tmp_path/'models'/'mid.pth', weights_only=True)['model']
         assert same({n:file[n] for n in want}, {n:p.data for n,p in want.items()}), event
         assert same(everything(learn), everything(other)), event
+
+@some_modes
+def test_new_optimizer_inside_a_batch(mode, tmp_path):
+    "It is for the real parameters, and goes on training them"
+    for event,order in moments:
+        learn = make_learner(mode, tmp_path)
+        ps = [*learn.model.parameters()]
+        learn.fit(1, cbs=Now(event, lambda o: o.create_opt(), order))
+        assert identical(opt_params(learn), ps), event
+        before = weights(learn)
+        learn.fit(1)
+        assert not any(map(torch.equal, weights(learn), before)), event

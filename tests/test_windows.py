@@ -1,4 +1,5 @@
 "Steps of several batches, and what changes between them: the precision, the optimizer, the parameters, the buffers"
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -141,3 +142,58 @@ def test_overflow_in_an_unfinished_step(mode):
     modes[mode](learn).fit(1)
     assert all(b.isfinite().all() for b in learn.model.buffers()) and np.isfinite(learn.recorder.values[-1][1])
     assert not any(p.grad is not None for p in learn.model.parameters())
+
+def test_load_after_an_unfinished_step(tmp_path):
+    "A skipped step restores what was loaded, and not what an unfinished step of an earlier fit remembers"
+    learn = get_learner(norm=True, path=tmp_path, cbs=GradientAccumulation(48)).to_bf16()
+    norm,seen = learn.model[1],[]
+    norm.running_mean.fill_(7.)
+    learn.save('good')
+    norm.running_mean.fill_(0.)
+    learn.fit(1) # a step of three batches, and one batch more
+    learn.load('good')
+    see = Callback(after_cancel_step=lambda cb: seen.append(norm.running_mean.clone()))
+    learn.fit(1, cbs=[InfiniteAt(0),see])
+    assert torch.equal(seen[0], torch.full_like(seen[0], 7.))
+
+# --- Buffers and copies
+
+class Table(nn.Module):
+    "Shares a buffer with another one like it"
+    def __init__(self, table):
+        super().__init__()
+        torch.manual_seed(1)
+        self.lin = nn.Linear(8,8)
+        self.register_buffer('table', table)
+    def forward(self, x): return x+self.lin(x)*self.table
+
+@pytest.mark.parametrize('mode,view', [('fp16',False), ('bf16',True), ('native_fp16',True)])
+def test_shared_buffer(mode, view):
+    "A skipped step puts it back, and it is still shared; one of inference mode, which nobody can write, is replaced"
+    table = torch.linspace(.5, 1.5, 8)
+    t = table.clone()
+    model = nn.Sequential(Table(t), Table(t[:] if view else t), nn.Linear(8,1))
+    with torch.inference_mode(): model.register_buffer('fixed', torch.arange(3.).expand(2,3))
+    learn = modes[mode](get_learner(model, lr=.01))
+    learn.fit(2, cbs=InfiniteAt(1))
+    assert skipped(learn)==1 and torch.equal(t, table) and model.fixed.tolist()==[[0,1,2]]*2
+    assert all(model[i].table.data_ptr()==t.data_ptr() for i in range(2))
+
+class Copies(Callback):
+    "A copy of the learner in a fit, without this callback"
+    order = 50
+    def after_epoch(self):
+        learn = self.learn
+        learn.remove_cb(self)
+        self.twin = deepcopy(learn)
+        learn.add_cb(self)
+
+@pytest.mark.parametrize('flat_master', [False,True])
+def test_copies_of_a_learner(flat_master):
+    "A copy trains as the first one"
+    learn = get_learner(lr=.01).to_bf16(flat_master=flat_master)
+    learn.fit(1, cbs=(cb := Copies()))
+    for o in (learn,cb.twin):
+        o.opt.clear_state()
+        o.fit(1)
+    assert torch.equal(flat(weights(learn)), flat(weights(cb.twin)))

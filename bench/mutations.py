@@ -1,0 +1,207 @@
+"""Do the fast tests notice small changes of the code? Edits of the core's modules, chosen by a seed, one at a time
+
+    python bench/mutations.py --n 300 --seed 1
+
+A mutant is one edit of the syntax tree: a condition is negated, a statement dropped, a constant changed, a comparison
+exchanged (`<` for `<=`), or `and` for `or`. Each is tried in a copy of the repository, with the fast tests of the files
+that are related to its module, which stop at the first that fails. It is found if one fails, or doesn't end in time.
+Each is a row of the csv as soon as it was tried, so that a second run goes on; remove the csv after a change of the code.
+What survives and is no defect stands in mutations_same.csv, with the reason."""
+import argparse,ast,csv,os,random,re,signal,subprocess,sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from queue import Queue
+from shutil import copytree,ignore_patterns
+from tempfile import TemporaryDirectory
+from threading import Timer
+from time import perf_counter
+from typing import NamedTuple
+
+import pandas as pd
+
+from common import command,machine,markdown
+
+root = Path(__file__).resolve().parent.parent
+related = dict( # module -> its test files, the likeliest first
+    loss_scale     = 'scalers headroom properties overflow training_steps rescue functional resume',
+    grads          = 'half windows loss syncs overflow inputs parity training_steps properties',
+    modules        = 'half policy operations own inputs rescue calls looks',
+    own            = 'own numbers half threads compile',
+    cast           = 'cast half own threads memory',
+    ways           = 'policy half cast own numbers operations compile',
+    half           = 'half policy forward calls threads signals functional training_steps own',
+    training_steps = 'training_steps windows overflow loss silent parity rescue skipped signals syncs scale resume',
+    precision      = 'calls pairs windows parity recorder overflow syncs silent composition resume rescue',
+    callback       = 'calls pairs windows parity recorder overflow silent resume')
+
+class Mutant(NamedTuple):
+    "An edit of a module"
+    module:str # Name
+    line:int # Where it is, from 1
+    kind:str # What was done
+    old:str # The code
+    new:str # What stands in its place
+    start:int # Where `old` begins in the source
+    def apply(self, source): return source[:self.start]+self.new+source[self.start+len(self.old):]
+
+exchanged = {ast.Lt:ast.LtE, ast.LtE:ast.Lt, ast.Gt:ast.GtE, ast.GtE:ast.Gt, ast.Eq:ast.NotEq, ast.NotEq:ast.Eq,
+             ast.Is:ast.IsNot, ast.IsNot:ast.Is, ast.In:ast.NotIn, ast.NotIn:ast.In, ast.And:ast.Or, ast.Or:ast.And}
+
+def other_constant(o):
+    "Another constant of the kind of `o`, or None"
+    if isinstance(o, bool): return not o
+    return o+1 if isinstance(o, int) else 2*o+1 if isinstance(o, float) else None
+
+def edited(node):
+    "Pairs of a kind of edit, and what stands in the place of `node`, as text, and of which node"
+    if isinstance(node, (ast.If,ast.IfExp,ast.While)): yield 'negated',node.test,f'not ({ast.unparse(node.test)})'
+    if isinstance(node, ast.comprehension):
+        for o in node.ifs: yield 'negated',o,f'not ({ast.unparse(o)})'
+    if isinstance(node, ast.Compare) and len(node.ops)==1:
+        new = ast.Compare(node.left, [exchanged[type(node.ops[0])]()], node.comparators)
+        yield 'comparison',node,f'({ast.unparse(new)})'
+    if isinstance(node, ast.BoolOp):
+        yield 'and/or',node,f'({ast.unparse(ast.BoolOp(exchanged[type(node.op)](), node.values))})'
+    if isinstance(node, ast.Constant) and (new := other_constant(node.value)) is not None:
+        yield 'constant',node,repr(new)
+    calls = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)
+    targets = node.targets if isinstance(node, ast.Assign) else ()
+    names = all(isinstance(e, ast.Name) for o in targets for e in getattr(o, 'elts', [o])) # to drop them is a NameError
+    if calls or isinstance(node, (ast.AugAssign,ast.Raise,ast.Delete)) or isinstance(node, ast.Assign) and not names:
+        yield 'dropped',node,'pass'
+    if isinstance(node, ast.Return) and node.value is not None: yield 'dropped',node,'return'
+
+def mutants(module, source):
+    "All edits of the functions in `source`: not of annotations, nor of texts"
+    tree = ast.parse(source)
+    starts = [0,*[m.end() for m in re.finditer('\n', source)]]
+    def at(line, col): return starts[line-1]+len(source.splitlines()[line-1].encode()[:col].decode())
+    left_out = {id(o) for n in ast.walk(tree) for a in (getattr(n, 'annotation', None),getattr(n, 'returns', None),
+                *([n] if isinstance(n, (ast.JoinedStr,ast.ImportFrom)) else [])) if a is not None for o in ast.walk(a)}
+    res = {}
+    for node in ast.walk(tree):
+        if id(node) in left_out: continue
+        for kind,where,new in edited(node):
+            start,end = at(where.lineno, where.col_offset),at(where.end_lineno, where.end_col_offset)
+            o = Mutant(module, where.lineno, kind, source[start:end], new, start)
+            with suppress(SyntaxError):
+                if ast.dump(ast.parse(o.apply(source)))!=ast.dump(tree): res[o] = 0
+    return sorted(res, key=lambda o: (o.start,o.kind,o.new))
+
+# A process that has imported the libraries, and forks for each mutant: to import them takes longer than most tests
+worker = """
+import os,sys,faulthandler
+sys.path[:0] = sys.argv[1:]
+import pytest,torch,hypothesis,torch._dynamo,fastai.vision.all,fastai.text.all,fastai.tabular.all
+torch.set_num_threads(1)
+for line in sys.stdin:
+    out,*args = line.split()
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        os.dup2(fd := os.open(out, os.O_WRONLY|os.O_CREAT|os.O_TRUNC), 1)
+        os.dup2(fd, 2)
+        os._exit(pytest.main(args))
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+class Copy:
+    "A copy of the repository at `path`, and a process that tests it"
+    def __init__(self, path):
+        self.path = path
+        for o in ('mp_callbacks','tests','nbs','bench','examples'):
+            copytree(root/o, path/o, ignore=ignore_patterns('__pycache__', 'results'))
+        for o in ('pyproject.toml','settings.ini'): (path/o).write_bytes((root/o).read_bytes())
+        env = dict(os.environ, PYTHONPATH=str(path), PYTHONDONTWRITEBYTECODE='1') # bytecode of an edit is as old as it
+        self.process = subprocess.Popen([sys.executable, '-c', worker, str(path), str(path/'tests')], text=True, cwd=path,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                        env=env, preexec_fn=lambda: os.nice(19))
+
+    def failed(self, tests, limit):
+        "The first of `tests` that fails, 'no end' after `limit` seconds, or '' if all pass"
+        out = self.path/'out.txt'
+        args = '-x -q -rfE --tb=no -p no:cacheprovider -p no:xdist'.split()
+        print(out, *args, *[f'tests/test_{o}.py' for o in tests.split()], file=self.process.stdin, flush=True)
+        pid = int(self.process.stdout.readline())
+        killed = []
+        def end(): killed.append(1); os.killpg(pid, signal.SIGKILL)
+        timer = Timer(limit, end)
+        timer.start()
+        status = int(self.process.stdout.readline())
+        timer.cancel()
+        with suppress(ProcessLookupError): os.killpg(pid, signal.SIGKILL) # what tests have started
+        if killed: return 'no end'
+        if status==0: return ''
+        found = re.search(r'^(?:FAILED|ERROR) tests/(\S+)', out.read_text(errors='replace'), re.M)
+        return found[1] if found else f'exit code {status}'
+
+    def tried(self, o, limit):
+        "What fails with the mutant `o`"
+        file = self.path/'mp_callbacks'/f'{o.module}.py'
+        source = file.read_text(encoding='utf-8')
+        file.write_text(o.apply(source), encoding='utf-8')
+        try: return self.failed(related[o.module], limit)
+        finally: file.write_text(source, encoding='utf-8')
+
+columns = 'module line kind old new found seconds'.split()
+
+def report(path, total):
+    "Tables of what is in the csv, as Markdown"
+    about = [o[2:] for o in path.read_text().splitlines() if o.startswith('# ')]
+    df = pd.read_csv(path, comment='#', keep_default_na=False)
+    same = path.with_name('mutations_same.csv')
+    same = pd.read_csv(same, comment='#', keep_default_na=False) if same.exists() else pd.DataFrame(columns=[*columns[:5],'why'])
+    keys = ['module','kind','old','new']
+    df = df.merge(same[[*keys,'why']].drop_duplicates(keys), 'left', keys).fillna({'why':''})
+    df['survived'],df['equivalent'] = df.found=='',(df.found=='')&(df.why!='')
+    def counts(by):
+        res = df.groupby(by, sort=False).agg(mutants=('found','size'), survived=('survived','sum'), equivalent=('equivalent','sum'))
+        res.loc['all'] = res.sum()
+        other = res.mutants-res.equivalent
+        res['share found'] = [f'{100*(1-(s-e)/max(n, 1)):.0f}%' for s,e,n in zip(res.survived, res.equivalent, other)]
+        return markdown(res)
+    left = df[df.survived].assign(code=[f'`{o.old}` → `{o.new}`'.replace('|', '\\|').replace('\n', ' ') for o in df[df.survived].itertuples()])
+    text = ['# Mutations', '', *[f'- {o}' for o in about], '',
+            f'{len(df)} of {total} possible edits, each in {path.name}. The share is of those that are not equivalent.', '',
+            counts('module'), counts('kind'), '## What survived', '', markdown(left.set_index('module')[['line','kind','code','why']])]
+    path.with_suffix('.md').write_text('\n'.join(text))
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--n', type=int, default=300, help='how many mutants [300]')
+    p.add_argument('--seed', type=int, default=1, help='which [1]')
+    p.add_argument('--only', nargs='+', choices=related, help='of these modules')
+    p.add_argument('--jobs', type=int, default=2, help='how many at once [2]')
+    p.add_argument('--limit', type=float, default=4, help='end tests that take so many times what they take without an edit [4]')
+    p.add_argument('--out', type=Path, default=root/'bench/results', help='folder for the results [bench/results]')
+    args = p.parse_args()
+    path = args.out/'mutations.csv'
+    every = {k:mutants(k, (root/'mp_callbacks'/f'{k}.py').read_text(encoding='utf-8')) for k in args.only or related}
+    every = [o for v in every.values() for o in v]
+    chosen = random.Random(args.seed).sample(every, min(args.n, len(every)))
+    done = pd.read_csv(path, comment='#', keep_default_na=False) if path.exists() else pd.DataFrame(columns=columns)
+    known = {*done[columns[:5]].astype(str).itertuples(index=False, name=None)}
+    todo = [o for o in chosen if tuple(map(str, o[:5])) not in known]
+    with TemporaryDirectory() as tmp, path.open('a', newline='') as f:
+        copies,limits = Queue(),{}
+        for i in range(args.jobs): copies.put(Copy(Path(tmp)/str(i)))
+        f.write(f'# {command()} | {machine()}\n'+(','.join(columns)+'\n')*done.empty)
+        def run(o):
+            copy = copies.get()
+            try:
+                if o.module not in limits:
+                    begun = perf_counter()
+                    if bad := copy.failed(related[o.module], 3600): sys.exit(f'{bad} fails without an edit')
+                    limits[o.module] = args.limit*(perf_counter()-begun)+30
+                begun = perf_counter()
+                found = copy.tried(o, limits[o.module])
+                csv.writer(f).writerow([*o[:5], found, f'{perf_counter()-begun:.0f}'])
+                f.flush()
+                print(f'{o.module}:{o.line} {o.kind}: {o.old!r} -> {o.new!r}: {found or "SURVIVED"}', flush=True)
+            finally: copies.put(copy)
+        with ThreadPoolExecutor(args.jobs) as pool: [*pool.map(run, todo)]
+    report(path, len(every))
+
+if __name__=='__main__': main()

@@ -6,7 +6,7 @@ A mutant is one edit of the syntax tree: a condition is negated, a statement dro
 exchanged (`<` for `<=`), or `and` for `or`. Each is tried in a copy of the repository, with the fast tests of the files
 that are related to its module, which stop at the first that fails. It is found if one fails, or doesn't end in time.
 Each is a row of the csv as soon as it was tried, so that a second run goes on; remove the csv after a change of the code.
-What survives and is no defect stands in mutations_same.csv, with the reason."""
+What survives and changes nothing that anybody could see stands in mutations_same.csv, with the reason."""
 import argparse,ast,csv,os,random,re,signal,subprocess,sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -110,98 +110,111 @@ for line in sys.stdin:
 class Copy:
     "A copy of the repository at `path`, and a process that tests it"
     def __init__(self, path):
-        self.path = path
+        self.path,self.out = path,path/'out.txt'
         for o in ('mp_callbacks','tests','nbs','bench','examples'):
             copytree(root/o, path/o, ignore=ignore_patterns('__pycache__', 'results'))
         for o in ('pyproject.toml','settings.ini'): (path/o).write_bytes((root/o).read_bytes())
+        cmd = [sys.executable, '-c', worker, str(path), str(path/'tests')]
         env = dict(os.environ, PYTHONPATH=str(path), PYTHONDONTWRITEBYTECODE='1') # bytecode of an edit is as old as it
-        self.process = subprocess.Popen([sys.executable, '-c', worker, str(path), str(path/'tests')], text=True, cwd=path,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                        env=env, preexec_fn=lambda: os.nice(19))
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(cmd, text=True, cwd=path, env=env, preexec_fn=lambda: os.nice(19), **pipes)
 
     def failed(self, tests, limit):
         "The first of `tests` that fails, 'no end' after `limit` seconds, or '' if all pass"
-        out = self.path/'out.txt'
         args = '-x -q -rfE --tb=no -p no:cacheprovider -p no:xdist'.split()
-        print(out, *args, *[f'tests/test_{o}.py' for o in tests.split()], file=self.process.stdin, flush=True)
-        pid = int(self.process.stdout.readline())
-        killed = []
-        def end(): killed.append(1); os.killpg(pid, signal.SIGKILL)
+        print(self.out, *args, *[f'tests/test_{o}' for o in tests], file=self.process.stdin, flush=True)
+        pid,late = int(self.process.stdout.readline()),[]
+        def end():
+            late.append(1)
+            os.killpg(pid, signal.SIGKILL)
         timer = Timer(limit, end)
         timer.start()
         status = int(self.process.stdout.readline())
         timer.cancel()
         with suppress(ProcessLookupError): os.killpg(pid, signal.SIGKILL) # what tests have started
-        if killed: return 'no end'
-        if status==0: return ''
-        found = re.search(r'^(?:FAILED|ERROR) tests/(\S+)', out.read_text(errors='replace'), re.M)
-        return found[1] if found else f'exit code {status}'
+        if late: return 'no end'
+        found = re.search(r'^(?:FAILED|ERROR) tests/test_([^\s[]+)', self.out.read_text(errors='replace'), re.M)
+        return '' if status==0 else found[1] if found else f'exit code {status}'
 
     def tried(self, o, limit):
         "What fails with the mutant `o`"
         file = self.path/'mp_callbacks'/f'{o.module}.py'
         source = file.read_text(encoding='utf-8')
         file.write_text(o.apply(source), encoding='utf-8')
-        try: return self.failed(related[o.module], limit)
+        try: return self.failed([f'{t}.py' for t in related[o.module].split()], limit)
         finally: file.write_text(source, encoding='utf-8')
 
 columns = 'module line kind old new found seconds'.split()
 
-def report(path, total):
+def read(path, columns): return pd.read_csv(path, comment='#', keep_default_na=False) if path.exists() else \
+    pd.DataFrame(columns=columns)
+
+class Mutations:
+    "The csv at `path`, and what tries mutants in `jobs` copies in the folder `tmp`"
+    def __init__(self, path, jobs, limit, tmp):
+        self.path,self.limit,self.jobs,self.copies,self.passes = path,limit,jobs,Queue(),set()
+        for i in range(jobs): self.copies.put(Copy(Path(tmp)/str(i)))
+
+    def add(self, *row):
+        with self.path.open('a', newline='', encoding='utf-8') as f: csv.writer(f).writerow(row)
+
+    def run(self, o):
+        "Try the mutant `o`: a test that fails has to pass without it"
+        copy,begun = self.copies.get(),perf_counter()
+        try:
+            found = copy.tried(o, self.limit)
+            seconds = perf_counter()-begun
+            if '::' in found and found not in self.passes:
+                if copy.failed([found], self.limit): raise RuntimeError(f'{found} fails without an edit')
+                self.passes.add(found)
+            self.add(*o[:5], found, f'{seconds:.0f}')
+            print(f'{o.module}:{o.line} {o.kind}: {o.old!r} -> {o.new!r}: {found or "SURVIVED"}', flush=True)
+        finally: self.copies.put(copy)
+
+    def run_all(self, mutants):
+        new = not self.path.exists()
+        with self.path.open('a', encoding='utf-8') as f: f.write(f'# {command()} | {machine()}\n')
+        if new: self.add(*columns)
+        with ThreadPoolExecutor(self.jobs) as pool: [*pool.map(self.run, mutants)]
+
+def report(path, possible):
     "Tables of what is in the csv, as Markdown"
-    about = [o[2:] for o in path.read_text().splitlines() if o.startswith('# ')]
-    df = pd.read_csv(path, comment='#', keep_default_na=False)
-    same = path.with_name('mutations_same.csv')
-    same = pd.read_csv(same, comment='#', keep_default_na=False) if same.exists() else pd.DataFrame(columns=[*columns[:5],'why'])
-    keys = ['module','kind','old','new']
-    df = df.merge(same[[*keys,'why']].drop_duplicates(keys), 'left', keys).fillna({'why':''})
+    about = [o[2:] for o in path.read_text(encoding='utf-8').splitlines() if o.startswith('# ')]
+    keys = columns[:1]+columns[2:5]
+    df,same = read(path, columns),read(path.with_name('mutations_same.csv'), [*keys,'why'])
+    df = df.merge(same, 'left', keys).fillna({'why':''})
     df['survived'],df['equivalent'] = df.found=='',(df.found=='')&(df.why!='')
     def counts(by):
-        res = df.groupby(by, sort=False).agg(mutants=('found','size'), survived=('survived','sum'), equivalent=('equivalent','sum'))
+        res = df.groupby(by, sort=False)[['found','survived','equivalent']].agg(dict(found='size', survived='sum',
+                                                                                     equivalent='sum'))
+        res = res.rename(columns=dict(found='mutants'))
         res.loc['all'] = res.sum()
-        other = res.mutants-res.equivalent
-        res['share found'] = [f'{100*(1-(s-e)/max(n, 1)):.0f}%' for s,e,n in zip(res.survived, res.equivalent, other)]
-        return markdown(res)
-    left = df[df.survived].assign(code=[f'`{o.old}` → `{o.new}`'.replace('|', '\\|').replace('\n', ' ') for o in df[df.survived].itertuples()])
-    text = ['# Mutations', '', *[f'- {o}' for o in about], '',
-            f'{len(df)} of {total} possible edits, each in {path.name}. The share is of those that are not equivalent.', '',
-            counts('module'), counts('kind'), '## What survived', '', markdown(left.set_index('module')[['line','kind','code','why']])]
-    path.with_suffix('.md').write_text('\n'.join(text))
+        shares = (res.mutants-res.survived)/(res.mutants-res.equivalent).clip(lower=1)
+        return markdown(res.assign(found=[f'{100*o:.0f}%' for o in shares]))
+    left = df[df.survived].copy()
+    def code(o): return f'`` {o} ``'.replace('|', '\\|').replace('\n', ' ')
+    for o in ('old','new'): left[o] = left[o].map(code)
+    text = [f'{len(df)} of {possible} possible edits; each is in {path.name}. *Found* is the share of those that are '
+            'not equivalent: these are in mutations_same.csv, with the reason.', counts('module'), counts('kind'),
+            '## What survived', markdown(left.set_index('module')[['line','old','new','why']])]
+    path.with_suffix('.md').write_text('\n\n'.join(['# Mutations', '\n'.join(f'- {o}' for o in about), *text]))
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--n', type=int, default=300, help='how many mutants [300]')
     p.add_argument('--seed', type=int, default=1, help='which [1]')
-    p.add_argument('--only', nargs='+', choices=related, help='of these modules')
+    p.add_argument('--only', nargs='+', choices=related, default=[*related], help='of these modules')
     p.add_argument('--jobs', type=int, default=2, help='how many at once [2]')
-    p.add_argument('--limit', type=float, default=4, help='end tests that take so many times what they take without an edit [4]')
+    p.add_argument('--limit', type=float, default=900, help='end tests after so many seconds [900]')
     p.add_argument('--out', type=Path, default=root/'bench/results', help='folder for the results [bench/results]')
     args = p.parse_args()
+    every = [o for k in related for o in mutants(k, (root/'mp_callbacks'/f'{k}.py').read_text(encoding='utf-8'))]
+    some = [o for o in every if o.module in args.only]
+    chosen = random.Random(args.seed).sample(some, min(args.n, len(some)))
     path = args.out/'mutations.csv'
-    every = {k:mutants(k, (root/'mp_callbacks'/f'{k}.py').read_text(encoding='utf-8')) for k in args.only or related}
-    every = [o for v in every.values() for o in v]
-    chosen = random.Random(args.seed).sample(every, min(args.n, len(every)))
-    done = pd.read_csv(path, comment='#', keep_default_na=False) if path.exists() else pd.DataFrame(columns=columns)
-    known = {*done[columns[:5]].astype(str).itertuples(index=False, name=None)}
+    known = {*read(path, columns)[columns[:5]].astype(str).itertuples(index=False, name=None)}
     todo = [o for o in chosen if tuple(map(str, o[:5])) not in known]
-    with TemporaryDirectory() as tmp, path.open('a', newline='') as f:
-        copies,limits = Queue(),{}
-        for i in range(args.jobs): copies.put(Copy(Path(tmp)/str(i)))
-        f.write(f'# {command()} | {machine()}\n'+(','.join(columns)+'\n')*done.empty)
-        def run(o):
-            copy = copies.get()
-            try:
-                if o.module not in limits:
-                    begun = perf_counter()
-                    if bad := copy.failed(related[o.module], 3600): sys.exit(f'{bad} fails without an edit')
-                    limits[o.module] = args.limit*(perf_counter()-begun)+30
-                begun = perf_counter()
-                found = copy.tried(o, limits[o.module])
-                csv.writer(f).writerow([*o[:5], found, f'{perf_counter()-begun:.0f}'])
-                f.flush()
-                print(f'{o.module}:{o.line} {o.kind}: {o.old!r} -> {o.new!r}: {found or "SURVIVED"}', flush=True)
-            finally: copies.put(copy)
-        with ThreadPoolExecutor(args.jobs) as pool: [*pool.map(run, todo)]
+    with TemporaryDirectory() as tmp: Mutations(path, args.jobs, args.limit, tmp).run_all(todo)
     report(path, len(every))
 
 if __name__=='__main__': main()

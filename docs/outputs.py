@@ -9,7 +9,7 @@ import argparse,json,os,re,sys
 from decimal import Decimal
 from pathlib import Path
 
-import torch
+import fastprogress.fastprogress as bars,torch
 from execnb.shell import CaptureShell
 from nbdev.clean import clean_nb
 from nbdev.config import get_config
@@ -22,15 +22,19 @@ near = .01 # what numbers differ by on machines that add up in another order, re
 
 def joined(s): return s if isinstance(s, str) else ''.join(s)
 
+def printed(o):
+    "The text of a stream, as a terminal shows it: a progress bar goes back to the start of its line"
+    return re.sub(r'[^\n]*\r', '', joined(o['text']))
+
 def shown(outputs):
     "What readers see of `outputs`: what was printed, and the text of each value, or that there is a picture"
     res = ''
     for o in outputs:
         data = o.get('data', {})
-        if o['output_type']=='stream': res += joined(o['text'])*(o['name']=='stdout')
+        if o['output_type']=='stream': res += printed(o)*(o['name']=='stdout')
         elif any(k.startswith('image/') for k in data): res += '(a picture)\n'
         else: res += next((joined(data[k])+'\n' for k in kinds if k in data), '')
-    return re.sub(r'[^\n]*\r| at 0x[0-9a-f]+', '', res) # nor progress bars, which end at the start of their line
+    return re.sub(r'\b\d\d:\d\d\b', '00:00', re.sub(r' at 0x[0-9a-f]+', '', res)) # which minutes, which object
 
 def close(a, b):
     "Are the numbers in the strings `a` and `b` near, or one apart in the last digit?"
@@ -45,6 +49,7 @@ def same(a, b):
 def ran(fn, flags=()):
     "Run the notebook at `fn`, and yield its cells, with outputs that are new, what was saved, and the error if one fails"
     torch.set_num_threads(1) # sums have one order
+    bars.NO_BAR,bars.WRITER_FN = True,lambda *args, **kwargs: None # nor the tables that bars print in a terminal
     os.chdir(fn.parent)
     shell = CaptureShell(fn, profile=False)
     for cell in nb_test_cells(fn, cfg.tst_flags, flags):
@@ -63,16 +68,19 @@ def save(fn, everything):
     for cell,saved,error in ran(fn):
         if error: sys.exit(error)
         if everything or outdated(cell, saved):
-            new[cell.id] = [o for o in cell.outputs if o.get('name')!='stderr'] # warnings of libraries
+            kept = [dict(o, text=printed(o).splitlines(True)) if 'text' in o else o for o in cell.outputs]
+            kept = [o for o in kept if o.get('name')!='stderr' and o.get('text', True)] # no warnings of libraries
+            new[cell.id] = json.loads(json.dumps(kept, sort_keys=True)) # as Jupyter has them
     nb = json.loads(fn.read_text(encoding='utf-8'))
-    for o in nb['cells']: o.update(outputs=new[o['id']]) if o['id'] in new else None
+    for o in nb['cells']:
+        if o['id'] in new: o['outputs'] = new[o['id']]
     clean_nb(nb)
     fn.write_text(json.dumps(nb, indent=1, ensure_ascii=False)+'\n', encoding='utf-8')
     return list(new)
 
 if __name__=='__main__':
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument('pages', nargs='+', type=Path)
+    p.add_argument('page', type=Path, help='the notebook')
     p.add_argument('--all', action='store_true', help='save pictures and the outputs of cells that are marked, too')
     args = p.parse_args()
-    for o in args.pages: print(o, *save(o.resolve(), args.all))
+    print('saved the outputs of:', ' '.join(save(args.page.resolve(), args.all)) or 'none')

@@ -33,8 +33,6 @@ def run(fn, flags):
 def run_alone(fn, *args):
     "`run`, in a process of its own: what a notebook leaves in its libraries, as Accelerate's state, meets no other"
     if 'from fastai' in fn.read_text(encoding='utf-8'):
-        import fastprogress.fastprogress as bars # their text depends on the time
-        bars.NO_BAR = True
         for o in ('fastai.tabular.all','fastai.text.all','fastai.vision.all'): import_module(o) # before it forks
     with ProcessPoolExecutor(1, get_context('spawn' if has_gpu or not hasattr(os, 'fork') else 'fork')) as pool:
         res = pool.submit(run, fn, *args).result()
@@ -72,7 +70,7 @@ def test_outdated():
         assert outdated([text(a)], [text(b)]) and outdated([text(b)], [text(a)])
         assert not outdated([text(a)], [text(b)], 'varies')
     assert not outdated([text('a\nb')], [text('a\n'),dict(text('noise'), name='stderr'),text('b')])
-    assert not outdated([text('a')], [text('|---| 0%\r|███| 50%\r         \ra')])
+    assert not outdated([text('a 00:03')], [text('|---| 0%\r|███| 50%\r         \ra 00:04')])
     picture = value(text_plain='<Figure>', image_png='x')
     assert not outdated([picture], [value(image_png='y')]) and outdated([picture], []) and outdated([], [picture])
     assert outdated([value(text_plain='a', text_html='<b>')], [value(text_plain='a', text_html='<i>')])

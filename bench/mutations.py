@@ -5,9 +5,9 @@
 A mutant is one edit of the syntax tree: a condition is negated, a statement dropped, a constant changed, a comparison
 exchanged (`<` for `<=`), or `and` for `or`. Each is tried in a copy of the repository, with the fast tests of the files
 that are related to its module, which stop at the first that fails. It is found if one fails, or doesn't end in time.
-Each is a row of the csv as soon as it was tried, so that a second run goes on; remove the csv after a change of the code.
+Each is a row of the csv as soon as it was tried, so a second run goes on; remove the csv after a change of the code.
 What survives and changes nothing that anybody could see stands in mutations_same.csv, with the reason."""
-import argparse,ast,csv,os,random,re,signal,subprocess,sys
+import argparse,ast,csv,itertools,os,random,re,signal,subprocess,sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -74,9 +74,9 @@ def edited(node):
 
 def mutants(module, source):
     "All edits of the functions in `source`: not of annotations, nor of texts"
-    tree = ast.parse(source)
-    starts = [0,*[m.end() for m in re.finditer('\n', source)]]
-    def at(line, col): return starts[line-1]+len(source.splitlines()[line-1].encode()[:col].decode())
+    tree,lines = ast.parse(source),source.splitlines(keepends=True)
+    was,starts = ast.dump(tree),[0,*itertools.accumulate(map(len, lines))]
+    def at(line, col): return starts[line-1]+len(lines[line-1].encode()[:col].decode())
     left_out = {id(o) for n in ast.walk(tree) for a in (getattr(n, 'annotation', None),getattr(n, 'returns', None),
                 *([n] if isinstance(n, (ast.JoinedStr,ast.ImportFrom)) else [])) if a is not None for o in ast.walk(a)}
     res = {}
@@ -86,7 +86,7 @@ def mutants(module, source):
             start,end = at(where.lineno, where.col_offset),at(where.end_lineno, where.end_col_offset)
             o = Mutant(module, where.lineno, kind, source[start:end], new, start)
             with suppress(SyntaxError):
-                if ast.dump(ast.parse(o.apply(source)))!=ast.dump(tree): res[o] = 0
+                if ast.dump(ast.parse(o.apply(source)))!=was: res[o] = None
     return sorted(res, key=lambda o: (o.start,o.kind,o.new))
 
 # A process that has imported the libraries, and forks for each mutant: to import them takes longer than most tests

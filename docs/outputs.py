@@ -16,7 +16,7 @@ from nbdev.config import get_config
 from nbdev.test import nb_test_cells
 
 cfg = get_config(Path(__file__).resolve().parent)
-kinds = 'text/markdown','text/html','text/plain' # of a value that has several, readers see the first
+kinds = 'text/html','text/markdown','text/plain' # of a value that has several, readers see the first
 number = re.compile(r'(\d+\.\d+(?:e[+-]?\d+)?|\d+e[+-]?\d+)') # but for integers
 near = .01 # what numbers differ by on machines that add up in another order, relative to their size
 

@@ -97,3 +97,23 @@ def test_float32_kernels(monkeypatch):
         res = _product()
         with pytest.raises(RuntimeError, match='dtype'): torch.mm(a[0], b[0].float())
     assert res.dtype==torch.bfloat16 and torch.allclose(res, want, rtol=1e-2, atol=1e-2)
+
+def test_mutants(monkeypatch):
+    "Each is one edit of the code, neither of annotations nor of texts"
+    monkeypatch.syspath_prepend(bench)
+    from mutations import mutants
+    source = '''def f(a:int=1, b='é')->3: # a comment
+    "Text 1"
+    if a<2 and b: g(f'{a+1}')
+    a.x = [o for o in b if o is not None]
+    raise ValueError(b)
+    return not b
+'''
+    found = [(o.kind,o.old,o.new) for o in mutants('m', source)]
+    assert found==[
+        ('constant','1','2'), ('and/or','a<2 and b','(a < 2 or b)'), ('comparison','a<2','(a <= 2)'),
+        ('negated','a<2 and b','not (a < 2 and b)'), ('constant','2','3'), ('dropped',"g(f'{a+1}')",'pass'),
+        ('dropped','a.x = [o for o in b if o is not None]','pass'), ('comparison','o is not None','(o is None)'),
+        ('negated','o is not None','not (o is not None)'), ('dropped','raise ValueError(b)','pass'),
+        ('dropped','return not b','return')]
+    for o in mutants('m', source): assert o.apply(source)!=source and len(o.apply(source).splitlines())==6

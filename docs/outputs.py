@@ -65,7 +65,7 @@ def outdated(cell, saved):
 def save(fn, everything):
     "Run the notebook at `fn`, save the outputs that are outdated, or `everything`, and return the ids of their cells"
     new = {}
-    for cell,saved,error in ran(fn):
+    for cell,saved,error in ran(fn, ['slow']):
         if error: sys.exit(error)
         if everything or outdated(cell, saved):
             kept = [dict(o, text=printed(o).splitlines(True)) if 'text' in o else o for o in cell.outputs]

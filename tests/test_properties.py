@@ -2,7 +2,7 @@
 
 The same examples each time. What is expected is computed another way: in float64, or by walking both structures."""
 from collections import OrderedDict
-from dataclasses import asdict,fields,is_dataclass,replace
+from dataclasses import FrozenInstanceError,asdict,fields,is_dataclass,replace
 
 import pytest,torch
 pytest.importorskip('hypothesis')
@@ -11,8 +11,8 @@ from fastcore.foundation import L
 from hypothesis import HealthCheck,assume,given,settings,strategies as st
 from learners import Data,Frozen,Named
 from mp_callbacks.dtypes import cast_tree
-from mp_callbacks.grads import prepare_grads
-from mp_callbacks.loss_scale import DynamicLossScale
+from mp_callbacks.grads import StepStats,prepare_grads
+from mp_callbacks.loss_scale import DynamicLossScale,StaticLossScale
 from torch import nn
 
 def examples(n):
@@ -104,6 +104,13 @@ def test_scale(s, flags):
         assert type(new)(**asdict(new))==new and s.load_state_dict(new.state_dict())==new
         assert all(type(o) in (int,float,bool) for o in new.state_dict().values())
         s = new
+
+@pytest.mark.parametrize('kind', [DynamicLossScale,StaticLossScale])
+def test_scale_is_a_value(kind):
+    "Equal ones are one key, and nobody changes one that others have"
+    s = kind(8.)
+    assert {s:1, kind(8.):2}=={kind(8.):2} and s!=kind(4.)
+    with pytest.raises(FrozenInstanceError): s.loss_scale = 4.
 
 def ordinary(s): return replace(s, headroom=None, found=False)
 
@@ -200,3 +207,17 @@ def test_prepare_grads_not_finite(made, scale, clip, bad, where):
     def numbers(t): return t.nan_to_num(7., 8., 9.) # nan is not equal to itself
     for p,o in zip(ps, before):
         assert p.grad is None if o is None else torch.equal(numbers(dense(p.grad)), numbers(o))
+
+def test_losses():
+    "The loss of a step is its last; one of any batch that isn't finite is told, and doesn't count in the norm"
+    def stats(*losses):
+        p = nn.Parameter(torch.zeros(2))
+        p.grad = torch.tensor([3.,4.])
+        return prepare_grads([p], losses=list(map(torch.tensor, losses)))
+    for losses in ([1.], [1.,2.], [1.,2.,-3.]):
+        assert stats(*losses)==StepStats(0, 1., 5., True, loss=losses[-1])
+        for i in range(len(losses)):
+            for bad in (float('inf'),-float('inf'),float('nan')):
+                got = stats(*losses[:i], bad, *losses[i+1:])
+                assert not got.loss_finite and got.finite and got.norm==5
+    assert stats()==StepStats(0, 1., 5., True) and stats([1.,2.]).loss is None

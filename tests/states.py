@@ -42,7 +42,7 @@ def identical(xs, ys):
     return all(x is y for x,y in zip(xs, ys, strict=True))
 
 def without_gradients(model, *args, inference=True):
-    "What `model` returns in validation, and in `inference` mode: twice, as some of it is only cast from a second call on"
+    "What `model` returns in validation, and in `inference` mode: twice, as some of it is cast from a second call on"
     res = []
     for mode in (torch.no_grad,)*2+(torch.inference_mode,)*2*inference:
         with mode(): res.append(model(*args))

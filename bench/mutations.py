@@ -31,8 +31,8 @@ related = dict( # module -> its test files, the likeliest first
     cast           = 'cast half own threads memory',
     ways           = 'policy half cast own numbers operations compile',
     half           = 'half policy forward calls threads signals functional training_steps own',
-    training_steps = 'training_steps windows overflow loss silent parity rescue skipped signals syncs optimizers resume',
-    precision      = 'calls pairs windows parity recorder overflow syncs silent optimizers composition resume rescue',
+    training_steps = 'training_steps windows overflow loss silent parity rescue skipped signals optimizers distributed',
+    precision      = 'calls pairs windows parity recorder overflow syncs silent optimizers rescue distributed',
     callback       = 'calls pairs windows parity recorder overflow silent resume')
 
 class Mutant(NamedTuple):

@@ -37,8 +37,10 @@ def test_infinite_predictions(call):
         model = nn.Sequential(mlp(), nn.Linear(1,1))
         nn.init.constant_(model[1].bias, 1e5) # beyond float16; gradients of an absolute error don't know that
         return getattr(get_learner(model, loss_func=L1LossFlat(), lr=1e-9), call)(**kwargs)
+    learn = _learner()
     with pytest.warns(UserWarning, match='The loss of 32 steps in a row was not finite.*[Pp]recision is the cause'):
-        _learner().fit(9)
+        learn.fit(9)
+    assert learn.mixed_precision.state.bad_losses==36
     learn = _learner(rescue=True)
     with pytest.warns(UserWarning, match="Kept in float32 from step"): learn.fit(9)
     assert learn.mixed_precision.state.rescued and not learn.precision_recorder.log.bad_loss.iloc[-3:].any()
@@ -105,8 +107,9 @@ def test_rounded_parameter(mode):
     "is named before a step, is float32 again, and `keep` is the cure"
     def _learner(): return get_learner(nn.Sequential(nn.Linear(8,8), nn.Linear(8,8), Casts()))
     learn = modes[mode](_learner())
+    before = weights(learn)[:-1]
     with pytest.raises(RuntimeError, match=r"turned the parameter 2.weight into torch.*keep='2'"): learn.fit(1)
-    assert {p.dtype for p in learn.model.parameters()}=={torch.float32}
+    assert {p.dtype for p in learn.model.parameters()}=={torch.float32} and same(weights(learn)[:-1], before)
     assert all(p.grad is None for p in learn.model.parameters())
     modes[mode](_learner(), keep='2').fit(1)
 

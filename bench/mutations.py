@@ -34,6 +34,7 @@ related = dict( # module -> its test files, the likeliest first
     training_steps = 'training_steps windows overflow loss silent parity rescue skipped signals optimizers distributed',
     precision      = 'calls pairs windows parity recorder overflow syncs silent optimizers rescue distributed',
     callback       = 'calls pairs windows parity recorder overflow silent resume')
+last = ['outputs.py::test_module[13_learner]'] # the table of options, with their defaults
 
 class Mutant(NamedTuple):
     "An edit of a module"
@@ -111,7 +112,7 @@ class Copy:
     "A copy of the repository at `path`, and a process that tests it"
     def __init__(self, path):
         self.path,self.out = path,path/'out.txt'
-        for o in ('mp_callbacks','tests','nbs','bench','examples'):
+        for o in ('mp_callbacks','tests','nbs','docs','bench','examples'):
             copytree(root/o, path/o, ignore=ignore_patterns('__pycache__', 'results'))
         for o in ('pyproject.toml','settings.ini'): (path/o).write_bytes((root/o).read_bytes())
         cmd = [sys.executable, '-c', worker, str(path), str(path/'tests')]
@@ -133,7 +134,7 @@ class Copy:
         timer.cancel()
         with suppress(ProcessLookupError): os.killpg(pid, signal.SIGKILL) # what tests have started
         if late: return 'no end'
-        found = re.search(r'^(?:FAILED|ERROR) tests/test_([^\s[]+)', self.out.read_text(errors='replace'), re.M)
+        found = re.search(r'^(?:FAILED|ERROR) tests/test_([^\s[]+(?:\[[\w./-]+\])?)', self.out.read_text(errors='replace'), re.M)
         return '' if status==0 else found[1] if found else f'exit code {status}'
 
     def tried(self, o, limit):
@@ -141,7 +142,8 @@ class Copy:
         file = self.path/'mp_callbacks'/f'{o.module}.py'
         source = file.read_text(encoding='utf-8')
         file.write_text(o.apply(source), encoding='utf-8')
-        try: return next(filter(None, (self.failed(f'{t}.py', limit) for t in related[o.module].split())), '')
+        tests = [f'{t}.py' for t in related[o.module].split()]+last
+        try: return next(filter(None, (self.failed(t, limit) for t in tests)), '')
         finally: file.write_text(source, encoding='utf-8')
 
 columns = 'module line kind old new found seconds'.split()

@@ -134,7 +134,8 @@ class Copy:
         timer.cancel()
         with suppress(ProcessLookupError): os.killpg(pid, signal.SIGKILL) # what tests have started
         if late: return 'no end'
-        found = re.search(r'^(?:FAILED|ERROR) tests/test_([^\s[]+(?:\[[\w./-]+\])?)', self.out.read_text(errors='replace'), re.M)
+        failure = r'^(?:FAILED|ERROR) tests/test_([^\s[]+(?:\[[\w./-]+\])?)'
+        found = re.search(failure, self.out.read_text(errors='replace'), re.M)
         return '' if status==0 else found[1] if found else f'exit code {status}'
 
     def tried(self, o, limit):

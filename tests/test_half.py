@@ -138,6 +138,17 @@ def test_model_changed(change):
         return backward(model, None if fresh else half)
     assert same(run(False), run(True))
 
+def test_policy_inside():
+    "A table that is asked for inside a `with`, after a module was replaced, leaves half precision on"
+    model,(x,_) = net(),data()
+    with half_precision(model, bf16) as half:
+        model[3] = nn.Linear(8,8)
+        assert half.policy().set_index('module').loc['3','compute']=='bfloat16'
+        seen = watched(model)
+        model(x)
+    assert seen['3']==bf16
+    assert_plain(model)
+
 def test_model_no_longer_float32():
     model = net()
     half = half_precision(model, bf16)

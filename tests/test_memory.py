@@ -1,5 +1,7 @@
 "What training in half precision needs in memory beside float32 training: almost nothing. Counted is what tensors hold."
-import gc,pytest
+import gc,os,platform,subprocess,sys
+
+import pytest
 from contextlib import nullcontext
 from learners import *
 from mp_callbacks import cast
@@ -62,3 +64,25 @@ def test_at_most_12_mb(sizes):
     assert 0<more<12.1*2**20, more
 
 def test_float32(): assert 15.9<peak(learner(noop))<16.3, 'Adam: weights, gradients and two averages'
+
+faults_per_step = """if 1:
+    import resource
+    from learners import *
+    torch.set_num_threads(1)
+    class Faults(Callback):
+        def before_batch(self): self.seen.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+        def before_fit(self): self.seen = []
+    model = nn.Sequential(*[o for _ in range(6) for o in (nn.Linear(1024,1024),nn.ReLU())])
+    x = torch.randn(4,1024)
+    learn = get_learner(model, DataLoaders([(x,x)]*12, [], device='cpu'), opt_func=Adam, cbs=Faults()).to_bf16()
+    learn.fit(1)
+    print((learn.faults.seen[-1]-learn.faults.seen[2])//9)"""
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0]!='glibc', reason='other allocators have other thresholds')
+def test_page_faults():
+    "Memory that a batch frees stays with the process, where the next finds it: each of the six weights has 1024 pages"
+    env = {k:v for k,v in os.environ.items() if not k.startswith(('MALLOC_','GLIBC_TUNABLES'))}
+    env['PYTHONPATH'] = os.pathsep.join(sys.path)
+    cmd = [sys.executable, '-W', 'ignore', '-c', faults_per_step]
+    assert int(subprocess.run(cmd, env=env, capture_output=True, text=True, check=True).stdout)<2*1024

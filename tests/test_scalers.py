@@ -242,8 +242,10 @@ def test_every_preset_has_an_oracle(): assert list(oracles)==list(loss_scale_pre
 @pytest.mark.parametrize('shares', crossed([(1e-3,), (0, 3e-4, .1)], fast=lambda o: len(o)==1))
 @pytest.mark.parametrize('name', oracles)
 def test_default(name, shares):
-    "As it comes: the start, the period and what makes it shrink, with different shares of overflows"
-    for p in shares: all_the_same(oracles[name][0], DynamicLossScale.preset(name), flags(p, 20000, 0))
+    "As it comes: the start, the period and what makes it shrink, with different shares of overflows, and with one"
+    oracle,s = oracles[name][0],DynamicLossScale.preset(name)
+    for p in shares: all_the_same(oracle, s, flags(p, 20000, 0))
+    all_the_same(oracle, s, [False]+[True]*2*(s.period+1))
 
 @pytest.mark.parametrize('steps', crossed([100,400], fast=lambda o: o==100))
 @pytest.mark.parametrize('name', oracles)

@@ -155,6 +155,14 @@ def test_settings_are_readable():
     assert settings()==(True,500,2.) and settings(scale_wait=20, div_factor=4.)==(True,20,4.)
     assert settings(loss_scale='torch')==(True,2000,2.) and settings(dynamic=False)==(False,None,None)
 
+@pytest.mark.parametrize('scale,steps', [(StaticLossScale(8.),0), (DynamicLossScale(8.),4)])
+def test_scaler_of_pytorch(scale, steps):
+    "`learn.scaler` has the scale, and how many steps it waits already, which a static one doesn't"
+    learn = get_learner().to_native_fp16(scale)
+    learn.fit(1)
+    numbers = learn.scaler.state_dict()
+    assert (numbers['scale'],numbers['_growth_tracker'])==(8.,steps)
+
 # --- Errors with a way out
 
 class Masks(nn.Module):

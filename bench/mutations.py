@@ -183,7 +183,7 @@ class Mutations:
 def report(path, possible):
     "Tables of what is in the csv, as Markdown"
     about = [o[2:] for o in path.read_text(encoding='utf-8').splitlines() if o.startswith('# ')]
-    keys = columns[:1]+columns[2:5]
+    keys = columns[:5]
     df,same = read(path, columns),read(path.with_name('mutations_same.csv'), [*keys,'why'])
     df = df.merge(same, 'left', keys).fillna({'why':''})
     df['survived'],df['equivalent'] = df.found=='',(df.found=='')&(df.why!='')

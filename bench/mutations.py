@@ -149,8 +149,9 @@ class Copy:
 
 columns = 'module line kind old new found seconds'.split()
 
-def read(path, columns): return pd.read_csv(path, comment='#', keep_default_na=False) if path.exists() else \
-    pd.DataFrame(columns=columns)
+def read(path, columns):
+    if not path.exists(): return pd.DataFrame(columns=columns)
+    return pd.read_csv(path, comment='#', keep_default_na=False)
 
 class Mutations:
     "The csv at `path`, and what tries mutants in `jobs` copies in the folder `tmp`"
@@ -174,13 +175,14 @@ class Mutations:
             print(f'{o.module}:{o.line} {o.kind}: {o.old!r} -> {o.new!r}: {found or "SURVIVED"}', flush=True)
         finally: self.copies.put(copy)
 
-    def run_all(self, mutants):
-        new = not self.path.exists()
-        with self.path.open('a', encoding='utf-8') as f: f.write(f'# {command()} | {machine()}\n')
+    def run_all(self, mutants, possible):
+        new,about = not self.path.exists(),f'{len(mutants)} of {possible} possible edits'
+        with self.path.open('a', encoding='utf-8') as f: f.write(f'# {command()} | {machine()} | {about}\n')
         if new: self.add(*columns)
         with ThreadPoolExecutor(self.jobs) as pool: [*pool.map(self.run, mutants)]
+        for _ in range(self.jobs): self.copies.get().process.stdin.close() # which ends it
 
-def report(path, possible):
+def report(path):
     "Tables of what is in the csv, as Markdown"
     about = [o[2:] for o in path.read_text(encoding='utf-8').splitlines() if o.startswith('# ')]
     keys = columns[:5]
@@ -188,17 +190,16 @@ def report(path, possible):
     df = df.merge(same, 'left', keys).fillna({'why':''})
     df['survived'],df['equivalent'] = df.found=='',(df.found=='')&(df.why!='')
     def counts(by):
-        res = df.groupby(by, sort=False)[['found','survived','equivalent']].agg(dict(found='size', survived='sum',
-                                                                                     equivalent='sum'))
-        res = res.rename(columns=dict(found='mutants'))
+        res = df.groupby(by, sort=False)
+        res = pd.DataFrame(dict(mutants=res.size(), survived=res.survived.sum(), equivalent=res.equivalent.sum()))
         res.loc['all'] = res.sum()
         shares = (res.mutants-res.survived)/(res.mutants-res.equivalent).clip(lower=1)
         return markdown(res.assign(found=[f'{100*o:.0f}%' for o in shares]))
     left = df[df.survived].copy()
     def code(o): return f'`` {o} ``'.replace('|', '\\|').replace('\n', ' ')
     for o in ('old','new'): left[o] = left[o].map(code)
-    text = [f'{len(df)} of {possible} possible edits; each is in {path.name}. *Found* is the share of those that are '
-            'not equivalent: these are in mutations_same.csv, with the reason.', counts('module'), counts('kind'),
+    text = [f'Each edit is in {path.name}. *Found* is the share of those that are not equivalent: these are in '
+            'mutations_same.csv, with the reason.', counts('module'), counts('kind'),
             '## What survived', markdown(left.set_index('module')[['line','old','new','why']])]
     path.with_suffix('.md').write_text('\n\n'.join(['# Mutations', '\n'.join(f'- {o}' for o in about), *text]))
 
@@ -217,7 +218,8 @@ def main():
     path = args.out/'mutations.csv'
     known = {*read(path, columns)[columns[:5]].astype(str).itertuples(index=False, name=None)}
     todo = [o for o in chosen if tuple(map(str, o[:5])) not in known]
-    with TemporaryDirectory() as tmp: Mutations(path, args.jobs, args.limit, tmp).run_all(todo)
-    report(path, len(every))
+    if todo:
+        with TemporaryDirectory() as tmp: Mutations(path, args.jobs, args.limit, tmp).run_all(todo, len(every))
+    report(path)
 
 if __name__=='__main__': main()

@@ -73,6 +73,13 @@ def test_tables_are_of_the_csv(call, tmp_path):
     assert {o:(tmp_path/o).read_text() for o in committed}==committed
 
 @pytest.mark.slow
+def test_table_of_mutations(call, tmp_path):
+    "As committed"
+    for o in bench.glob('results/mutations*.csv'): (tmp_path/o.name).write_text(o.read_text())
+    call('mutations', '--n', '0', '--out', str(tmp_path))
+    assert (tmp_path/'mutations.md').read_text()==(bench/'results'/'mutations.md').read_text()
+
+@pytest.mark.slow
 def test_report_of_failures(tmp_path, monkeypatch):
     "gpu.py writes its tables though no variant of a model has run"
     monkeypatch.syspath_prepend(bench)

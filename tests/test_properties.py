@@ -109,7 +109,8 @@ def test_scale(s, flags):
 def test_scale_is_a_value(kind):
     "Equal ones are one key, whatever the number was, and nobody changes one that others have"
     s = kind(8.)
-    for number in (8,torch.tensor(8),torch.ones((), dtype=torch.float16)*8): assert type(kind(number).loss_scale) is float and kind(number)==s
+    for number in map(kind, (8,torch.tensor(8),torch.ones((), dtype=torch.float16)*8)):
+        assert type(number.loss_scale) is float and number==s
     assert {s:1, kind(8.):2}=={kind(8.):2} and s!=kind(4.)
     with pytest.raises(FrozenInstanceError): s.loss_scale = 4.
 

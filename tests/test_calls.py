@@ -1,7 +1,7 @@
 """What the calls refuse: the error comes before anything has changed, with a way out. And one precision is on at a time
 
 Models, devices, arguments, errors of the model, callbacks that were added by hand; calls after calls: test_pairs."""
-import re
+import re,warnings
 from contextlib import nullcontext
 
 import pytest
@@ -108,6 +108,9 @@ def test_keep_selects_nothing(keep, name):
     with pytest.warns(UserWarning, match=f'keep={name} selects no module. The model has .*Linear, GELU') as told:
         half_precision(mlp(), keep=keep)
     assert told[0].filename==__file__
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        for keep in ((), '0', ['0',nn.GELU]): half_precision(mlp(), keep=keep)
 
 def test_each_name_of_a_dtype():
     "Those of fastai's calls, too"

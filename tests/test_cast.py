@@ -222,12 +222,13 @@ def test_limit_of_data():
     assert not torch.equal(stale, fresh)
 
 def test_not_cast_in_vain():
-    "A layer that a call writes into is left to autocast from the next call on"
-    model = Written(mul)
-    half = half_precision(model, bf16)
-    for together in ([],[6],[4],[4]):
-        with half,Casts() as forward: model(data())
-        assert forward.together==together
+    "A layer that a call writes into, or doesn't use any more, is left to autocast from then on"
+    for model,uses,casts in ((Written(mul), [True]*4,                      [[],[6],[4],[4]]),
+                             (Branches(),   [True,True,False,True,True], [[],[6],[6],[4],[4]])):
+        half = half_precision(model, bf16)
+        for model.use,together in zip(uses, casts, strict=True):
+            with half,Casts() as forward: model(data())
+            assert forward.together==together
 
 # --- Which layers a call uses, and how
 

@@ -1,6 +1,6 @@
 """`half_precision` in a loop written by hand: what a `with` does, and what is left after it, in any order, after an
 exception, in copies; how layers compute in it, and what it refuses"""
-import copy,functools,gc,pickle,threading,weakref
+import copy,functools,gc,inspect,pickle,threading,weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -148,6 +148,13 @@ def test_policy_inside():
         model(x)
     assert seen['3']==bf16
     assert_plain(model)
+
+def test_forward_looks_the_same():
+    "Trainers ask for the parameters of `forward`, by name"
+    model = nn.Sequential(nn.MultiheadAttention(8, 2), nn.LayerNorm(8), nn.Linear(8,8), nn.GELU())
+    def looks(): return [(inspect.signature(m.forward),m.forward.__name__,m.forward.__doc__) for m in model.modules()]
+    before = looks()
+    with half_precision(model, bf16): assert looks()==before and 'forward' in vars(model)
 
 def test_model_no_longer_float32():
     model = net()

@@ -21,6 +21,7 @@ demo: $(DEMO)  ## try every precision on this machine; make demo ARGS="--help" f
 	$(BIN)/python -m mp_callbacks $(ARGS)
 
 test: check  ## everything that can be tested here; FLAGS="cuda slow" adds those cells and tests
+	$(BIN)/nbdev-test --flags "$(FLAGS)" --skip-folder-re "."
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --flags "$(FLAGS)"
 
 set: .sets/$(SET)/ready  ## the tests with other versions: SET=lower-bounds (the oldest), kaggle or colab

@@ -1,4 +1,4 @@
-"""The cells of the numbered notebooks run, and print what is saved
+"""The cells of the numbered notebooks print what is saved
 
 Readers see saved outputs, so these must be those of the code. Cells whose outputs depend on the machine or on the time
 are marked `#| varies`. `make outputs PAGE=nbs/…` saves outputs again."""
@@ -53,6 +53,7 @@ def cases(numbered):
     found.sort(key=lambda o: ('from fastai' in o.read_text(encoding='utf-8'), o))
     return [pytest.param(o, id=o.relative_to(nbs).with_suffix('').as_posix()) for o in found]
 
+@pytest.mark.slow # nbdev-test runs them, too
 @pytest.mark.parametrize('fn', cases(numbered=True))
 def test_module(fn, flags, pool): check(fn, flags, pool)
 

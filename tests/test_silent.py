@@ -40,7 +40,7 @@ def test_infinite_predictions(call):
     learn = _learner()
     with pytest.warns(UserWarning, match='The loss of 32 steps in a row was not finite.*[Pp]recision is the cause'):
         learn.fit(9)
-    assert learn.mixed_precision.state.bad_losses==36
+    assert learn.mixed_precision.state.bad_losses==sum(~learn.precision_recorder.log.skipped)>32
     learn = _learner(rescue=True)
     with pytest.warns(UserWarning, match="Kept in float32 from step"): learn.fit(9)
     assert learn.mixed_precision.state.rescued and not learn.precision_recorder.log.bad_loss.iloc[-3:].any()

@@ -238,7 +238,9 @@ def _cast_ahead(named, ways):
 
 def _without_fast_path(modules, compiled):
     "Attention that takes no fast path, which fails under autocast on a CPU, if its parameters are `OwnParameter`s"
-    return [m for m in modules if isinstance(m, nn.MultiheadAttention) and (Own.compiled or m not in compiled)]
+    # a `forward` of its own may have sums and products with them
+    of_pytorch = [m for m in modules if getattr_static(type(m), 'forward', None) is nn.MultiheadAttention.forward]
+    return [m for m in of_pytorch if Own.compiled or m not in compiled]
 
 def _stand_ins(model, named, half):
     "What stands in for the forwards of the modules, that of the model last"

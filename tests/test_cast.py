@@ -363,6 +363,17 @@ def test_torch_func(f):
         for _ in range(2): assert close(runs[f](), want, .05)
         backward(model, x)
 
+def test_inference_mode():
+    "A prediction in it is no obstacle to training"
+    model,x = Model(),data()
+    want = model(x)
+    with half_precision(model, bf16) as half:
+        for mode in (torch.inference_mode,torch.no_grad,torch.inference_mode,torch.enable_grad):
+            for _ in range(2):
+                with mode(): assert close(model(x), want, .02)
+    want = grads(Model(), nullcontext(), times=1)[0]
+    for got in grads(model, half): assert all(close(got[k], want[k], .05) for k in want)
+
 # --- Computing again
 
 class Block(nn.Module):

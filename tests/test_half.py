@@ -260,6 +260,19 @@ def test_fast_path_without_rules(options):
     assert (res-model(x)).norm()<=.02*res.norm()
 
 @nested_tensors
+class Biased(nn.MultiheadAttention):
+    "With a `forward` of its own, in which a parameter is added"
+    def forward(self, x): return super().forward(x, x, x)[0]+self.in_proj_bias[:16]
+
+@pytest.mark.parametrize('grad', [torch.enable_grad,torch.no_grad])
+def test_attention_of_its_own(grad):
+    "Without rules it computes as under autocast, to the bit"
+    torch.manual_seed(0)
+    model,x = Biased(16, 2, batch_first=True).eval(),torch.randn(2,5,16)
+    nn.init.normal_(model.in_proj_bias)
+    with grad(), torch.autocast('cpu', torch.bfloat16): want = model(x)
+    with grad(), half_precision(model, torch.bfloat16, rules=False): assert torch.equal(model(x), want)
+
 def test_fast_path_in_two_threads():
     "Neither is in the other's way"
     first_in,second_in,first_out = (threading.Event() for _ in range(3))

@@ -3,11 +3,14 @@
     python bench/mutations.py --n 300 --seed 1
 
 A mutant is one edit of the syntax tree: a condition is negated, a statement dropped, a constant changed, a comparison
-exchanged (`<` for `<=`), or `and` for `or`. Each is tried in a copy of the repository, with the fast tests of the files
-that are related to its module, which stop at the first that fails. It is found if one fails, or doesn't end in time.
+exchanged (`<` for `<=`), or `and` for `or`. Each is tried in a copy of the repository, with those fast tests of the
+files related to its module that run its line, or none that can be seen because they do so in another process: the
+quickest first, up to the first that fails. It is found if one fails, or doesn't end in time. Which test runs which line
+is measured first, by pytest-cov.
 Each is a row of the csv as soon as it was tried, so a second run goes on; remove the csv after a change of the code.
 What survives and changes nothing that anybody could see stands in mutations_same.csv, with the reason."""
-import argparse,ast,csv,itertools,os,random,re,signal,subprocess,sys
+import argparse,ast,csv,itertools,json,os,random,re,signal,subprocess,sys
+import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +37,7 @@ related = dict( # module -> its test files, the likeliest first
     training_steps = 'training_steps windows overflow loss silent parity rescue skipped signals optimizers distributed',
     precision      = 'calls pairs windows parity recorder overflow syncs silent optimizers rescue distributed',
     callback       = 'calls pairs windows parity recorder overflow silent resume')
-last = ['outputs.py::test_module[13_learner]'] # the table of options, with their defaults
+last = ['tests/test_outputs.py::test_module[13_learner]'] # the table of options, with their defaults
 
 class Mutant(NamedTuple):
     "An edit of a module"
@@ -43,6 +46,7 @@ class Mutant(NamedTuple):
     kind:str # What was done
     old:str # The code
     new:str # What stands in its place
+    first:int # The line in which its statement begins
     start:int # Where `old` begins in the source
     def apply(self, source): return source[:self.start]+self.new+source[self.start+len(self.old):]
 
@@ -80,24 +84,26 @@ def mutants(module, source):
     def at(line, col): return starts[line-1]+len(lines[line-1].encode()[:col].decode())
     left_out = {id(o) for n in ast.walk(tree) for a in (getattr(n, 'annotation', None),getattr(n, 'returns', None),
                 *([n] if isinstance(n, (ast.JoinedStr,ast.ImportFrom)) else [])) if a is not None for o in ast.walk(a)}
-    res = {}
-    for node in ast.walk(tree):
+    res,begins = {},{}
+    for node in ast.walk(tree): # from the outside to the inside
+        for o in ast.iter_child_nodes(node):
+            begins[o] = o.lineno if isinstance(o, ast.stmt) else begins.get(node)
         if id(node) in left_out: continue
         for kind,where,new in edited(node):
             start,end = at(where.lineno, where.col_offset),at(where.end_lineno, where.end_col_offset)
-            o = Mutant(module, where.lineno, kind, source[start:end], new, start)
+            o = Mutant(module, where.lineno, kind, source[start:end], new, begins[where], start)
             with suppress(SyntaxError):
                 if ast.dump(ast.parse(o.apply(source)))!=was: res[o] = None
     return sorted(res, key=lambda o: (o.start,o.kind,o.new))
 
 # A process that has imported the libraries, and forks for each mutant: to import them takes longer than most tests
 worker = """
-import os,sys,faulthandler
+import json,os,sys,faulthandler
 sys.path[:0] = sys.argv[1:]
 import pytest,torch,hypothesis,torch._dynamo,fastai.vision.all,fastai.text.all,fastai.tabular.all
 torch.set_num_threads(1)
 for line in sys.stdin:
-    out,*args = line.split()
+    out,*args = json.loads(line)
     pid = os.fork()
     if not pid:
         os.setsid()
@@ -123,7 +129,7 @@ class Copy:
     def failed(self, tests, limit):
         "The first of `tests` that fails, 'no end' if it takes more than `limit` seconds, or '' if it passes"
         args = '-x -q -rfE --tb=no -p no:cacheprovider -p no:xdist'.split()
-        print(self.out, *args, f'tests/test_{tests}', file=self.process.stdin, flush=True)
+        print(json.dumps([str(self.out), *args, *tests]), file=self.process.stdin, flush=True)
         pid,late = int(self.process.stdout.readline()),[]
         def end():
             late.append(1)
@@ -134,18 +140,44 @@ class Copy:
         timer.cancel()
         with suppress(ProcessLookupError): os.killpg(pid, signal.SIGKILL) # what tests have started
         if late: return 'no end'
-        failure = r'^(?:FAILED|ERROR) tests/test_([^\s[]+(?:\[[\w./-]+\])?)'
+        failure = r'^(?:FAILED|ERROR) (tests/.+?)(?: - |$)'
         found = re.search(failure, self.out.read_text(errors='replace'), re.M)
         return '' if status==0 else found[1] if found else f'exit code {status}'
 
-    def tried(self, o, limit):
-        "What fails with the mutant `o`"
+    def tried(self, o, tests, limit):
+        "Which of `tests` fails with the mutant `o`"
         file = self.path/'mp_callbacks'/f'{o.module}.py'
         source = file.read_text(encoding='utf-8')
         file.write_text(o.apply(source), encoding='utf-8')
-        tests = [f'{t}.py' for t in related[o.module].split()]+last
-        try: return next(filter(None, (self.failed(t, limit) for t in tests)), '')
+        try: return self.failed(tests, limit)
         finally: file.write_text(source, encoding='utf-8')
+
+class Tests:
+    "The fast tests of all `related` files: how long each takes, and which lines it runs"
+    def __init__(self, tmp):
+        files = sorted({f'tests/test_{t}.py' for o in related.values() for t in o.split()})
+        data,xml = Path(tmp)/'coverage',Path(tmp)/'junit.xml'
+        args = '-q -n 2 --dist loadfile -p no:cacheprovider --cov=mp_callbacks --cov-context=test --cov-report='
+        cmd = [sys.executable, '-m', 'pytest', *args.split(), f'--junitxml={xml}', *files]
+        from coverage import CoverageData # comes with pytest-cov, which nothing else here needs
+        subprocess.run(cmd, cwd=root, env=dict(os.environ, COVERAGE_FILE=str(data)), check=True)
+        def name(o): return f"{o.get('classname').replace('.', '/')}.py::{o.get('name')}"
+        self.seconds = {name(o):float(o.get('time')) for o in ET.parse(xml).iter('testcase')}
+        coverage = CoverageData(str(data))
+        coverage.read()
+        self.lines = {k:self._by_line(coverage, str(root/'mp_callbacks'/f'{k}.py')) for k in related}
+        self.seen = {o for lines in self.lines.values() for tests in lines.values() for o in tests}
+
+    def _by_line(self, coverage, path):
+        found = coverage.contexts_by_lineno(path).items()
+        return {line:{o.rpartition('|')[0] for o in contexts if o} for line,contexts in found}
+
+    def of(self, o):
+        "The tests for the mutant `o`"
+        files = tuple(f'tests/test_{t}.py::' for t in related[o.module].split())
+        run = set().union(*[self.lines[o.module].get(i, ()) for i in range(o.first, o.line+1)])
+        ours = [t for t in self.seconds if t.startswith(files) and (t in run or t not in self.seen)]
+        return [*sorted(ours, key=lambda t: (t not in run, self.seconds[t])), *last]
 
 columns = 'module line kind old new found seconds'.split()
 
@@ -157,6 +189,7 @@ class Mutations:
     "The csv at `path`, and what tries mutants in `jobs` copies in the folder `tmp`"
     def __init__(self, path, jobs, limit, tmp):
         self.path,self.limit,self.jobs,self.copies,self.passes = path,limit,jobs,Queue(),set()
+        self.tests = Tests(tmp)
         for i in range(jobs): self.copies.put(Copy(Path(tmp)/str(i)))
 
     def add(self, *row):
@@ -166,12 +199,12 @@ class Mutations:
         "Try the mutant `o`: a test that fails has to pass without it"
         copy,begun = self.copies.get(),perf_counter()
         try:
-            found = copy.tried(o, self.limit)
+            found = copy.tried(o, self.tests.of(o), self.limit)
             seconds = perf_counter()-begun
             if found not in {'', 'no end', *self.passes}:
-                if copy.failed(found, self.limit): raise RuntimeError(f'{found} fails without an edit')
+                if copy.failed([found], self.limit): raise RuntimeError(f'{found} fails without an edit')
                 self.passes.add(found)
-            self.add(*o[:5], found, f'{seconds:.0f}')
+            self.add(*o[:5], found.removeprefix('tests/test_'), f'{seconds:.0f}')
             print(f'{o.module}:{o.line} {o.kind}: {o.old!r} -> {o.new!r}: {found or "SURVIVED"}', flush=True)
         finally: self.copies.put(copy)
 
@@ -209,7 +242,7 @@ def main():
     p.add_argument('--seed', type=int, default=1, help='which [1]')
     p.add_argument('--only', nargs='+', choices=related, default=[*related], help='of these modules')
     p.add_argument('--jobs', type=int, default=2, help='how many at once [2]')
-    p.add_argument('--limit', type=float, default=600, help='end the tests of a file after so many seconds [600]')
+    p.add_argument('--limit', type=float, default=600, help='end the tests of a mutant after so many seconds [600]')
     p.add_argument('--out', type=Path, default=root/'bench/results', help='folder for the results [bench/results]')
     args = p.parse_args()
     every = [o for k in related for o in mutants(k, (root/'mp_callbacks'/f'{k}.py').read_text(encoding='utf-8'))]

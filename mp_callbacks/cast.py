@@ -9,9 +9,7 @@ __all__ = ['node_bytes', 'CastAll', 'has_plain_weights', 'CastLayer', 'Call', 'O
 
 # %% ../nbs/02b_cast.ipynb #d24fa5c9
 import torch
-from itertools import chain
 from threading import get_ident
-from typing import NamedTuple
 from torch import nn
 
 from .grads import foreach_copy_
@@ -70,9 +68,7 @@ class CastLayer:
         calls:dict, # Thread -> its call of the model
     ):
         self.layer,self._calls = layer,calls
-        self.used = None # the last `Call` in which it has computed
         self.in_vain = set() # whether gradients were on, when it was ever cast in vain
-        self.cast = None # until it takes them: the `Call`, the state of the parameters, and their copies
 
     def state(self)->list: # Names, parameters, versions, addresses; None unless all are plain, trained and float32
         """By what a change of the layer's parameters is seen
@@ -92,11 +88,10 @@ class CastLayer:
         if torch.compiler.is_compiling(): return None
         call,graph = self._calls.get(get_ident()),torch.is_grad_enabled()
         if call is None or graph is not call.graph or _transform(): return None
-        self.used = call
-        cast = self.cast
-        if cast is None or cast[0] is not call: return None # those of another thread
-        self.cast = None
-        if _unchanged(self.layer, cast[1]): return cast[2]
+        call.used.add(self)
+        state,copies = call.copies.pop(self, (None,None))
+        if state is None: return None
+        if _unchanged(self.layer, state): return copies
         self.in_vain.add(graph) # and nothing later in this call: memory may come back at the same address
         return None
 
@@ -121,9 +116,14 @@ def _in_nodes(layers, dtype):
         start += size
     return [*nodes.values()]
 
-class Call(NamedTuple):
+class Call:
     "A call of the model in one thread"
-    graph:bool # Are gradients on?
+    def __init__(self,
+        graph:bool, # Are gradients on?
+    ):
+        self.graph = graph
+        self.copies = {} # `CastLayer` -> the state of its parameters and their copies, until it takes them
+        self.used = set() # the layers that have computed
 
 # %% ../nbs/02b_cast.ipynb #e3ba25f7
 class OneCast:
@@ -153,17 +153,13 @@ class OneCast:
         "The call of the model ends"
         if call is None: return
         self._calls.pop(get_ident(), None)
-        for o in chain(*self._used[call.graph]):
-            if o.cast is not None and o.cast[0] is call:
-                o.cast = None
-                if complete: o.in_vain.add(call.graph)
-        if complete: self._used[call.graph] = [[o for o in node if o.used is call] for node in self._nodes]
+        if not complete: return
+        for o in call.copies: o.in_vain.add(call.graph)
+        self._used[call.graph] = [[o for o in node if o in call.used] for node in self._nodes]
 
     def forget(self):
         "Forget the calls that are open: an interrupt has ended them"
-        if not self._calls: return
         self._calls.clear()
-        for o in self.layers.values(): o.cast = None
 
     def _cast(self, call):
         "Cast what the last call has used, and none has cast in vain"
@@ -171,4 +167,4 @@ class OneCast:
             states = [(o,state) for o in node if call.graph not in o.in_vain and (state := o.state())]
             params = [p for _,state in states for _,p,*_ in state]
             copies = CastAll.apply(self.dtype, *params) if params else ()
-            for o,state in states: o.cast,copies = (call,state,copies[:len(state)]),copies[len(state):]
+            for o,state in states: call.copies[o],copies = (state,copies[:len(state)]),copies[len(state):]

@@ -15,7 +15,8 @@ def interrupted(f, n, *where):
             left[0] -= 1
             if not left[0]: raise KeyboardInterrupt
         return trace
+    before = sys.gettrace() # such as that of coverage
     sys.settrace(trace)
     try: f()
     except KeyboardInterrupt: return True
-    finally: sys.settrace(None)
+    finally: sys.settrace(before)

@@ -3,16 +3,16 @@
     python bench/mutations.py --n 300 --seed 1
 
 A mutant is one edit of the syntax tree: a condition is negated, a statement dropped, a constant changed, a comparison
-exchanged (`<` for `<=`), or `and` for `or`. Each is tried in a copy of the repository, with those fast tests of the
-files related to its module that run its line, or none that can be seen because they do so in another process: the
-quickest first, up to the first that fails. It is found if one fails, or doesn't end in time. Which test runs which line
-is measured first, by pytest-cov.
+exchanged (`<` for `<=`), or `and` for `or`. Each is tried in a copy of the repository, with the fast tests that run its
+line, and those that run nothing of the core in their own process: the quickest first, up to the first that fails. It is
+found if one fails, or doesn't end in time. Which test runs which line is measured first, by pytest-cov.
 Each is a row of the csv as soon as it was tried, so a second run goes on; remove the csv after a change of the code.
 What survives and changes nothing that anybody could see stands in mutations_same.csv, with the reason."""
-import argparse,ast,csv,itertools,json,os,random,re,signal,subprocess,sys
+import argparse,ast,csv,json,os,random,re,signal,subprocess,sys
 import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import accumulate,chain
 from pathlib import Path
 from queue import Queue
 from shutil import copytree,ignore_patterns
@@ -26,17 +26,7 @@ import pandas as pd
 from common import command,machine,markdown
 
 root = Path(__file__).resolve().parent.parent
-related = dict( # module -> its test files, the likeliest first
-    loss_scale     = 'scalers headroom properties overflow training_steps rescue functional resume',
-    grads          = 'half windows loss syncs overflow inputs parity training_steps properties',
-    modules        = 'half policy operations own silent recorder forward inputs rescue calls',
-    own            = 'own numbers half threads compile',
-    cast           = 'cast half own threads memory',
-    ways           = 'policy half cast own numbers operations calls compile',
-    half           = 'half policy own forward calls skipped threads signals functional training_steps composition',
-    training_steps = 'training_steps windows overflow loss silent parity rescue skipped signals optimizers distributed',
-    precision      = 'calls pairs windows parity recorder overflow syncs silent optimizers rescue distributed',
-    callback       = 'calls pairs windows parity recorder overflow silent resume')
+modules = 'loss_scale grads modules own cast ways half training_steps precision callback'.split()
 last = ['tests/test_outputs.py::test_module[13_learner]'] # the table of options, with their defaults
 
 class Mutant(NamedTuple):
@@ -75,12 +65,12 @@ def edited(node):
     names = all(isinstance(e, ast.Name) for o in targets for e in getattr(o, 'elts', [o])) # to drop them is a NameError
     if calls or isinstance(node, (ast.AugAssign,ast.Raise,ast.Delete)) or isinstance(node, ast.Assign) and not names:
         yield 'dropped',node,'pass'
-    if isinstance(node, ast.Return) and node.value is not None: yield 'dropped',node,'return'
+    if isinstance(node, ast.Return) and getattr(node.value, 'value', node) is not None: yield 'dropped',node,'return'
 
 def mutants(module, source):
     "All edits of the functions in `source`: not of annotations, nor of texts"
     tree,lines = ast.parse(source),source.splitlines(keepends=True)
-    was,starts = ast.dump(tree),[0,*itertools.accumulate(map(len, lines))]
+    was,starts = ast.dump(tree),[0,*accumulate(map(len, lines))]
     def at(line, col): return starts[line-1]+len(lines[line-1].encode()[:col].decode())
     left_out = {id(o) for n in ast.walk(tree) for a in (getattr(n, 'annotation', None),getattr(n, 'returns', None),
                 *([n] if isinstance(n, (ast.JoinedStr,ast.ImportFrom)) else [])) if a is not None for o in ast.walk(a)}
@@ -153,30 +143,30 @@ class Copy:
         finally: file.write_text(source, encoding='utf-8')
 
 class Tests:
-    "The fast tests of all `related` files: how long each takes, and which lines it runs"
+    "The fast tests: how long each takes, and which lines of the `modules` it runs"
     def __init__(self, tmp):
-        files = sorted({f'tests/test_{t}.py' for o in related.values() for t in o.split()})
         data,xml = Path(tmp)/'coverage',Path(tmp)/'junit.xml'
         args = '-q -n 2 --dist loadfile -p no:cacheprovider --cov=mp_callbacks --cov-context=test --cov-report='
-        cmd = [sys.executable, '-m', 'pytest', *args.split(), f'--junitxml={xml}', *files]
+        cmd = [sys.executable, '-m', 'pytest', *args.split(), f'--junitxml={xml}']
         from coverage import CoverageData # comes with pytest-cov, which nothing else here needs
         subprocess.run(cmd, cwd=root, env=dict(os.environ, COVERAGE_FILE=str(data)), check=True)
         def name(o): return f"{o.get('classname').replace('.', '/')}.py::{o.get('name')}"
         self.seconds = {name(o):float(o.get('time')) for o in ET.parse(xml).iter('testcase')}
         coverage = CoverageData(str(data))
         coverage.read()
-        self.lines = {k:self._by_line(coverage, str(root/'mp_callbacks'/f'{k}.py')) for k in related}
-        self.seen = {o for lines in self.lines.values() for tests in lines.values() for o in tests}
+        self.lines = {k:self._by_line(coverage, str(root/'mp_callbacks'/f'{k}.py')) for k in modules}
+        self.every = {k:{*chain.from_iterable(lines.values())} for k,lines in self.lines.items()}
+        self.seen = set().union(*self.every.values())
 
     def _by_line(self, coverage, path):
         found = coverage.contexts_by_lineno(path).items()
-        return {line:{o.rpartition('|')[0] for o in contexts if o} for line,contexts in found}
+        return {line:{o.rpartition('|')[0] for o in contexts} for line,contexts in found} # '' is the import
 
     def of(self, o):
         "The tests for the mutant `o`"
-        files = tuple(f'tests/test_{t}.py::' for t in related[o.module].split())
         run = set().union(*[self.lines[o.module].get(i, ()) for i in range(o.first, o.line+1)])
-        ours = [t for t in self.seconds if t.startswith(files) and (t in run or t not in self.seen)]
+        ours = self.every[o.module] if '' in run else run # what runs in the import counts for all
+        ours = [t for t in self.seconds if t in ours or t not in self.seen]
         return [*sorted(ours, key=lambda t: (t not in run, self.seconds[t])), *last]
 
 columns = 'module line kind old new found seconds'.split()
@@ -240,12 +230,12 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--n', type=int, default=300, help='how many mutants [300]')
     p.add_argument('--seed', type=int, default=1, help='which [1]')
-    p.add_argument('--only', nargs='+', choices=related, default=[*related], help='of these modules')
+    p.add_argument('--only', nargs='+', choices=modules, default=modules, help='of these modules')
     p.add_argument('--jobs', type=int, default=2, help='how many at once [2]')
     p.add_argument('--limit', type=float, default=600, help='end the tests of a mutant after so many seconds [600]')
     p.add_argument('--out', type=Path, default=root/'bench/results', help='folder for the results [bench/results]')
     args = p.parse_args()
-    every = [o for k in related for o in mutants(k, (root/'mp_callbacks'/f'{k}.py').read_text(encoding='utf-8'))]
+    every = [o for k in modules for o in mutants(k, (root/'mp_callbacks'/f'{k}.py').read_text(encoding='utf-8'))]
     some = [o for o in every if o.module in args.only]
     chosen = random.Random(args.seed).sample(some, min(args.n, len(some)))
     path = args.out/'mutations.csv'

@@ -221,11 +221,9 @@ def shortest_keep(
             if len(smaller)==1 or 2*len(smaller)<len(children): kept = rest+smaller
         return kept
 
-    keep = [guess]
-    if not guess or not _works(keep):
-        keep = _children('')
-        if not keep or not _works(keep): return None
-    keep = _search(keep, [])
+    start = next((o for o in ([guess],_children('')) if any(o) and _works(o)), None)
+    if start is None: return None
+    keep = _search(start, [])
     try: half.keeping(keep)
     except ValueError: return None # that would be float32
     return keep
@@ -258,29 +256,28 @@ def keep_option(
     return f"keep=[{', '.join(each)}]" if each else 'keep=()'
 
 # %% ../nbs/06_nonfinite.ipynb #73a5635f
-def _name(c): return c.name if c else ''
 def _describe(c): return f"{c.name or 'the model'} ({type(c.module).__name__})" if c else 'the loss'
 
 def _place(seen, normal, ends):
-    "Where, text and call of what is not finite in `seen`; `normal` are the calls as they should be"
+    "A `Finding` without the cause: what is not finite in `seen`; `normal` are the calls as they should be"
     if math.isfinite(seen.loss):
         c,inner = _first_backward(seen)
         text = f"In the backward pass, {_describe(c)} was the first where gradients became inf or nan"
         if isinstance(inner, ModuleCall): text += f', in its own forward, after {inner.name}'
-        return 'backward',f"{text}{f': inside, {_masked}' if c and c.masked else ''}.",c
+        return Finding('backward', f"{text}{f': inside, {_masked}' if c and c.masked else ''}.", c.name if c else '')
     spoils = [(c,n) for c,n in zip(seen.calls, normal) if c.args.bad<=n.args.bad and c.out.bad>n.out.bad]
-    if not spoils: return 'loss',"The model's predictions are finite, but the loss is not.",None
+    if not spoils: return Finding('loss', "The model's predictions are finite, but the loss is not.")
     c,full = spoils[0]
     # a mask of -inf is meant
     own = count_nonfinite([c.module._parameters, [b.clamp(min=0) for b in tensors(c.module._buffers)]])
     first = f"{_describe(c)} was the first module that returned inf or nan"
-    if own.bad: return 'weights',f"{first}: {own.bad} of its own weights or buffers are inf or nan.",c
+    if own.bad: return Finding('weights', f"{first}: {own.bad} of its own weights or buffers are inf or nan.", c.name)
     why = f", from inputs up to {c.args.largest:.2g}" if c.args.largest else '' # 0 for integers
     why += f": inside, {_masked if c.masked else 'a number is too large, or too small to divide by'}."
     # the last that is too large counts: large inputs explain a large output
     for what,n in (('its output would have',full.out), ('its weights have',own), ('its input has',c.args)):
         if n.largest>ends: why = f": {what} values up to {n.largest:.2g}."
-    return 'forward',first+why,c
+    return Finding('forward', first+why, c.name)
 
 _masked = "a softmax gets -inf in all of a row"
 
@@ -295,8 +292,7 @@ def _limits(half, in_bfloat16):
 # %% ../nbs/06_nonfinite.ipynb #73a563s1
 def _find_half(half, run, full, scale, ends, call):
     "The `Finding` for a batch that is finite in float32, as `full`, and isn't when `run` in half precision"
-    where,text,c = _place(run(half, scale, with_masks=True), full.calls, ends)
-    name = _name(c)
+    where,text,name,*_ = _place(run(half, scale, with_masks=True), full.calls, ends)
     if where=='backward' and scale!=1 and _finite(run(half)):
         return Finding('scale', f"{text} The loss scale of {scale:.9g} is too large for this batch: with 1, all "
                                 "gradients are finite. A dynamic scale shrinks by itself.", name, True)
@@ -313,8 +309,8 @@ def _find_half(half, run, full, scale, ends, call):
 
 def _find_float32(model, full, wanted, label, why, usual_weight):
     "The `Finding` for a batch that isn't finite in float32, or of which that isn't known, for the reason `why`"
-    where,text,c = _place(full, [c._replace(args=Numbers(), out=Numbers()) for c in full.calls], math.inf)
-    name,same = _name(c),"Precision is not the cause: in float32 it is the same."
+    where,text,name,*_ = _place(full, [c._replace(args=Numbers(), out=Numbers()) for c in full.calls], math.inf)
+    same,masked = "Precision is not the cause: in float32 it is the same.",_masked in text
     if why: return Finding(
         where, f"{text} Whether precision is the cause can't be seen: computed in float32 for comparison, {why}. Its "
                "own code may cast, by `.half()` or an autocast of its own: let it follow the dtype of its input, and "
@@ -325,7 +321,7 @@ def _find_float32(model, full, wanted, label, why, usual_weight):
     elif where=='loss' and label: where,text = label.where,label.text
     largest = count_nonfinite([*model.parameters()]).largest
     grown = usual_weight is not None and largest>max(huge_weight, diverged*usual_weight)
-    if grown and where in ('forward','backward') and not (c and c.masked):
+    if grown and where in ('forward','backward') and not masked:
         where,name = 'training',''
         text = (f"Training has diverged: weights have values up to {largest:.2g}, and had up to {usual_weight:.2g} "
                 "when it began. Lower the learning rate.")

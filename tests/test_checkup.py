@@ -250,7 +250,7 @@ def test_tf32_is_on(monkeypatch):
 @pytest.mark.parametrize('threads,cores,has', [(1,2,False),(1,4,True),(4,8,False),(8,8,False)])
 def test_threads(threads, cores, has, monkeypatch):
     monkeypatch.setattr(torch, 'get_num_threads', lambda: threads)
-    monkeypatch.setattr(checkup, '_cores', lambda: cores)
+    monkeypatch.setattr(checkup, 'num_cpus', lambda: cores)
     texts,todo = lines(get_learner().precision_checkup())
     assert texts['Speed']==f'PyTorch computes with {threads} of {cores} cores. Only GPUs are timed.'
     assert ('Threads' in todo)==has

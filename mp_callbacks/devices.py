@@ -51,11 +51,9 @@ class Machine:
         return torch.cuda.get_device_name(device) if has_name else f'this {device.type.upper()}'
 
     def capability(self, device):
-        "A version, or names of instructions"
-        kind = self.kind(device)
-        if kind=='cuda': return torch.cuda.get_device_capability(device)
-        if kind!='cpu': flags = {}
-        elif hasattr(torch.cpu, 'get_capabilities'): flags = torch.cpu.get_capabilities()
+        "The version of one of NVIDIA's GPUs, or names of the CPU's instructions"
+        if self.kind(device)=='cuda': return torch.cuda.get_device_capability(device)
+        if hasattr(torch.cpu, 'get_capabilities'): flags = torch.cpu.get_capabilities()
         else: flags = dict(avx512_bf16=torch.cpu._is_avx512_bf16_supported()) # older PyTorch has no public name for it
         return {k for k,v in flags.items() if v is True}
 
@@ -119,11 +117,11 @@ def support(
     fp8 = dtype==torch.float8_e4m3fn # no layer computes in it
     if _fault(_machine, device, torch.float32 if fp8 else dtype, nn.Linear): return 'no'
     if not fp8 and dtype not in half_dtypes: return 'native'
-    kind,has = _machine.kind(device),_machine.capability(device)
+    kind = _machine.kind(device)
     need = native_with.get((kind,dtype))
     if need is None: native = not fp8
-    elif isinstance(need, tuple): native = has>=need
-    else: native = not need.isdisjoint(has)
+    elif isinstance(need, tuple): native = _machine.capability(device)>=need
+    else: native = not need.isdisjoint(_machine.capability(device))
     if native and kind=='cpu': native = _slowdown(_machine, device, dtype)<=slowest_native
     return 'native' if native else 'no' if fp8 else 'emulated'
 

@@ -98,9 +98,9 @@ def precision_plan(
     if batch is None:
         with _unchanged_learner(learn): batch = first(training_batches(learn))
     sizes = {len(t) if t.ndim else 0 for t in leaves(batch) if isinstance(t, torch.Tensor)}
-    if len(sizes)>1:
-        raise ValueError(f"The first dimensions of the tensors of this batch are {sorted(sizes)}, and must be the "
-                         "number of items, as the plan tries other numbers. Make one tensor of a list of images.")
+    if len(sizes)>1: raise ValueError(
+        f"The first dimensions of the tensors of this batch are {sorted(sizes)}, and must be the number of items, as "
+        "the plan tries other numbers. Make one tensor of a list of images.")
     def _look():
         def _loss(n):
             "Loss of `n` items, after the callbacks have changed them"
@@ -134,24 +134,24 @@ def batch_times(
     """How long a training batch takes, how much of it the GPU works, and how long the next one takes to load
 
     The learner doesn't change. Raises `ValueError` if there is no batch, and `RuntimeError` in the middle of one."""
-    half,device,computed,kernels,loaded,end = _half(learn),fit_device(learn),[],[],[],None
+    half,device,rows = _half(learn),fit_device(learn),[]
     def _look():
-        nonlocal end
-        if end is not None: loaded.append(perf_counter()-end)
+        there = perf_counter()
         with half or nullcontext(), loss_again(learn) as compute_loss:
             def _compute():
+                start = perf_counter()
                 compute_loss().backward()
                 if device.type=='cuda': torch.cuda.synchronize(device)
+                return perf_counter()-start
             _compute() # the first may have to compile, or to choose kernels
-            start = perf_counter()
-            _compute()
-            computed.append(perf_counter()-start)
-            if device.type=='cuda' and not kernels: kernels.extend(_kernels(_compute))
-        end = perf_counter()
-        return len(computed)==4
+            compute = _compute()
+            gpu = sum(_kernels(_compute)) if device.type=='cuda' and not rows else math.nan
+        rows.append(dict(there=there, compute=compute, gpu=gpu, end=perf_counter()))
+        return len(rows)==4
     _look_at(learn, _look, batch)
-    return BatchTimes(*[1e3*o if o else None for o in (np.median(computed).item(), sum(kernels),
-                                                       np.median(loaded).item() if loaded else None)])
+    times = pd.DataFrame(rows)
+    times['load'] = times.there-times.end.shift()
+    return BatchTimes(*[1e3*o if o>0 else None for o in times[[*BatchTimes._fields]].median()])
 
 def _kernels(f):
     "Seconds of each kernel that a GPU is given in a call of `f`"
@@ -225,8 +225,7 @@ def _look_at(learn, look, batch=None, training=True):
         if hasattr(learn, 'progress'): vars(learn.progress).pop('mbar', None) # the bar of a fit that goes on
         learn.fit(1, cbs=cb)
     if cb.answer is None and training: raise ValueError(
-        "There was no batch with targets. Use a DataLoaders whose dls.train has some, or pass a batch as it comes from "
-        "there.")
+        "There was no batch with targets. Use a DataLoaders whose dls.train has some, or pass dls.one_batch() of one.")
     return cb.answer
 
 def _half(learn):

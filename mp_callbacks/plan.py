@@ -82,8 +82,7 @@ class MemoryPlan(NamedTuple):
     def _repr_html_(self): return f"<p>MB with batch size {self.items}:</p>{self.table.to_html(float_format=_show)}"
 
 def _check_positive(name, x, what):
-    need = 'positive' if isinstance(x, Real) else 'a positive number'
-    if need!='positive' or not x>0: raise ValueError(f"{name}={x!r} must be {need}: {what}.")
+    if not (isinstance(x, Real) and x>0): raise ValueError(f"{name}={x!r} must be a positive number: {what}.")
 
 def _show(x): return f'{x:,.0f}' if x>=100 else f'{x:.3g}'
 

@@ -170,9 +170,8 @@ class NativeMixedPrecision(PrecisionCallback):
 
     def before_train(self):
         super().before_train()
-        device = fit_device(self.learn)
-        self.learn.scaler = torch.amp.GradScaler(device.type, self.loss_scale, enabled=self._enabled, **self._factors)
-        self.learn.scaler.scale(torch.zeros((), device=device)) # makes its tensors, for code that calls its methods
+        kind = fit_device(self.learn).type
+        self.learn.scaler = torch.amp.GradScaler(kind, self.loss_scale, enabled=self._enabled, **self._factors)
         self.on_state(self.steps.last_state)
 
     def on_state(self, state):

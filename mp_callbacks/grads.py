@@ -127,7 +127,7 @@ def largest_number(
     tensors, # Tensors of any floating or complex dtypes, on any devices
 )->float: # 0 if there is none
     "The largest absolute number in `tensors`. The host waits once per device."
-    return _norms([[o for o in tensors if o.numel()]], inf)[0]
+    return max(map(abs, _numbers([[o for o in tensors if o.numel()]], inf)[0]), default=0.)
 
 def _grads(params):
     "The `params` that have a gradient, without repetitions, and the gradients, or the values of sparse gradients"
@@ -183,11 +183,7 @@ def _numbers(groups, ord=2):
         for (group,_),x in zip(norms, torch.stack([o for _,o in norms]).tolist()): group.append(x)
     return res
 
-def _norms(groups, ord=2):
-    "For each group of tensors the norm of all of them"
-    return [max(map(abs, o), default=0.) if ord==inf else hypot(*o) for o in _numbers(groups, ord)]
-
 def _last_bad(grads):
     "Index of the last of `grads` that isn't finite, or if only the norm of all isn't, of the largest"
-    norms = _norms([[o] for o in grads])
+    norms = [hypot(*o) for o in _numbers([[o] for o in grads])]
     return max([i for i,o in enumerate(norms) if not isfinite(o)], default=norms.index(max(norms)))

@@ -20,7 +20,7 @@ from .modules import as_float32,compiled_parts,is_sharded,reset_ddp,without_ddp
 from .fp8 import Fp8
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,options_of
 from .training_steps import check_device,shared_options
-from .precision import PrecisionCallback,fit_device,is_precision,precision_callback
+from .precision import fit_device,is_precision,precision_callback
 from .inside import open_batch,within_batch
 from .skipped import loss_modules
 from .step import clear_state
@@ -120,12 +120,11 @@ def _refuse_within_batch(learn):
                            "batches, or from after_epoch.")
 
 def _remove_precision(learn):
-    old = [cb for cb in learn.cbs if is_precision(cb)]
-    if old: _refuse_within_batch(learn)
-    for cb in old:
-        if isinstance(cb, PrecisionCallback): cb.drop_overflow() # else the next precision would use these gradients
+    if not (old := [cb for cb in learn.cbs if is_precision(cb)]): return
+    _refuse_within_batch(learn)
+    if cb := precision_callback(learn): cb.drop_overflow() # else the next precision would use these gradients
     learn.remove_cbs(old)
-    if old: vars(learn).pop('scaler', None)
+    vars(learn).pop('scaler', None)
 
 def _forget_scale(learn):
     if learn.opt is not None: clear_state(learn.opt)

@@ -220,13 +220,12 @@ class PrecisionRecorder(LeanCallback, StepLog, TensorLog):
 
     def _add_row(self, skipped):
         stats = getattr(self.learn, 'step_stats', None)
-        if stats is self._stats: return # no gradients were measured, or the step has a row already
-        if is_look(self.learn): return # everything is put back, so these steps are no training
+        # no gradients were measured, the step has a row already, or everything is put back, so that it is no training
+        if stats is self._stats or is_look(self.learn): return
         name = '' if stats.finite else parameter_name(self.learn.model, stats.culprit) or '(outside the model)'
-        step,scale,norm,finite,*_ = stats
-        self.rows.append(LogRow(step, scale, norm, finite, skipped, not stats.loss_finite, name))
+        self.rows.append(LogRow(*stats[:4], skipped, not stats.loss_finite, name))
         self._stats,self._new = stats,True
-        self._add_tensors(step)
+        self._add_tensors(stats.step)
 
     def after_batch(self):
         losses = getattr(getattr(self.learn, 'recorder', None), 'losses', ())

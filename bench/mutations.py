@@ -4,8 +4,9 @@
 
 A mutant is one edit of the syntax tree: a condition is negated, a statement dropped, a constant changed, a comparison
 exchanged (`<` for `<=`), or `and` for `or`. Each is tried in a copy of the repository, with the fast tests that run its
-line, and those that run nothing of the core in their own process: the quickest first, up to the first that fails. It is
-found if one fails, or doesn't end in time. Which test runs which line is measured first, by pytest-cov.
+line, then those that run its function, or nothing of the core in their own process: the quickest first, up to the first
+that fails. It is found if one fails, or doesn't end in time. Which test runs which line is measured first, by
+pytest-cov.
 Each is a row of the csv as soon as it was tried, so a second run goes on; remove the csv after a change of the code.
 What survives and changes nothing that anybody could see stands in mutations_same.csv, with the reason."""
 import argparse,ast,csv,json,os,random,re,signal,subprocess,sys
@@ -36,7 +37,7 @@ class Mutant(NamedTuple):
     kind:str # What was done
     old:str # The code
     new:str # What stands in its place
-    first:int # The line in which its statement begins
+    around:range # The lines of the body of its function, if it is in one
     start:int # Where `old` begins in the source
     def apply(self, source): return source[:self.start]+self.new+source[self.start+len(self.old):]
 
@@ -74,14 +75,15 @@ def mutants(module, source):
     def at(line, col): return starts[line-1]+len(lines[line-1].encode()[:col].decode())
     left_out = {id(o) for n in ast.walk(tree) for a in (getattr(n, 'annotation', None),getattr(n, 'returns', None),
                 *([n] if isinstance(n, (ast.JoinedStr,ast.ImportFrom)) else [])) if a is not None for o in ast.walk(a)}
-    res,begins = {},{}
+    res,around = {},{}
     for node in ast.walk(tree): # from the outside to the inside
         for o in ast.iter_child_nodes(node):
-            begins[o] = o.lineno if isinstance(o, ast.stmt) else begins.get(node)
+            if isinstance(o, ast.FunctionDef): around[o] = range(o.body[0].lineno, o.end_lineno+1)
+            else: around[o] = around.get(node, ())
         if id(node) in left_out: continue
         for kind,where,new in edited(node):
             start,end = at(where.lineno, where.col_offset),at(where.end_lineno, where.end_col_offset)
-            o = Mutant(module, where.lineno, kind, source[start:end], new, begins[where], start)
+            o = Mutant(module, where.lineno, kind, source[start:end], new, around[where], start)
             with suppress(SyntaxError):
                 if ast.dump(ast.parse(o.apply(source)))!=was: res[o] = None
     return sorted(res, key=lambda o: (o.start,o.kind,o.new))
@@ -164,9 +166,12 @@ class Tests:
 
     def of(self, o):
         "The tests for the mutant `o`"
-        run = set().union(*[self.lines[o.module].get(i, ()) for i in range(o.first, o.line+1)])
-        ours = self.every[o.module] if '' in run else run # what runs in the import counts for all
-        ours = [t for t in self.seconds if t in ours or t not in self.seen]
+        lines = self.lines[o.module]
+        run = lines.get(o.line, ())
+        # tests of interrupts at each line are not seen there; and what runs in the import counts for all
+        near = set().union(*[lines.get(i, ()) for i in (o.line,*o.around)])
+        if '' in near: near = self.every[o.module]
+        ours = [t for t in self.seconds if t in near or t not in self.seen]
         return [*sorted(ours, key=lambda t: (t not in run, self.seconds[t])), *last]
 
 columns = 'module line kind old new found seconds'.split()

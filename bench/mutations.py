@@ -170,7 +170,7 @@ class Tests:
         run = lines.get(o.line, ())
         # tests of interrupts at each line are not seen there; and what runs in the import counts for all
         near = set().union(*[lines.get(i, ()) for i in (o.line,*o.around)])
-        if '' in near: near = self.every[o.module]
+        if '' in near or not near: near = self.every[o.module]
         ours = [t for t in self.seconds if t in near or t not in self.seen]
         return [*sorted(ours, key=lambda t: (t not in run, self.seconds[t])), *last]
 

@@ -66,6 +66,7 @@ machines = {
     'T4':       lambda: Fake('cuda', 'Tesla T4', (7,5), returns=always_float16, times={bf16:3.}),
     'V100':     lambda: Fake('cuda', 'Tesla V100-SXM2-16GB', (7,0), returns=always_float16, times={bf16:3.}),
     'RTX 3090': lambda: Fake('cuda', 'NVIDIA GeForce RTX 3090', (8,6), returns=always_float16),
+    'RTX 4090': lambda: Fake('cuda', 'NVIDIA GeForce RTX 4090', (8,9), returns=always_float16),
     'H100':     lambda: Fake('cuda', 'NVIDIA H100 80GB HBM3', (9,0), returns=always_float16),
     'GTX 1660': lambda: Fake('cuda', 'NVIDIA GeForce GTX 1660 Ti', (7,5), returns=always_float16, times={bf16:3.}),
     'GTX 1080': lambda: Fake('cuda', 'NVIDIA GeForce GTX 1080', (6,1), returns=always_float16, times={bf16:3.}),

@@ -105,6 +105,31 @@ def test_float32_kernels(monkeypatch):
         with pytest.raises(RuntimeError, match='dtype'): torch.mm(a[0], b[0].float())
     assert res.dtype==torch.bfloat16 and torch.allclose(res, want, rtol=1e-2, atol=1e-2)
 
+def test_interrupted_group(tmp_path, monkeypatch):
+    "Is measured again, and one that wasn't interrupted is not"
+    monkeypatch.syspath_prepend(bench)
+    from common import Results
+    from loops import Variant
+    monkeypatch.chdir(tmp_path)
+    measured = []
+    def measure(stop=False):
+        measured.append(1)
+        yield Variant('hand','fused','fp32'),1,'step_ms',len(measured),''
+        if stop: raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): Results('a.csv').measure('train', 'mlp', 4, measure(stop=True))
+    assert not len(Results('a.csv').read())
+    again = Results('a.csv')
+    again.run = 'later'
+    for _ in range(2): again.measure('train', 'mlp', 4, measure())
+    assert (len(measured),again.read().value.tolist())==(2,[2])
+
+def test_kernels_and_waits(monkeypatch):
+    "Copies are no kernels, and a launch is no wait"
+    monkeypatch.syspath_prepend(bench)
+    from host import of_gpu
+    on_gpu,on_host = ('gemm','Memcpy DtoH','Memset'),('aten::mm','cudaLaunchKernel','cudaStreamSynchronize')
+    assert of_gpu([(o,True) for o in on_gpu]+[(o,False) for o in on_host])==[1,1]
+
 def test_mutants(monkeypatch):
     "Each is one edit of the code, neither of annotations nor of texts"
     monkeypatch.syspath_prepend(bench)

@@ -302,7 +302,7 @@ def test_on_a_gpu():
 
 # --- What can't be asked
 
-def test_not_asked():
+def test_not_asked(tmp_path):
     "The line has the error, and nobody says that there is nothing to do"
     learn = get_learner().to_bf16()
     learn.fit(1)
@@ -311,6 +311,13 @@ def test_not_asked():
     assert texts['Batches'].startswith('Not asked: ValueError: There was no batch with targets')
     assert texts['Memory'].startswith('Not asked') and texts['Last fit'].startswith('4 steps')
     assert 'Nothing to do' not in todo and report.finding is report.plan is None
+    learn = get_learner(path=tmp_path).to_bf16()
+    learn.model[0].forward = raises(KeyError('as asked'))
+    texts,_ = lines(learn.precision_checkup()) # whatever a model raises
+    assert texts['Batches'].startswith('Not asked: KeyError') and texts['Modules'].startswith('3 layer')
+    learn.export()
+    texts,_ = lines(load_learner(tmp_path/'export.pkl').precision_checkup()) # without data
+    assert texts['Precision'].startswith('float32') and texts['Batches'].startswith('Not asked')
     texts,todo = lines(get_learner(cbs=MixedPrecision()).precision_checkup()) # the next fit would say the same
     assert texts['Batches'].startswith('Not asked: ValueError: MixedPrecision of mp_callbacks needs ModelToHalf')
 

@@ -26,7 +26,7 @@ expected = { # answers for float16, bfloat16 and FP8
     'T4': 'native emulated no',           'V100': 'native emulated no',
     'RTX 3090': 'native native no',       'H100': 'native native native',
     'GTX 1660': 'native emulated no',     'GTX 1080': 'native emulated no',
-    'ROCm': 'native native no',
+    'ROCm': 'native native no',           'RTX 4090': 'native native native',
     'MPS': 'native native no',            'MPS, macOS 13': 'native no no',
     'XPU': 'native native no',
     'AVX2': 'emulated emulated no',       'AVX2-VNNI-2': 'emulated emulated no',
@@ -54,7 +54,7 @@ gaps = { # (machine, dtype) -> layers that stay in float32, and a part of the re
     ('AVX2-VNNI-2',f16): (convs, 'no float16 Conv'),
     ('GTX 1660',f16): (convs[:3], 'float16 convolutions on GTX 16 return nan')}
 gaps.update({(o,bf16): (rnns, 'autocast would use float16')
-             for o in ('T4','V100','RTX 3090','H100','GTX 1660','GTX 1080')})
+             for o in ('T4','V100','RTX 3090','RTX 4090','H100','GTX 1660','GTX 1080')})
 
 @pytest.mark.parametrize('dtype', [f16,bf16])
 @pytest.mark.parametrize('name', machines)
@@ -197,6 +197,20 @@ def test_forgets_a_lack_of_memory(error):
         with pytest.raises(type(error)): missing('cpu', bf16, nn.LSTM(2,2))
         m.full = False
         assert support('cpu', bf16)!='no'
+
+def test_asks_once():
+    "And computes with as many threads afterwards as before"
+    tried,threads = [],torch.get_num_threads()
+    class Counts(Machine):
+        def train(self, *args): tried.append(args); return super().train(*args)
+        def slowdown(self, *args): tried.append(args); return super().slowdown(*args)
+    torch.set_num_threads(2)
+    try:
+        with pretend(Counts()):
+            for n in (2,3): support('cpu', bf16), support('cpu', 'f16'), missing('cpu', bf16, nn.LSTM(n,n))
+            Machine().slowdown(torch.device('cpu'), bf16)
+        assert len(tried)==len({*tried})>3 and torch.get_num_threads()==2
+    finally: torch.set_num_threads(threads)
 
 @pytest.mark.parametrize('inside', [torch.no_grad, torch.inference_mode, lambda: torch.autocast('cpu', f16),
                                     lambda: torch.device('meta')])

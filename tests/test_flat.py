@@ -81,6 +81,18 @@ def test_sizes(name):
     for i in range(7):
         twins.each(new_grads)
         twins.step(f'step {i}')
+    for t in [t for p in params(twins.opts[1]) for t in (p,*inner(twins.opts[1]).state[p].values())]:
+        # a part of a model can be saved without the rest
+        if isinstance(t, torch.Tensor): assert t.untyped_storage().nbytes()==t.numel()*t.element_size()
+
+@pytest.mark.parametrize('group', [0,1])
+def test_listed_twice(group):
+    "In one group or in two: fastai steps on it twice"
+    twins = Twins(optimizers['momentum'], [[nn.Parameter(torch.randn(n)) for n in (3,4)] for _ in range(2)])
+    twins.each(lambda o: o.param_lists[group].append(o.param_lists[0][1]))
+    for i in range(3):
+        twins.each(new_grads)
+        twins.step(f'step {i}')
 
 # --- What happens between two steps
 

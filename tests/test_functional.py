@@ -9,9 +9,10 @@ import pytest,torch
 from torch import nn
 import torch.nn.functional as F
 
-from mp_callbacks import emily,jmp,mpx
+from mp_callbacks import emily,functional,jmp,mpx
 from mp_callbacks.dtypes import tree_map
 from mp_callbacks.functional import all_finite,optimizer_update,scale_tree,value_and_grad
+from mp_callbacks.half import half_precision
 from mp_callbacks.loss_scale import DynamicLossScale
 
 f16,bf16,f32,f64 = torch.float16,torch.bfloat16,torch.float32,torch.float64
@@ -141,6 +142,14 @@ def test_growth_steps_are_exact(period, factor):
         assert s.loss_scale==j.loss_scale==e.scale
         if s.loss_scale>65504: m = mpx.DynamicLossScaling(s.loss_scale, 1., factor, period, s.counter)
     assert skipped or period==5
+
+def test_one_half_precision_for_a_model(monkeypatch):
+    "Made in the first call, as that takes as long as a batch of a small model; two models in turns keep theirs"
+    made,loss,x,nets = [],lambda m,x: m(x).mean(),torch.ones(4,2),[nn.Linear(2,1) for _ in range(2)]
+    def counted(model, *args): made.append(model); return half_precision(model, *args)
+    monkeypatch.setattr(functional, 'half_precision', counted)
+    for net in nets*3: value_and_grad(loss, bf16)(net, x)
+    assert made==nets
 
 # --- Scales, and skipped steps
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mp_callbacks.grads import prepare_grads
 from mp_callbacks.half import half_precision
+from mp_callbacks.modules import parameter_name
 from mp_callbacks.ways import is_norm
 from cases import slow_unless
 from learners import get_learner
@@ -309,6 +310,12 @@ def test_copied_inside(how):
     with torch.no_grad(): other[0].weight.zero_()
     assert torch.equal(model(x), want) and not torch.equal(other(x), want)
     assert_plain(other)
+    with half_precision(model, bf16, keep='3') as half: again = how(half) # with its model, and switched off
+    assert torch.equal(again.model(x), want)
+    again.install()
+    assert not torch.equal(again.model(x), want) and again.policy().equals(half.policy())
+    again.remove()
+    assert_plain(again.model)
 
 @pytest.mark.skipif(torch.__version__<'2.7', reason='torch.export of PyTorch 2.6 takes no function as `forward`')
 def test_exported_inside():
@@ -367,6 +374,7 @@ def test_advice_under_wrappers(wrap, one_process):
     "What can't be computed in half precision has a note, with a name that `keep` takes, and that helps"
     model,x = masking(),torch.ones(2,4)
     for f in wrap: model = f(model)
+    assert parameter_name(model, [*model.parameters()][-1])=='1.bias' # as what the recorder says, and errors
     with half_precision(model, bf16), pytest.raises(RuntimeError, match='without overflow') as e: model(x)
     if hasattr(e.value, 'add_note'): # Python 3.11
         note, = e.value.__notes__
@@ -450,13 +458,15 @@ def test_layers(make, function, change):
 @pytest.mark.parametrize('cls', [nn.Linear,nn.LayerNorm])
 @pytest.mark.parametrize('keeps_name', [True,False])
 def test_patched_class(cls, keeps_name, monkeypatch):
-    "What somebody has put in place of the `forward` of PyTorch's class computes, also under its name"
+    "What somebody has put in place of the `forward` of PyTorch's class computes, also under its name, and later"
     own,model,(x,_) = cls.forward,net().eval(),data()
+    half = half_precision(model, bf16)
+    with half: model(x)
     def minus(self, x): return -own(self, x)
     monkeypatch.setattr(cls, 'forward', functools.wraps(own)(minus) if keeps_name else minus)
-    want,half = model(x),half_precision(model, bf16)
-    for _ in range(2):
-        with half: assert torch.allclose(model(x), want, atol=.05)
+    want = model(x)
+    for o in (half,half,new := half_precision(model, bf16),new):
+        with o: assert torch.allclose(model(x), want, atol=.05)
 
 def test_wrapped_convolution():
     "With the name of PyTorch's, but with a weight of its own making: autocast gives it float32 weights"

@@ -190,6 +190,20 @@ def test_range_or_digits(kind, dtype):
     assert 'or train in float32' in str(found) and torch.tensor([2.9e-8,3.1e-8]).half().tolist()==[0,2.**-24]
     assert ('float16 ends at 65504 and has only 0 below 3e-08 and' in str(found))==(dtype==torch.float16)
 
+@pytest.mark.parametrize('f,where', [(torch.log,'loss'), (torch.sqrt,'backward')])
+def test_digits_that_the_loss_misses(f, where):
+    "What the model rounds shows in a float32 loss, or in its gradients"
+    model = nn.Sequential(nn.Linear(8,8), nn.Sigmoid())
+    nn.init.constant_(model[0].bias, 9)
+    found = diagnose(model, lambda: f(1-model(torch.zeros(8,8))).mean(), half_precision(model, torch.bfloat16))
+    assert (found.where,found.precision)==(where,True) and 'bfloat16 rounds to 8 bits' in str(found)
+
+def test_sparse_gradients():
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4,1))
+    def loss(): return model(torch.tensor([1,5,1])).square().mean()
+    half = half_precision(model, torch.float16)
+    assert [diagnose(model, loss, half, scale=o).where for o in (1.,2.**40)]==['nothing','scale']
+
 # --- Other causes
 
 @pytest.mark.parametrize('to,kwargs', [('to_fp16',{}), ('to_native_fp16',dict(init_scale=2.**24)), ('to_bf16',{})])

@@ -142,6 +142,9 @@ def test_over_many_fits(mode):
     assert not told and e is None
     told,e = heard(learn.fit, 3)
     assert len(told)==1 and 'since step 34, ' in str(e)
+    heard(learn.fit, 12)
+    learn.mixed_precision.max_skips = 9 # fewer than were skipped: exceeded at once
+    assert heard(learn.fit, 1)[1]
 
 @some_modes
 def test_a_good_step_between(mode):

@@ -70,6 +70,8 @@ def test_lower_bounds_are_those_tested():
     assert tested[:len(bounds)]==[o.partition(',')[0].replace('>=', '==') for o in bounds]
     workflow = (root/'.github/workflows/ci.yml').read_text(encoding='utf-8')
     assert {*re.findall(r'set: ([\w-]+)', workflow)}=={'lower-bounds','kaggle','colab'}
+    pythons = cfg['pythons'].split()
+    assert {pythons[0],pythons[-1]}<={*re.findall(r"python(?:-version)?: '([\d.]+)'", workflow)}<={*pythons}
 
 @pytest.mark.parametrize('name', ['lower-bounds','kaggle','colab'])
 def test_tested_versions(name):

@@ -67,6 +67,10 @@ def test_parts():
     model = nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.Linear(16,1))
     for name in calls: assert sizes(plan_mse(model), name)==[644,644,2*644+4*4]
     assert sizes(plan_mse(model, sgd(model)))==[644,644,0]
+    opt = torch.optim.Adam(model.parameters())
+    F.mse_loss(model(xb), yb).backward()
+    opt.step() # the state is there already
+    assert sizes(plan_mse(model, opt))==[644,644,2*644+4*4]
 
 def test_activations():
     "Bytes per item: x and y, hidden layer, predictions and losses. In half precision there are copies of weights, too."

@@ -15,11 +15,11 @@ def drawn(seed=0, n=12):
     base,own = np.random.default_rng(seed).normal(size=(2,n))
     return pd.Series(base-base.mean()+7),pd.Series(own)
 
-def compared(values, base):
-    "The row for bfloat16 with losses `values`, where those of float32 are `base`"
+def compared(values, base, *more):
+    "The row for bfloat16 with losses `values`, where those of float32 are `base`, and `more` rows of measurements"
     losses = {eq.float32:base, ('ours','bf16'):values}
     rows = [('a task',seed,*key,'loss',o) for key,x in losses.items() for seed,o in x.items()]
-    df = pd.DataFrame(rows, columns=['case','size','loop','precision','metric','value'])
+    df = pd.DataFrame([*rows,*more], columns=['case','size','loop','precision','metric','value'])
     return eq.compare(df).loc['a task','to_bf16()']
 
 @pytest.mark.parametrize('percent,noise,expected', [
@@ -30,6 +30,8 @@ def test_verdicts(percent, noise, expected):
     res = compared(base+.07*(percent+noise*(own-own.mean())), base)
     assert (res.verdict,res.margin,res.seeds)==(expected,pytest.approx(.035),12)
     assert res.difference==pytest.approx(percent) and res.low<res.difference<res.high
+    res = compared(base[1:], base, ('a task',0,'ours','bf16','error',0))
+    assert (res.verdict,res.failed,res.seeds)==('failed',1,11) # the other seeds are compared
 
 def share(percent, noise, *verdicts):
     "Of 200 precisions with this true difference, where pairs differ by `noise` percent besides, how many are called so"

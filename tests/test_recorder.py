@@ -88,6 +88,7 @@ def test_no_row_twice(copied, tmp_path):
     df = log(learn)
     assert len(df)==2
     learn = copied(learn, tmp_path/'export.pkl')
+    learn.fit(1, cbs=Cancel('before_batch', CancelBatchException, 0, range(4)))
     learn.fit(1, cbs=GradientAccumulation(10**6))
     learn.fit(1, cbs=Cancel('before_step', CancelStepException, 0, range(4))) # before the gradients are measured
     assert log(learn).equals(df)

@@ -74,6 +74,14 @@ def test_missed_before_step(mode):
         return (flat(weights(learn))-start).norm().item()
     assert run(mode)<1.1*run(None)
 
+def test_names_in_the_model():
+    "A model's attributes aren't taken for the learner's, of which fastai's `lr_find` and `ModelResetter` add some"
+    model = mlp()
+    model.lr_finder = model.model_resetter = 'mine'
+    learn = get_learner(model).to_bf16()
+    learn.fit(1, cbs=InfiniteAt(1))
+    assert len(learn.precision_recorder.log)==4
+
 def test_last_words():
     "The error comes although the fit ends with the step that was one too many"
     def infinite(cb):
@@ -137,10 +145,15 @@ class Static(nn.Module):
     @staticmethod
     def forward(x): return x*2
 
-def test_static_forward():
-    model,x = nn.Sequential(nn.Linear(8,8), Static(), nn.Linear(8,8)),numbers()[0]
+class OfClass(nn.Module):
+    @classmethod
+    def forward(cls, x): return x*2
+
+@pytest.mark.parametrize('kind', [Static,OfClass])
+def test_static_forward(kind):
+    model,x = nn.Sequential(nn.Linear(8,8), kind(), nn.Linear(8,8)),numbers()[0]
     want = model(x).detach()
-    with half_precision(model, torch.bfloat16, Static): assert (model(x)-want).norm()<.02*want.norm()
-    class Whole(Static):
+    with half_precision(model, torch.bfloat16, kind): assert (model(x)-want).norm()<.02*want.norm()
+    class Whole(kind):
         def __init__(self): super().__init__(); self.layer = nn.Linear(8,8)
     with half_precision(Whole(), torch.bfloat16) as half: assert torch.equal(half.model(x), x*2)

@@ -5,6 +5,7 @@ import pytest
 import mp_callbacks.inside as inside
 from fastai.callback.training import GradientAccumulation
 from mp_callbacks.dtypes import map_tensors
+from mp_callbacks.grads import prepare_grads
 from learners import *
 
 reads = 'cpu item tolist numpy __bool__ __float__ __int__'.split()
@@ -44,6 +45,12 @@ def test_skipped_steps(ours):
     learn.fit(1)
     steps = len(learn.dls.train)
     assert ours['tolist']==2*steps
+
+def test_several_dtypes(ours):
+    ps = [nn.Parameter(torch.randn(10, dtype=o)) for o in (torch.float32,torch.float16,torch.float64,torch.bfloat16)]
+    for p in ps: p.grad = torch.ones_like(p)
+    prepare_grads(ps, 2., 1.)
+    assert ours=={'tolist':1}
 
 # --- The loss that fastai's recorder reads
 

@@ -71,6 +71,16 @@ def test_any_optimizer(name):
     assert (good.state.steps,bad.state.steps)==(4,5) and bad.state.skips==0
     plain(bad)
 
+def test_gradients_in_one_buffer():
+    "Those that are views of it, as an optimizer has that steps on it, stay so after a step that is made or skipped"
+    steps = make()
+    ps = [*steps.model.parameters()]
+    buffer = torch.zeros(sum(p.numel() for p in ps))
+    for p,o in zip(ps, buffer.split([p.numel() for p in ps])): p.grad = o.view_as(p)
+    for batch in (data[0],infinite(*data[1])):
+        train(steps, [batch])
+        assert all(p.grad is not None and p.grad._base is buffer for p in ps) and not buffer.any()
+
 # --- Several batches in a step
 
 def accumulated(steps, batches):

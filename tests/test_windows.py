@@ -31,11 +31,11 @@ def assert_same_way(ours, full, tol=.02):
 some = [('fp16','float32'),('float32','native_fp16'),('native_fp16','bf16'),('native_bf16','fp16')]
 @pytest.mark.parametrize('first,to', some)
 def test_switch_while_accumulating(first, to):
-    "The gradients of before and after the switch add up as if there had been one precision"
+    "The gradients of before and after the switch add up as if there had been one precision, and momentum stays"
     def _trained(first, to):
         # 4 batches of 16: the second step's gradients come from both epochs
         cbs = [GradientAccumulation(40),Switch(precisions[to])]
-        return trained(mlp(), precisions[first], lambda o: o.fit(2, cbs=cbs))
+        return trained(mlp(), precisions[first], lambda o: o.fit(2, cbs=cbs), opt_func=partial(SGD, mom=.9))
     assert_same_way(_trained(first, to), _trained('float32', 'float32'))
 
 @pytest.mark.parametrize('then', ['float32','fp16'])

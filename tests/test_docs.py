@@ -68,6 +68,12 @@ def test_symbols():
     assert rows(both)==[r'| `x` | What \| which |  | <code>int&#124;str</code> |',
         '| `keep` | Another `Pair` | `len` |  |', '| *returns* | Their number |  | `int` |']
 
+def test_index_of_names():
+    "Those of users come first"
+    heads = re.findall('^## (.*)', pages.name_index(site)[2], re.M)
+    internal = [o.endswith(' (internal)') for o in heads]
+    assert {'half','callback','inside (internal)'}<={*heads} and internal==sorted(internal)
+
 def test_columns():
     "A phone shows two: what to do, and what an option means, are never behind them"
     for o in nbs:

@@ -72,6 +72,8 @@ def test_step_cancelled_by_another():
     learn.fit(1, cbs=Cancel('before_step', CancelStepException, 20))
     assert list(log(learn).skipped)==[False,True,False,False]
     assert log(learn).finite.all() and (log(learn).culprit=='').all()
+    learn.fit(1, cbs=Cancel('before_batch', CancelBatchException, 0, [2])) # changes nothing in the row before
+    assert [*log(learn).loss[4:]]==[learn.recorder.losses[i].item() for i in (0,1,3)]
 
 def exported(learn, path):
     learn.export(path)
@@ -88,7 +90,6 @@ def test_no_row_twice(copied, tmp_path):
     df = log(learn)
     assert len(df)==2
     learn = copied(learn, tmp_path/'export.pkl')
-    learn.fit(1, cbs=Cancel('before_batch', CancelBatchException, 0, range(4)))
     learn.fit(1, cbs=GradientAccumulation(10**6))
     learn.fit(1, cbs=Cancel('before_step', CancelStepException, 0, range(4))) # before the gradients are measured
     assert log(learn).equals(df)

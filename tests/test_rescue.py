@@ -124,6 +124,51 @@ def test_earlier_batch(to):
     learn = accumulated(lambda: net(Softmax), to, max_skips=3)
     with pytest.raises(FloatingPointError, match=r'3 steps in a row.*1 \(Softmax\) was the first'): learn.fit(3)
 
+class Large(nn.Module):
+    "Beyond float16, in the batches that aren't 0; gradients of an absolute error don't know that"
+    def __init__(self): super().__init__(); self.head = nn.Linear(1,1)
+    def forward(self, x): return self.head(x.detach()*0)+(x.abs()>1e-6).to(x.dtype)*12e4
+
+@pytest.mark.parametrize('to', ['to_fp16','to_native_fp16'])
+def test_infinite_loss_of_an_earlier_batch(to):
+    learn = learner(nn.Sequential(nn.Linear(8,1,bias=False), Large()), quiet_rows, loss_func=L1LossFlat(),
+                    cbs=GradientAccumulation(32))
+    told, = fit(getattr(learn, to)(rescue=True), 18)
+    assert 'The loss of 32 steps in a row was not finite' in told and '1 (Large) was the first' in told
+    assert not learn.precision_recorder.log.bad_loss[32:].any()
+
+def test_finite_batches():
+    "All are, where a callback has spoilt the gradients"
+    spoil = Callback(after_backward=lambda cb: cb.model[0].bias.grad.fill_(math.nan))
+    spoil.order = 5
+    with pytest.raises(FloatingPointError, match='0.bias was the first.*the 2 batches of this step are finite'):
+        accumulated(net, 'to_bf16', max_skips=3).fit(3, cbs=spoil)
+
+# --- A loss function with numbers of its own
+
+class Remembers(MovingLoss):
+    "Divides by what predictions have been"
+    def forward(self, pred, y):
+        if pred.requires_grad: self.size.mul_(.9).add_(.1*pred.detach().abs().mean())
+        return F.mse_loss(self.w*pred/self.size, y/self.size)
+
+def test_loss_is_the_same_in_each_run():
+    "What half precision leaves in the loss's buffers isn't there in the run in float32"
+    learn = learner(net(Softmax), loss_func=Remembers()).to_fp16(rescue=True)
+    found = learn.find_nonfinite()
+    assert (found.where,found.module,found.precision,found.keep)==('forward','1',True,('1',))
+    told, = fit(learn, 9)
+    assert learn.mixed_precision.state.rescued==(('1',32),) and learn.loss_func.size.isfinite()
+
+def test_loss_after_an_explanation():
+    "Its numbers, gradients and attributes are what they are without"
+    def loss(**kwargs):
+        learn = get_learner(loss_func=MovingLoss(), cbs=[StepLoss(),*map(InfiniteAt, range(8))]).to_fp16(**kwargs)
+        assert len(fit(learn, 2))==len(kwargs)
+        return learn.loss_func
+    told,quiet = loss(warn_skips=3),loss()
+    assert (told.w,told.size,told.calls)==(quiet.w,quiet.size,quiet.calls)
+
 def test_batches_are_not_held():
     "but in the steps that may be explained"
     class Held(Callback):

@@ -136,10 +136,24 @@ def test_search(new_tab):
     tab.wait_for_selector('.nothing-found', state='detached')
     assert errors==[]
 
+@pytest.mark.parametrize('scheme', ['light','dark'])
+def test_plots_in_the_dark(scheme, new_tab):
+    "Are inverted, as they are drawn on white"
+    tab,_ = new_tab(color_scheme=scheme)
+    tab.goto('loss_scale.html')
+    style = tab.evaluate("getComputedStyle(document.querySelector('figure img')).filter")
+    assert ('invert' in style)==(scheme=='dark')
+
 # --- The files
 
 @pytest.fixture(scope='module')
 def texts(site, html): return {o:(site/o).read_text(encoding='utf-8') for o in html}
+
+@pytest.mark.parametrize('pattern', ['<title>(.*?)</title>','<meta name="description" content="(.*?)"'])
+def test_heads(pattern, texts):
+    "Each page has a title and a description, and shares them with no other"
+    found = {page:re.findall(pattern, o, re.S)[:1] for page,o in texts.items()}
+    refuse({page:not o or [*found.values()].count(o)>1 for page,o in found.items()}, f'without one own {pattern}')
 
 def test_links_to_the_repository(texts):
     "Its files exist"

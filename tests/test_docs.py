@@ -42,12 +42,14 @@ diff = '```diff\n-a = 1\n+a = 2\n\n for b in c:\n+    b\n```'
 def test_text(dialect, text, want): assert pages.to_dialect(text, dialect)==want
 
 def test_code_of_the_site():
-    "What is folded, and what a diff leads to, to copy; formulas"
+    "What is folded, and what a diff leads to, to copy; formulas; printed sentences, which wrap, and columns"
     assert site.code('x = 1', 'Data')=='??? example "Data"\n\n    ```python\n    x = 1\n    ```'
     new = pages.to_dialect(diff, site).partition('??? example')[2]
     assert new.splitlines()[2:]==['    ```python','    a = 2','','    for b in c:','        b','    ```']
     math = pages.to_dialect('$x^2$ costs $5 or $6', site)
     assert math.startswith('<math') and math.endswith('</math> costs $5 or $6')
+    printed = site.text('Two rows:\n\na    b\n1    2\n\nSo it is.')
+    assert ['.prose' in o for o in re.findall('^``` {.*', printed, re.M)]==[True,False,True]
 
 class Pair(NamedTuple):
     "Two"
@@ -59,6 +61,12 @@ def both(x:'int|str', # What | which
         )->int: # Their number
     "Count"
 
+class Talk:
+    def say(self, word, times=1): "Say `word`"
+    def _hidden(self): "No"
+    @property
+    def log(self): "All | that"
+
 def test_symbols():
     assert pages.signature(Pair, 'Pair')=="class Pair(a:int, b:str='x')"
     assert pages.signature(both, 'both')=='both(x:int|str, *, keep=len) -> int'
@@ -67,6 +75,8 @@ def test_symbols():
     assert rows(Pair)==['| `a` | The first |  | `int` |', "| `b` | The second | `'x'` | `str` |"]
     assert rows(both)==[r'| `x` | What \| which |  | <code>int&#124;str</code> |',
         '| `keep` | Another `Pair` | `len` |  |', '| *returns* | Their number |  | `int` |']
+    members = pages.member_table(Talk, 'Talk', {'Talk.log'}, github).splitlines()
+    assert members[2:]==['| `say(word, times)` | Say `word` |', r'| [`log`](#talk.log) | All \| that |']
 
 def test_index_of_names():
     "Those of users come first"

@@ -46,6 +46,15 @@ def test_switched_on_in_a_fit(then):
         return trained(mlp(), noop, lambda o: o.fit(1, cbs=cbs), precisions[then], lambda o: o.fit(1))
     assert_same_way(_trained('native_fp16', then), _trained('float32', 'float32'))
 
+@pytest.mark.parametrize('mode', ['fp16','native_bf16'])
+def test_gradients_from_before_a_fit(mode):
+    "Count in its first step, as in plain fastai"
+    def _by_hand(learn):
+        x,y = learn.dls.one_batch()
+        (F.mse_loss(learn.model(x), y)*20).backward()
+    def _trained(to): return trained(mlp(), to, _by_hand, lambda o: o.fit(1))
+    assert_same_way(_trained(modes[mode]), _trained(noop))
+
 class Net(nn.Module):
     def __init__(self): super().__init__(); torch.manual_seed(1); self.body,self.head = nn.Linear(8,8),nn.Linear(8,1)
     def forward(self, x): return self.head(torch.tanh(self.body(x)))

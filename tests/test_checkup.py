@@ -12,6 +12,7 @@ from mp_callbacks import checkup,looks,precision
 from mp_callbacks.checkup import Checkup,Line
 from mp_callbacks.devices import emulation
 from mp_callbacks.looks import BatchTimes
+from sick_models import Overflows
 from test_looks import assert_untouched,folder,whole_world
 
 pytestmark = pytest.mark.filterwarnings('ignore')
@@ -21,13 +22,8 @@ all_modes = {'fp32':noop, **modes, 'fp8':lambda learn: learn.to_fp8(emulate=True
 
 def lines(report):
     "Title -> text; for 'To do' heading -> text"
-    return {o.title:o.text for o in report.lines if o.title!='To do'},{o.about:o.text for o in report.lines
-                                                                       if o.title=='To do'}
-
-class Overflows(nn.Module):
-    "Squares numbers that float16 has no squares of"
-    def __init__(self): super().__init__(); self.layer = nn.Linear(16,1)
-    def forward(self, x): return self.layer((x*1e4)**2/1e8)
+    todo = [o for o in report.lines if o.title=='To do']
+    return {o.title:o.text for o in report.lines if o not in todo},{o.about:o.text for o in todo}
 
 # --- Nothing changes, and all lines are there
 
@@ -68,7 +64,7 @@ def test_within_a_minute(monkeypatch):
     assert texts['Batches']==('The first 2 batches of dls.train are finite. '
                               'There was no time for more within 60 seconds.')
     assert str(learn.find_nonfinite())=='All 4 batches of dls.train are finite.'
-    learn = get_learner(nn.Sequential(nn.Linear(8,16), Overflows())).to_fp16()
+    learn = get_learner(nn.Sequential(nn.Linear(8,16), Overflows(16,1))).to_fp16()
     assert learn.find_nonfinite(seconds=0).where=='forward' # what is found in time is named
 
 # --- What to do
@@ -97,7 +93,7 @@ def test_machines(name, mode, word):
 
 def test_keep_cures():
     "After skipped steps the report names the modules to keep, and with these there is nothing to do about them"
-    model = nn.Sequential(nn.Linear(8,16), nn.Linear(16,16), Overflows())
+    model = nn.Sequential(nn.Linear(8,16), nn.Linear(16,16), Overflows(16,1))
     learn = get_learner(model).to_fp16(keep=('0',nn.LayerNorm))
     learn.fit(1)
     texts,todo = lines(report := learn.precision_checkup())
@@ -163,22 +159,14 @@ def test_skipped_steps():
     assert found['Skipped steps'].startswith('Steps of the last fit were skipped, and the loss scale is still too')
 
 def test_last_fit():
-    "Not the fits before"
+    "Neither those before, nor a validation, predictions and a search for a learning rate, with fit's events, too"
     learn = get_learner().to_fp16(max_loss_scale=2.**10)
     learn.fit(1, cbs=[InfiniteAt(2),InfiniteAt(3)])
     learn.fit(2)
-    texts,todo = lines(learn.precision_checkup())
-    assert texts['Last fit'].startswith('8 steps, none skipped.') and 'Skipped steps' not in todo
-
-def test_last_fit_is_not_a_validation():
-    "A validation, predictions and a search for a learning rate are no fits, though fastai's events are the same"
-    learn = get_learner().to_fp16(max_loss_scale=2.**10)
-    learn.fit(1)
-    for look in (learn.validate, learn.get_preds, lambda: learn.lr_find(num_it=10, show_plot=False)):
+    for look in (noop, learn.validate, learn.get_preds, lambda: learn.lr_find(num_it=10, show_plot=False)):
         look()
-        assert lines(learn.precision_checkup())[0]['Last fit'].startswith('4 steps, none skipped.')
-    learn.fit(2)
-    assert lines(learn.precision_checkup())[0]['Last fit'].startswith('8 steps')
+        texts,todo = lines(learn.precision_checkup())
+        assert texts['Last fit'].startswith('8 steps, none skipped.') and 'Skipped steps' not in todo
 
 # --- What makes it slow
 
@@ -193,7 +181,7 @@ quick,waits,loads = BatchTimes(10., 9., .5),BatchTimes(10., 4., .5),BatchTimes(1
 adamw,sgd = [f'opt_func=partial(OptimWrapper, opt={o}, fused=True).' for o in ('torch.optim.AdamW','torch.optim.SGD')]
 tf32 = "such as 4, without TF32: torch.set_float32_matmul_precision('high')."
 
-slow = [ # heading, a part of what is said, a learner, and the times of its batches
+slow = [ # heading, a part of what is said or '' for not a word, a learner, and the times of its batches
     ('Fused optimizer', "fastai's optimizer steps on 6 parameters one after the other. PyTorch has one that steps on "
                         f'all at once: {adamw}', lambda: get_learner().to_bf16(), quick),
     ('Fused optimizer', sgd, lambda: get_learner(opt_func=SGD).to_fp16(), quick),
@@ -211,35 +199,26 @@ slow = [ # heading, a part of what is said, a learner, and the times of its batc
     ('TF32', f'1 layers with matrix products compute in float32, {tf32}', lambda: fast().to_bf16(keep='4'), quick),
     ('TF32', f"3 layers with matrix products compute in float32, {tf32.replace('4', '0')}", fast, quick),
     ('Sizes', 'The sizes of 3 of 3 layers, with 91% of the parameters, are no multiples of 8, as 0 has 8 and 15. '
-              'Round up what you choose.', lambda: fast(sized(15)).to_bf16(), quick)]
+              'Round up what you choose.', lambda: fast(sized(15)).to_bf16(), quick),
+    ('Fused optimizer', '', lambda: fast().to_bf16(), quick),
+    ('Fused optimizer', '', lambda: get_learner(opt_func=RAdam), quick),
+    ('Fused optimizer', '', lambda: get_learner().to_bf16(flat_master=True), quick),
+    ('Fused optimizer', '', lambda: get_learner(opt_func=ranger), quick),
+    ('The GPU waits', '', lambda: fast().to_bf16(), quick),
+    ('The GPU waits', '', lambda: fast().to_bf16(), quick._replace(gpu=None)),
+    ('Loading', '', loaded, quick), ('Loading', '', loaded, quick._replace(load=None)),
+    ('Channels last', '', lambda: fast(conv_net()).to_bf16().to_channelslast(), quick),
+    ('Channels last', '', lambda: fast(conv_net().to(memory_format=torch.channels_last)).to_bf16(), quick),
+    ('Channels last', '', lambda: fast().to_bf16(), quick),
+    ('TF32', '', lambda: fast().to_bf16(), quick), ('TF32', '', lambda: fast(cbs=FastaiPrecision()), quick),
+    ('Sizes', '', lambda: fast(sized(16)).to_bf16(), quick), ('Sizes', '', lambda: fast(sized(15)), quick)]
 
-no_reason = [ # heading, a learner, and the times of its batches
-    ('Fused optimizer', lambda: fast().to_bf16(), quick),
-    ('Fused optimizer', lambda: get_learner(opt_func=RAdam), quick),
-    ('Fused optimizer', lambda: get_learner().to_bf16(flat_master=True), quick),
-    ('Fused optimizer', lambda: get_learner(opt_func=ranger), quick),
-    ('The GPU waits', lambda: fast().to_bf16(), quick),
-    ('The GPU waits', lambda: fast().to_bf16(), quick._replace(gpu=None)),
-    ('Loading', loaded, quick), ('Loading', loaded, quick._replace(load=None)),
-    ('Channels last', lambda: fast(conv_net()).to_bf16().to_channelslast(), quick),
-    ('Channels last', lambda: fast(conv_net().to(memory_format=torch.channels_last)).to_bf16(), quick),
-    ('Channels last', lambda: fast().to_bf16(), quick),
-    ('TF32', lambda: fast().to_bf16(), quick), ('TF32', lambda: fast(cbs=FastaiPrecision()), quick),
-    ('Sizes', lambda: fast(sized(16)).to_bf16(), quick), ('Sizes', lambda: fast(sized(15)), quick)]
-
-@pytest.mark.parametrize('about,text,make,times', slow, ids=[o[0] for o in slow])
+@pytest.mark.parametrize('about,text,make,times', slow, ids=[f"{'' if o[1] else 'not '}{o[0]}" for o in slow])
 def test_slow(about, text, make, times):
     "The report names what it has seen, and the line to write"
     learn = make()
     with on_gpu('H100', times): texts,todo = lines(checkup.precision_checkup(learn))
-    assert texts['Speed']==str(times) and text in todo[about]
-
-@pytest.mark.parametrize('about,make,times', no_reason, ids=[o[0] for o in no_reason])
-def test_not_slow(about, make, times):
-    "Where there is nothing to see, not a word"
-    learn = make()
-    with on_gpu('H100', times): texts,todo = lines(checkup.precision_checkup(learn))
-    assert texts['Speed']==str(times) and about not in todo
+    assert texts['Speed']==str(times) and (text in todo[about] if text else about not in todo)
 
 def test_tf32_is_on(monkeypatch):
     "Or the GPU has none: nothing is said"
@@ -266,12 +245,20 @@ class Clock:
         self.now += .5
         return [o[i] for o in numbers()]
 
+def kernel(seconds, device='CUDA', **kwargs):
+    "An event of PyTorch's profiler"
+    return SimpleNamespace(device_type=getattr(torch.autograd.DeviceType, device),
+                           time_range=SimpleNamespace(elapsed_us=lambda: seconds*1e6), **kwargs)
+
 @pytest.mark.parametrize('mode', ['fp32',*modes])
 def test_batch_times(mode, monkeypatch):
-    "A batch is computed and loaded as in training, and the learner is as it was"
+    """A batch is computed and loaded as in training, and the learner is as it was
+
+    What the GPU works is the time of its kernels; names that code gives to its parts don't count."""
     clock = Clock()
     monkeypatch.setattr(looks, 'perf_counter', clock)
-    monkeypatch.setattr(looks, '_kernels', lambda f: [1.,.5])
+    events = [kernel(1), kernel(.5, is_user_annotation=False), kernel(20, is_user_annotation=True), kernel(90, 'CPU')]
+    monkeypatch.setattr(looks, 'profile', lambda **kwargs: nullcontext(SimpleNamespace(events=lambda: events)))
     monkeypatch.setattr(torch.cuda, 'synchronize', noop)
     dls = DataLoaders.from_dsets(clock, clock, bs=16, num_workers=0, device='cpu')
     learn = all_modes[mode](get_learner(dls=dls))
@@ -282,15 +269,6 @@ def test_batch_times(mode, monkeypatch):
     monkeypatch.setattr(looks, 'fit_device', lambda learn: torch.device('cuda'))
     assert looks.batch_times(learn)==(3000,1500,8000)
     assert_untouched(learn, before)
-
-def test_kernels(monkeypatch):
-    "What the GPU works is the time of its kernels; names that code gives to its parts don't count"
-    def event(us, device='CUDA', **kwargs):
-        return SimpleNamespace(device_type=getattr(torch.autograd.DeviceType, device),
-                               time_range=SimpleNamespace(elapsed_us=lambda: us), **kwargs)
-    events = [event(5), event(7, is_user_annotation=False), event(20, is_user_annotation=True), event(90, 'CPU')]
-    monkeypatch.setattr(looks, 'profile', lambda **kwargs: nullcontext(SimpleNamespace(events=lambda: events)))
-    assert looks._kernels(noop)==[5e-6,7e-6]
 
 @pytest.mark.cuda
 def test_on_a_gpu():

@@ -31,8 +31,7 @@ turns = in_turns(sick, ['to_fp16','to_native_fp16'])
 @pytest.mark.parametrize('name,to', crossed(sick, ['to_fp16','to_native_fp16'], fast=lambda name,to: to==turns[name]))
 def test_float16(name, to):
     "`find_nonfinite` and the error name the place and the cause, and give the line to write"
-    s = sick[name]
-    learn = getattr(s.make(), to)(max_skips=33)
+    s,learn = sick[name],getattr(sick[name].make(), to)(max_skips=33)
     if name in later: assert says(name, fails(learn))
     found = learn.find_nonfinite()
     assert (found.where,found.module,found.precision)==(s.where,s.module,s.precision), found
@@ -43,15 +42,14 @@ def test_float16(name, to):
 @pytest.mark.parametrize('to', ['to_bf16','to_native_bf16','to_fp32'])
 def test_other_precisions(name, to):
     "In bfloat16 and float32, only what isn't about precision is found"
-    s = sick[name]
-    learn = s.make()
-    if to!='to_fp32': getattr(learn, to)(max_skips=33)
+    s,learn,half = sick[name],sick[name].make(),to!='to_fp32'
+    if half: getattr(learn, to)(max_skips=33)
     if name=='learning_rate':
-        if to!='to_fp32': assert says(name, fails(learn))
+        if half: assert says(name, fails(learn))
         else: learn.fit(5)
     found = learn.find_nonfinite()
     if s.precision: assert (found.where,found.precision)==('nothing',False)
-    elif to=='to_fp32' and name=='learning_rate': assert found.where in ('training','weights')
+    elif not half and name=='learning_rate': assert found.where in ('training','weights')
     else: assert (found.where,found.module,found.precision)==(s.where,s.module,False)
 
 def final_loss(learn, epochs=20):
@@ -157,20 +155,15 @@ def test_checkpointing(reentrant):
 
 # --- Range, or digits
 
-class YesNo(nn.Module):
-    "Log probabilities of no; a probability near 1 becomes 1"
-    def forward(self, x): return (1-(x*0+9).sigmoid()).log()*x
+def log_no(x): return (1-(x*0+9).sigmoid()).log()*x # a probability near 1 becomes 1
+def near(x): return x/((1e4+x.detach()*0+.1)-1e4) # divides by a difference that is lost
 
-class Near(nn.Module):
-    "Divides by a difference that is lost"
-    def forward(self, x): return x/((1e4+x.detach()*0+.1)-1e4)
-
-@pytest.mark.parametrize('kind,dtype', [(YesNo,torch.float16), (YesNo,torch.bfloat16), (Near,torch.bfloat16)])
-def test_range_or_digits(kind, dtype):
+@pytest.mark.parametrize('f,dtype', [(log_no,torch.float16), (log_no,torch.bfloat16), (near,torch.bfloat16)])
+def test_range_or_digits(f, dtype):
     """The range of float16 alone is the cause if all is finite in bfloat16, which has fewer digits: see `ends`
 
     bfloat16 is no cure for what float16 rounds to 1, and has the range of float32: then it is the digits."""
-    model,x = nn.Sequential(nn.Linear(8,8), kind(), nn.Linear(8,1)),torch.randn(8,8)
+    model,x = nn.Sequential(nn.Linear(8,8), Lambda(f), nn.Linear(8,1)),torch.randn(8,8)
     found = diagnose(model, lambda: model(x).float().square().mean(), half_precision(model, dtype))
     bits,one = (11,.9999) if dtype==torch.float16 else (8,.999)
     assert found.precision and f'rounds to {bits} bits ({one} to 1)' in str(found) and torch.tensor(one).to(dtype)==1
@@ -270,9 +263,7 @@ def test_large_by_design():
 @pytest.mark.parametrize('before,where', [(None,'forward'),(1.,'training'),(1e5,'forward')])
 def test_weights_that_have_grown(before, where):
     "Large weights are a cause of nan if they were not so large when training began, and nothing is guessed"
-    class Root(nn.Module):
-        def forward(self, x): return x.sqrt()
-    model,x = large_net(Root()),torch.randn(8,8)
+    model,x = large_net(Lambda(torch.sqrt)),torch.randn(8,8)
     found = diagnose(model, lambda: model(x).square().mean(), usual_weight=before)
     assert (found.where,found.precision)==(where,False)
     assert ('Training has diverged' in str(found))==(where=='training')

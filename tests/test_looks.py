@@ -15,7 +15,6 @@ from mp_callbacks.modules import StandIn
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 modes = {'fp32': noop, **modes}
-each_mode = pytest.mark.parametrize('mode', modes)
 looks = dict(report=lambda learn: learn.precision_report(batches=2), find=lambda learn: learn.find_nonfinite(),
              plan=lambda learn: learn.precision_plan())
 each_look = pytest.mark.parametrize('look', looks)
@@ -129,26 +128,22 @@ def generators(fastai=False, **kwargs):
     if fastai: loader = DataLoader(data, bs=16, shuffle=True, num_workers=0)
     return get_learner(dls=DataLoaders(loader, [(data.x[:16],data.y[:16])]), **kwargs)
 
-def fastai_generators(**kwargs): return generators(fastai=True, **kwargs)
-
 makes = dict(plain=shuffled, loss=loss_with_parameter, mixup=mixup, accumulation=accumulation, wrapper=wrapper,
              groups=groups, language_model=language_model, loss_alone=loss_alone, generators=generators,
-             fastai_generators=fastai_generators)
+             fastai_generators=partial(generators, fastai=True))
 
 def make(name, mode, **kwargs):
     set_seed(3)
     return modes[mode](makes[name](**kwargs))
 
-turns = in_turns(makes, modes)
-kinds = in_turns(makes, looks)
+turns,kinds = in_turns(makes, modes),in_turns(makes, looks)
 def is_fast(name, mode, look): return (mode,look)==(turns[name],kinds[name])
 cases = crossed(makes, modes, looks, fast=is_fast, thin=3) # nearly all pairs are among them
 cases = [o for o in cases if 'fp32' not in o.values or 'report' not in o.values] # the report needs a precision
-each_case = pytest.mark.parametrize('name,mode,look', cases)
 
 # --- Nothing changes
 
-@each_case
+@pytest.mark.parametrize('name,mode,look', cases)
 def test_nothing_changes(name, mode, look):
     "Before the first fit, between two fits, and after one that was stopped; training goes on as if nobody had looked"
     learn,other = make(name, mode),make(name, mode)
@@ -199,10 +194,9 @@ def test_inside_a_fit():
     "Between epochs of a fit with a schedule and a progress bar"
     class Ask(Callback):
         order = 80
-        def before_epoch(self): self.ask()
-        def after_epoch(self): self.ask()
-        def ask(self):
+        def before_epoch(self):
             if self.epoch==1: found.extend([self.learn.find_nonfinite(),self.learn.precision_report(2)])
+        after_epoch = before_epoch
     def train(*cbs):
         set_seed(3)
         learn = shuffled().to_fp16()
@@ -259,14 +253,11 @@ def test_no_batch(look):
     with pytest.raises(ValueError, match='no batch with targets'): get_learner().to_bf16().find_nonfinite((x[:16],))
 
 @each_look
-@each_mode
+@pytest.mark.parametrize('mode', modes)
 def test_in_the_middle_of_a_batch(mode, look):
-    class Ask(Callback):
-        def after_loss(self):
-            if self.training: looks[look](self.learn)
     learn = make('plain', mode)
     words = 'trains in float32' if (mode,look)==('fp32','report') else 'in the middle of a batch'
-    with pytest.raises((RuntimeError,ValueError), match=words): learn.fit(1, cbs=Ask())
+    with pytest.raises((RuntimeError,ValueError), match=words): learn.fit(1, cbs=Now('after_loss', looks[look]))
     learn.fit(1)
 
 # --- What a look leaves as it was, and what it needs
@@ -294,13 +285,6 @@ def test_progress(look, capsys):
     out = capsys.readouterr().out
     assert '[0/' in out and out.endswith(' \r')
 
-class Names(nn.Module):
-    "Has attributes with names that a callback may use"
-    def __init__(self):
-        super().__init__()
-        self.layer,self.seen,self.look,self.runs,self.bar,self.start,self.batches = nn.Linear(8,1),0,0,0,0,0,0
-    def forward(self, x): return self.layer(x)
-
 @pytest.mark.filterwarnings('error')
 @pytest.mark.parametrize('mode', ['fp32','native_fp16'])
 @pytest.mark.parametrize('look', [*looks,'checkup'])
@@ -308,7 +292,8 @@ def test_no_warning(look, mode):
     "As fastai's about a callback's attribute that the learner or its model has, too"
     with warnings.catch_warnings():
         warnings.simplefilter('ignore') # that the precision is emulated
-        learn = modes[mode](get_learner(Names()))
+        learn = modes[mode](get_learner())
+        for o in 'seen look runs bar start batches'.split(): setattr(learn.model, o, 0) # a callback may use such names
         learn.fit(1)
     if (look,mode)==('report','fp32'): return
     {**looks, 'checkup':lambda learn: learn.precision_checkup()}[look](learn)

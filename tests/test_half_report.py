@@ -8,19 +8,19 @@ from learners import *
 from mp_callbacks.half import half_precision
 from mp_callbacks.half_report import PrecisionReport,measure_precision
 from mp_callbacks.nonfinite import fewest,shortest_keep
-from sick_models import SmallVariance,net
+from sick_models import Overflows,SmallVariance,net
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
 # --- Models, each with something that could be counted wrongly
 
-class Tied(nn.Module):
+def layers(): return nn.Sequential(nn.Linear(8,8), nn.Tanh(), nn.Linear(8,8), nn.Linear(8,1))
+
+def tied():
     "Two layers with one weight"
-    def __init__(self):
-        super().__init__()
-        self.a,self.b,self.out = nn.Linear(8,8),nn.Linear(8,8),nn.Linear(8,1)
-        self.b.weight = self.a.weight
-    def forward(self, x): return self.out(self.b(self.a(x).tanh()))
+    model = layers()
+    model[2].weight = model[0].weight
+    return model
 
 class Twice(nn.Module):
     "One layer, called twice; the model has a parameter of its own"
@@ -29,17 +29,15 @@ class Twice(nn.Module):
         self.a,self.out,self.shift = nn.Linear(8,8),nn.Linear(8,1),nn.Parameter(torch.ones(8))
     def forward(self, x): return self.out(self.a(self.a(x).tanh()+self.shift))
 
-class Unused(nn.Module):
+def unused():
     "A layer that isn't called, one that is frozen, and a parameter that isn't used"
-    def __init__(self):
-        super().__init__()
-        self.a,self.idle,self.out = nn.Linear(8,8),nn.Linear(8,8),nn.Linear(8,1)
-        self.a.requires_grad_(False)
-        self.out.extra = nn.Parameter(torch.ones(3))
-    def forward(self, x): return self.out(self.a(x).tanh())
+    model = layers()
+    model[0].requires_grad_(False)
+    model[1].idle,model[2].extra = nn.Linear(8,8),nn.Parameter(torch.ones(3))
+    return model
 
 def middle(): return nn.Linear(16,16)
-makes = dict(mlp=mlp, batch_norm=lambda: mlp(norm=True), tied=Tied, twice=Twice, unused=Unused,
+makes = dict(mlp=mlp, batch_norm=lambda: mlp(norm=True), tied=tied, twice=Twice, unused=unused,
              dropout=lambda: net(nn.Dropout, middle), compiled=lambda: torch.compile(mlp(), backend='eager'))
 batches = [*zip(*[o[:48].split(16) for o in numbers()])] # the first three of the learner's
 half_modes = [(dtype,rules) for dtype in (torch.float16,torch.bfloat16) for rules in (True,False)]
@@ -216,14 +214,10 @@ def test_keep_that_a_later_one_replaces():
         def forward(self, x):
             large = 1e6 if x[0,0]==2 else 1
             return super().forward(x[:,1:])*large/large
-    torch.manual_seed(0)
     x = torch.cat([torch.tensor([1.,2.]).repeat_interleave(4)[:,None], torch.randn(8, 8)], 1)
     for n,keep in ((1,'1'), (2,'0')):
         learn = get_learner(nn.Sequential(Second(8,16), SmallVariance(), nn.Linear(16,1)), as_dls(x, x[:,1:2], 4))
         assert learn.to_fp16().precision_report(batches=n).keep==[keep]
-
-class Overflows(nn.Linear):
-    def forward(self, x): return super().forward(x)*1e6/1e6
 
 class Mixes(nn.Module):
     "Overflows in `b`, whose result it can't write into that of `a` if only one of them is in float32"

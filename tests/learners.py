@@ -1,7 +1,11 @@
 "Small learners for the tests: one line of data, one model, and every precision that we have"
-import pytest,torch
+import csv,itertools,json,math,os,random,re,subprocess,sys,warnings
+import matplotlib.pyplot as plt,numpy as np,pandas as pd,pytest,torch
 from collections import namedtuple
+from contextlib import contextmanager,nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
+from types import SimpleNamespace
 from multiprocessing import set_forkserver_preload
 from typing import Any
 
@@ -10,6 +14,7 @@ from fastai.callback.all import *
 from mp_callbacks.all import *
 from mp_callbacks.precision import PrecisionCallback
 from cases import *
+from interpreters import root
 from states import precision_state
 
 modes = dict( # the scale starts where nothing overflows, so that no step is skipped and trajectories can be compared

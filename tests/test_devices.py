@@ -1,15 +1,8 @@
 "What each device computes in half precision, emulates, and can't do: on machines that aren't here, and on this one"
-import json,math
-from contextlib import nullcontext
-from pathlib import Path
-from types import SimpleNamespace
-
-import pytest,torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learners import get_learner
+from learners import *
 from machines import Fake,bf16,convs,f16,f32,machine,machines,pretend,rnns
 from mp_callbacks.callback import NativeMixedPrecision
 from mp_callbacks.devices import Machine,emulation,known_faults,layers,missing,support
@@ -21,7 +14,6 @@ from sick_models import Overflows
 
 fp8 = torch.float8_e4m3fn
 device_of = lambda name: 'cuda' if machine(name).only=='rocm' else machine(name).only
-calls = 'to_fp16 to_bf16 to_native_fp16 to_native_bf16'.split()
 
 expected = { # answers for float16, bfloat16 and FP8
     'T4': 'native emulated no',           'V100': 'native emulated no',
@@ -101,34 +93,20 @@ def test_emulation(name, dtype, other, use):
                       f'{f"about {size}" if size>1 else "up to 3"} times as long as in float32, a training step less. '
                       f'Use {use}.')
 
-def test_page_says_the_same():
-    "Of cards that are older than Tensor Cores"
-    cells = json.loads((Path(__file__).parent.parent/'nbs/howto/fast_on_a_gpu.ipynb').read_text())['cells']
-    row, = [line for c in cells for line in c['source'] if line.startswith('| P100, GTX 10')]
-    with pretend(machine('GTX 1080')): text = emulation('cuda', bf16)
-    assert 'Use to_fp16() or to_native_fp16()' in text and '`to_fp16()`' in row
+def add_callback(learn): return learn.add_cb(NativeMixedPrecision(dtype=bf16))
 
-@pytest.mark.parametrize('call', calls)
-def test_calls_say_it_once(call, recwarn):
-    "At the call, and not again in the fits that follow; and nothing about native devices"
-    with pretend(machine('AMX')): getattr(get_learner(), call)().fit(1)
+@pytest.mark.parametrize('call,dtype', [*[(getattr(Learner, o),o[-4:]) for o in calls],(add_callback,'bf16')])
+def test_calls_say_it_once(call, dtype, recwarn):
+    "At the call, or else in the first fit, and not again in those that follow; and nothing about native devices"
+    with pretend(machine('AMX')): call(get_learner()).fit(1)
     assert not recwarn.list
     learn = get_learner()
-    with pretend(machine('AVX2')):
-        with pytest.warns(UserWarning) as told:
-            getattr(learn, call)()
-            learn.fit(2)
-            learn.fit(1)
-        assert [str(o.message).partition(':')[0] for o in told]==[
-            f'This CPU only emulates {"b" if "bf16" in call else ""}float16']
-
-def test_callbacks_say_it_too():
-    "Where no call has added them; once, though there are two fits"
-    learn = get_learner(cbs=NativeMixedPrecision(dtype=bf16))
     with pretend(machine('AVX2')), pytest.warns(UserWarning) as told:
+        call(learn)
+        learn.fit(2)
         learn.fit(1)
-        learn.fit(1)
-    assert len(told)==1
+    said, = [str(o.message).partition(':')[0] for o in told]
+    assert said==f'This CPU only emulates {dict(fp16="", bf16="b")[dtype]}float16'
 
 def overflow(**kwargs):
     learn = get_learner(nn.Sequential(nn.Linear(8,8), Overflows(8,1)))
@@ -220,18 +198,16 @@ def test_whatever_is_on(inside):
     with pretend(Machine()), inside(): assert _answers()==want
     assert torch.equal(state, torch.get_rng_state())
 
-def test_this_machine():
-    "Every layer computes in float32 here, so one that is missing in half precision isn't so for a mistake of the try"
-    assert [missing('cpu', f32, o(*args)) for o,(args,_) in layers.items()]==['']*len(layers)
-    assert {support('cpu', o) for o in (f16,bf16)}<={'native','emulated'} and support('cpu', 'f64')=='native'
-    for kind in rnns+convs: # and what isn't missing, trains
-        for dtype in (f16,bf16):
-            args,shape = layers[kind]
-            net = kind(*args)
-            with half_precision(net, dtype):
-                res = net(torch.randn(shape))
-                (res[0] if isinstance(res, tuple) else res).sum().backward()
-            assert all(p.grad.isfinite().all() for p in net.parameters())
+@pytest.mark.parametrize('dtype', [f16,bf16])
+@pytest.mark.parametrize('kind', rnns+convs)
+def test_this_machine(kind, dtype):
+    "Each layer trains in half precision here, or in float32 where that is missing"
+    args,shape = layers[kind]
+    net = kind(*args)
+    with half_precision(net, dtype):
+        res = net(torch.randn(shape))
+        (res[0] if isinstance(res, tuple) else res).sum().backward()
+    assert all(p.grad.isfinite().all() for p in net.parameters())
 
 def recommended(device):
     "The call that the answers of `support` amount to"
@@ -241,10 +217,11 @@ def recommended(device):
 @pytest.mark.parametrize('row,names', [
     ('an NVIDIA GPU with bfloat16',['RTX 3090','H100']), ('an older NVIDIA GPU',['V100','T4']),
     ('a CPU with AMX or AVX512-BF16',['AVX512-BF16','EPYC','AMX']), ('another CPU',['AVX2','AVX512','AVX2-VNNI-2']),
-    ('a GPU of AMD, Intel or Apple',['ROCm','MPS','MPS, macOS 13','XPU'])])
-def test_readme_says_the_same(row, names):
-    table = (Path(__file__).parent.parent/'README.md').read_text(encoding='utf-8').splitlines()
-    call = next(o for o in table if o.startswith(f'| {row}')).split('|')[2].strip()
+    ('a GPU of AMD, Intel or Apple',['ROCm','MPS','MPS, macOS 13','XPU']), ('P100, GTX 10',['GTX 1080'])])
+def test_pages_say_the_same(row, names):
+    "README, and the page on GPUs of cards that are older than Tensor Cores"
+    texts = [(root/o).read_text(encoding='utf-8') for o in ('README.md','nbs/howto/fast_on_a_gpu.ipynb')]
+    call = re.search(rf'\| {row}.*? \| (.*?) \|', '\n'.join(texts))[1]
     for name in names:
         with pretend(machine(name)): assert recommended(device_of(name)) in call
 

@@ -5,10 +5,9 @@ down. (The validation loss of networks with batch norm and ReLU varies more with
 in float32, than it is off in half precision.) The file takes long because each trains twice, in float32 and in half
 precision, which a CPU may emulate. Float16 convolutions are slow on a CPU, so what consists of them is tried in
 bfloat16."""
-import pydoc,random,statistics
+import pydoc,statistics
 from inspect import getsource
 
-import pytest
 from fastai.collab import CollabDataLoaders,collab_learner
 from fastai.tabular.all import Categorify,FillMissing,Normalize,TabularPandas,tabular_learner
 from fastai.text.all import (

@@ -1,10 +1,6 @@
 "`checkup`: each line is true, each has its explanation on the page, and the learner is as it was"
-import json,re
-from contextlib import contextmanager,nullcontext
 from itertools import count
-from types import SimpleNamespace
 
-import pytest
 from fastai.callback.fp16 import MixedPrecision as FastaiPrecision
 from learners import *
 from machines import machine,pretend
@@ -16,7 +12,6 @@ from sick_models import Overflows
 from test_looks import assert_untouched,folder,whole_world
 
 pytestmark = pytest.mark.filterwarnings('ignore')
-root = Path(__file__).resolve().parent.parent
 titles = ['Machine','Versions','Precision','Modules','Last fit','Batches','Memory','Speed','To do']
 all_modes = {'fp32':noop, **modes, 'fp8':lambda learn: learn.to_fp8(emulate=True)}
 

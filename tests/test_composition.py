@@ -7,7 +7,6 @@ write is in `test_recorder.py`, `SaveModelCallback` in `test_resume.py`."""
 from functools import lru_cache
 from tempfile import TemporaryDirectory
 
-import matplotlib.pyplot as plt,pytest
 from fastai.interpret import ClassificationInterpretation
 from fastai.vision.augment import Flip
 from fastai.vision.core import PILImageBW

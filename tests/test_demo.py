@@ -1,12 +1,11 @@
 """`python -m mp_callbacks` as a user runs it, and what it says to bad values
 
 The file takes long because it trains in every precision."""
-import re,signal,subprocess,sys
-from pathlib import Path
+import signal
 
-import matplotlib.image,pandas as pd,pytest,torch
+import matplotlib.image
 
-from learners import get_learner
+from learners import *
 from mp_callbacks import demo
 from mp_callbacks.demo import StepTimer,main
 from machines import SlowLayer,bf16,f16,f32,machine,pretend

@@ -37,17 +37,14 @@ def test_support(name):
         assert {support(other, o) for o in (f32,f16,bf16,fp8)}=={'no'}
 
 gaps = { # (machine, dtype) -> layers that stay in float32, and a part of the reason
-    ('AVX2',bf16): ((nn.LSTM,), 'no bfloat16 LSTM on this CPU'),
-    ('AVX2',f16): ((nn.LSTM,), 'no float16 LSTM on this CPU'),
-    ('AVX512-BF16, forbidden',bf16): ((nn.LSTM,), 'no bfloat16 LSTM on this CPU'),
-    ('AVX512-BF16, forbidden',f16): ((nn.LSTM,), 'no float16 LSTM on this CPU'),
-    ('AVX512-BF16',f16): ((nn.LSTM,), 'no float16 LSTM on this CPU'),
-    ('EPYC',f16): ((nn.LSTM,), 'no float16 LSTM on this CPU'),
+    **{(o,bf16): ((nn.LSTM,), 'no bfloat16 LSTM on this CPU') for o in ('AVX2','AVX512-BF16, forbidden')},
+    **{(o,f16): ((nn.LSTM,), 'no float16 LSTM on this CPU')
+       for o in ('AVX2','AVX512-BF16, forbidden','AVX512-BF16','EPYC')},
     ('AVX2-VNNI-2',bf16): (convs, 'no bfloat16 Conv'),
     ('AVX2-VNNI-2',f16): (convs, 'no float16 Conv'),
-    ('GTX 1660',f16): (convs[:3], 'float16 convolutions on GTX 16 return nan')}
-gaps.update({(o,bf16): (rnns, 'autocast would use float16')
-             for o in ('T4','V100','RTX 3090','RTX 4090','H100','GTX 1660','GTX 1080')})
+    ('GTX 1660',f16): (convs[:3], 'float16 convolutions on GTX 16 return nan'),
+    **{(o,bf16): (rnns, 'autocast would use float16')
+       for o in ('T4','V100','RTX 3090','RTX 4090','H100','GTX 1660','GTX 1080')}}
 
 @pytest.mark.parametrize('dtype', [f16,bf16])
 @pytest.mark.parametrize('name', machines)
@@ -72,11 +69,6 @@ def test_known_fault_of_any_module(monkeypatch):
     monkeypatch.setitem(known_faults, ('CPU',bf16), (nn.RNNCellBase,'no cells here'))
     table = half_precision(nn.Sequential(nn.LSTMCell(2,2), nn.Linear(2,2)), bf16).policy()
     assert table.why[0]=='no cells here' and table.compute.tolist()==['float32','bfloat16']
-
-def test_nothing_but_missing_layers():
-    "A model of LSTMs alone computes in float32 there, and says so; `keep` isn't to blame"
-    match = r'stay in float32 \(no bfloat16 LSTM on this CPU\), so half precision changes nothing. Use to_fp32'
-    with pretend(machine('AVX2')), pytest.warns(UserWarning, match=match): half_precision(nn.LSTM(2,2), bf16)
 
 @pytest.mark.parametrize('dtype,other,use', [(f16,bf16,'to_bf16() or to_native_bf16()'),
                                              (bf16,f16,'to_fp16() or to_native_fp16()')])
@@ -129,9 +121,10 @@ def own_loop(error=None):
     with pytest.raises(error) if error else nullcontext(), steps.batch():
         if error: raise error
 
+no_lstm = 'stay in float32 (no bfloat16 LSTM on this CPU), so half precision changes nothing. Use to_fp32' # not: `keep`
 warned = dict( # what the warning says, and what leads to it
-    nothing_half  = ('so half precision changes nothing', lambda: half_precision(nn.LSTM(2,2), bf16)),
-    at_a_call     = ('so half precision changes nothing', lambda: get_learner(nn.LSTM(2,2)).to_native_bf16()),
+    nothing_half  = (no_lstm, lambda: half_precision(nn.LSTM(2,2), bf16)),
+    at_a_call     = (no_lstm, lambda: get_learner(nn.LSTM(2,2)).to_native_bf16()),
     in_a_fit      = ('only emulates bfloat16', lambda: get_learner(cbs=NativeMixedPrecision(dtype=bf16)).fit(1)),
     own_loop      = ('only emulates bfloat16', own_loop),
     skipped       = ('2 steps in a row were skipped', overflow),

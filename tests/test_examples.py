@@ -1,15 +1,11 @@
 """The programs of `examples` do what their first lines say, and a page shows each as it is
 
 The file takes long because each program trains, some in processes of their own."""
-import csv,json,os,re
 from importlib.util import find_spec
-from pathlib import Path
 
-import pytest
 from learners import *
 
 pytestmark = pytest.mark.slow
-root = Path(__file__).resolve().parent.parent
 examples = {o.stem: o for o in sorted((root/'examples').glob('*.py'))}
 page = json.loads((root/'nbs/howto/examples.ipynb').read_text(encoding='utf-8'))['cells']
 

@@ -1,9 +1,4 @@
 "`half_report`: its numbers beside those of a slow reference, and the modules that it says to keep"
-import itertools
-from contextlib import nullcontext
-from copy import deepcopy
-
-import matplotlib.pyplot as plt,numpy as np,pandas as pd,pytest
 from learners import *
 from mp_callbacks.half import half_precision
 from mp_callbacks.half_report import PrecisionReport,measure_precision

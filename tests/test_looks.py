@@ -1,9 +1,6 @@
 """`looks`: questions to a learner leave it as it was, in everything, and refuse what they can't answer
 
 The file takes long because it trains two learners for each of a hundred cases."""
-import random,warnings
-
-import numpy as np,pytest
 from fastai.callback.fp16 import MixedPrecision as FastaiPrecision
 from fastai.callback.rnn import rnn_cbs
 from fastai.callback.tensorboard import TensorBoardCallback

@@ -1,5 +1,4 @@
 "`nonfinite`: what is bad in a batch. The right place is named, precision told from other causes, and `keep` cures."
-import pytest
 from sklearn.datasets import load_digits
 from mp_callbacks.half import half_precision
 from mp_callbacks.nonfinite import diagnose

@@ -1,13 +1,11 @@
 "`plan`: the planned memory of a step is what training takes, and which batch size fits"
-import gc,sys
-from pathlib import Path
+import gc
 
-import pytest
 from torch.utils.checkpoint import checkpoint
 from learners import *
 from mp_callbacks.plan import LiveBytes,plan_memory
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'bench'))
+sys.path.insert(0, str(root/'bench'))
 from models import GPT,Task,ViT,conv,loss_func
 from models import mlp as bench_mlp
 

@@ -2,15 +2,11 @@
 is tested here
 
 Models are small and have linear layers, which are fast in emulated half precision, too."""
-import json,re
-from contextlib import nullcontext
-
-import pytest,torch._dynamo
+import torch._dynamo
 from learners import *
 from interpreters import launch
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
-root = Path(__file__).resolve().parent.parent
 roundoff = {o: 2**-11 if 'fp16' in o else 2**-8 for o in modes}
 some_modes = pytest.mark.parametrize('mode', ['fp16','native_bf16'])
 

@@ -34,11 +34,6 @@ def app(
     def _app(f): apps[f.__name__] = f,mode,epochs,lr,tol; return f
     return _app
 
-def quiet(learn):
-    learn.remove_cb(ProgressCallback)
-    learn.logger,learn.create_mbar = noop,False
-    return learn
-
 def places(model):
     "Name, place and dtype of each parameter, and name and dtype of each buffer"
     params = [(n,id(p),p.dtype) for n,p in model.named_parameters(remove_duplicate=False)]

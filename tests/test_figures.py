@@ -65,16 +65,6 @@ def times(loop, precision, metric='step_ms', of='ours', base='bf16'):
     ms = medians('gpu', metric, 'compiled')
     return one(ms, 'gpt-124M', loop, 'fused', precision)/one(ms, 'gpt-124M', of, 'fused', base)
 
-def verdicts(*names):
-    "What `bench/equivalence.py` says about precisions: `calls` are all of ours, `defects` those planted in float32"
-    sys.path.insert(0, str(root/'bench'))
-    from equivalence import compare,controls,precisions
-    groups = dict(calls=[o for k,o in precisions.items() if k[0]=='ours'],
-                  defects=[o for o in controls.values() if 'float16' not in o])
-    res = compare(pd.read_csv(results/'quality_cpu.csv', comment='#', keep_default_na=False)).verdict
-    return res[res.index.get_level_values('precision').isin([x for o in names for x in groups.get(o, [o])])]
-def shares(o, *which): return [o.isin(which).sum(),len(o)]
-
 def planned(page):
     "Peaks of `to_bf16` over those of `to_native_bf16`, in the plans that are saved in `page`"
     texts = [''.join(o.data.get('text/plain', '')) for c in read_nb(pages[page]).cells
@@ -100,11 +90,6 @@ claims = [ # page, the figures in a sentence of it, and where they are from
         lambda: over_float32('train_cpu', cpu)),
     ('index', r'saves more memory on a GPU: (\d+) % with the ViT above',
         lambda: less('mpx', 'vit-base', bf16, native, metric='peak_mb')),
-    ('index', r'finds (\d+) of (\d+) defects planted in float32, but float16 without a loss scale in (\d+) of '
-              r'(\d+) tasks',
-        lambda: [*shares(verdicts('defects'), 'higher', 'lower'),
-                 *shares(verdicts('float16 without loss scale'), 'higher', 'lower')]),
-    ('index', r'In (\d+) of (\d+) comparisons of', lambda: shares(verdicts('calls'), 'equivalent')),
     ('results', r'took (\d+) to (\d+) % of the time of float32', lambda: spread(gpu('step_ms', on_gpu[:3]))),
     ('results', r'and (\d+) to (\d+) % less memory. TensorFloat',
         lambda: spread([1-o for o in gpu('peak_mb', on_gpu[:3])])),

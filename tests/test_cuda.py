@@ -1,21 +1,11 @@
 """What only a CUDA device can show: its kernels, its memory, and when the host waits for it
 
 Tests marked `results` look at numbers that the device has computed."""
-import warnings
-from contextlib import contextmanager
-from functools import cache,partial
+from functools import cache
 
-import pytest
-import torch
-from fastai.basics import DataLoader,DataLoaders,Learner,MSELossFlat,noop,set_seed
-from fastai.callback.core import Callback
-from fastai.callback.tracker import TerminateOnNaNCallback
-from fastai.callback.training import GradientAccumulation
-from fastai.optimizer import OptimWrapper
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mp_callbacks.all import *
+from learners import *
 from mp_callbacks.fp8 import fp8_linear,fp8_recipes
 from mp_callbacks.modules import named_modules
 from machines import machine,pretend

@@ -4,10 +4,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from learners import *
 from machines import Fake,bf16,convs,f16,f32,machine,machines,pretend,rnns
-from mp_callbacks.callback import NativeMixedPrecision
 from mp_callbacks.devices import Machine,emulation,known_faults,layers,missing,support
 from mp_callbacks.fp8 import fp8_recipes
-from mp_callbacks.half import half_precision
 from mp_callbacks.modules import fork_rngs
 from mp_callbacks.training_steps import TrainingSteps
 from sick_models import Overflows

@@ -1,6 +1,5 @@
 "`half_report`: its numbers beside those of a slow reference, and the modules that it says to keep"
 from learners import *
-from mp_callbacks.half import half_precision
 from mp_callbacks.half_report import PrecisionReport,measure_precision
 from mp_callbacks.nonfinite import fewest,shortest_keep
 from sick_models import Overflows,SmallVariance,net

@@ -4,13 +4,12 @@ Numbers of notebooks are layers, imports point to lower ones, only one module ch
 module uses a private name of another, and none unpickles. Lines are short, in the tests, too, and functions, classes
 and cells are small. What a module imports, anywhere in it, is found by grimp, the library below import-linter; its
 contracts would repeat the order that the numbers have."""
-import ast,functools,io,json,re,subprocess,sys,tokenize
+import ast,functools,io,json,re,sys,tokenize
 from importlib import import_module
-from pathlib import Path
 
 import pytest
+from interpreters import paste,root
 
-root = Path(__file__).resolve().parent.parent
 pkg,nbs = root/'mp_callbacks',root/'nbs'
 by_hand = {'__init__','__main__','_modidx','all'} # modules that come from no notebook
 
@@ -121,7 +120,7 @@ methods = ('to_fp16 to_bf16 to_fp8 to_native_fp16 to_native_bf16 to_fp32 to_nati
            'find_nonfinite precision_plan precision_report precision_checkup').split()
 
 changes = '''if True:
-    import fastai.basics,fastai.callback.all,fastai.callback.channelslast,json,sys,torch
+    import fastai.basics,fastai.callback.all,fastai.callback.channelslast,sys,torch
     from importlib import import_module
     from types import ModuleType
     defaults = fastai.learner.defaults
@@ -141,17 +140,14 @@ changes = '''if True:
         after = snapshot()
         changed = [k for k in before.keys()|after.keys() if before.get(k) is not after.get(k, before)]
         return [k for k in changed if '._orig_to_' not in str(k)]
-    print(json.dumps([*map(change_by, sys.argv[1:])]))'''
+    print([*map(change_by, parts)])'''
 
 @pytest.mark.slow
 def test_only_learner_changes_fastai(imports):
     "Or PyTorch's classes, or fastai's default callbacks; and `learner` only methods of `Learner`"
     last = [o for o in in_order if o=='learner' or 'learner' in imports[o]]
     parts = ' '.join(o for o in in_order if o not in last),' '.join(last)
-    cmd = [sys.executable, '-W', 'ignore', '-c', changes, *parts]
-    res = subprocess.run(cmd, capture_output=True, text=True, cwd=root)
-    assert res.returncode==0, res.stderr
-    others,learner = json.loads(res.stdout.splitlines()[-1])
+    others,learner = ast.literal_eval(paste(f'parts = {parts}\n{changes}', root).splitlines()[-1])
     assert others==[] and {*learner}=={f'fastai.learner.Learner.{o}' for o in methods}
 
 # --- What `all` exports

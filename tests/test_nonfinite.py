@@ -1,6 +1,5 @@
 "`nonfinite`: what is bad in a batch. The right place is named, precision told from other causes, and `keep` cures."
 from sklearn.datasets import load_digits
-from mp_callbacks.half import half_precision
 from mp_callbacks.nonfinite import diagnose
 from sick_models import *
 

@@ -5,6 +5,9 @@ Models are small and have linear layers, which are fast in emulated half precisi
 import torch._dynamo
 from learners import *
 from interpreters import launch
+from mp_callbacks.grads import prepare_grads
+from mp_callbacks.nonfinite import diagnose
+from mp_callbacks.training_steps import TrainingSteps
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 roundoff = {o: 2**-11 if 'fp16' in o else 2**-8 for o in modes}
@@ -124,8 +127,6 @@ def test_lora(mode, make):
 def test_transformers_in_own_loop():
     "`half_precision` around a model of transformers, whose loss comes down as in float32"
     t = pytest.importorskip('transformers')
-    from mp_callbacks.grads import prepare_grads
-    from mp_callbacks.half import half_precision
     sizes = dict(vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     x = torch.randint(20, (32,8), generator=torch.Generator().manual_seed(0))
     def train(half):
@@ -155,9 +156,6 @@ class Sick(nn.Module):
 
 def asks(model, accelerator, batch):
     "What the page of other trainers says of the cause, where they use their own autocast"
-    from mp_callbacks.grads import prepare_grads
-    from mp_callbacks.half import half_precision
-    from mp_callbacks.nonfinite import diagnose
     assert not prepare_grads(model.parameters()).finite
     model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     return diagnose(model, lambda: model(**batch)['loss'], half_precision(model, torch.bfloat16, rules=False))
@@ -186,7 +184,6 @@ def test_nan_in_trainer(tmp_path):
 
 def test_seeded_look():
     "A batch that begins with a seed is computed again with the dropout that it had, as on the page for the Trainer"
-    from mp_callbacks.training_steps import TrainingSteps
     masks,model = [],nn.Sequential(nn.Dropout(.5), nn.Linear(64,1))
     model[0].register_forward_hook(lambda m,x,y: masks.append(y!=0))
     def _loss(model, x, seed):

@@ -77,18 +77,13 @@ def make_learner(mode, path):
     learn.create_opt()
     return learn
 
-class Patient:
-    "A learner to be hurt, and what it has to keep"
-    def __init__(self, learn):
-        self.learn = learn
-        learn.fit(1)
-        self.params,self.cbs = list(learn.model.parameters()),list(learn.cbs)
-        self.dtypes = [b.dtype for b in learn.model.buffers()]
-
-    def fit(self, *cbs):
-        "Fit with `cbs`; returns the exception that came out, if any"
-        try: self.learn.fit(1, cbs=L(cbs))
-        except BaseException as e: return e
+class PatientWithTwin:
+    "A learner to be hurt, what it has to keep, and a healthy one to compare it with"
+    def __init__(self, mode, path):
+        self.path,self.twin,self.learn = path,make_learner(mode, path),make_learner(mode, path)
+        self.learn.fit(1)
+        self.params,self.cbs = list(self.learn.model.parameters()),list(self.learn.cbs)
+        self.dtypes = [b.dtype for b in self.learn.model.buffers()]
 
     def float32(self, what):
         "Is it an ordinary float32 learner?"
@@ -104,12 +99,6 @@ class Patient:
         assert not {'step','zero_grad','state_dict','load_state_dict'}&set(vars(learn.opt)), what
         assert not {'found_inf','grad_scale'}&set(vars(getattr(learn.opt, 'opt', learn.opt))), what
 
-class PatientWithTwin(Patient):
-    "And a healthy one to compare it with"
-    def __init__(self, mode, path):
-        self.path,self.twin = path,make_learner(mode, path)
-        super().__init__(make_learner(mode, path))
-
     def suffer(self, name, place):
         "Fit with the fault called `name` at `place`. Returns it, and what came out"
         learn,fault,self.steps = self.learn,Fault(faults[name], place),Steps()
@@ -122,7 +111,10 @@ class PatientWithTwin(Patient):
         def _first(*args, **kwargs):
             if fault.what=='step' and fault.iter==fault.at and learn.training: fault.go()
             return own(*args, **kwargs)
-        with patched.object(opt, step, _first): out = self.fit(fault, self.steps)
+        out = None
+        with patched.object(opt, step, _first):
+            try: learn.fit(1, cbs=[fault,self.steps])
+            except BaseException as e: out = e
         for o in (learn.model[2], learn.loss_func): o.fault = None
         return fault,out
 

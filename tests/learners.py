@@ -23,6 +23,7 @@ modes = dict( # the scale starts where nothing overflows, so that no step is ski
     bf16         = lambda learn, **kwargs: learn.to_bf16(**kwargs),
     native_fp16  = lambda learn, **kwargs: learn.to_native_fp16(**{'init_scale':2.**10, **kwargs}),
     native_bf16  = lambda learn, **kwargs: learn.to_native_bf16(**kwargs))
+def roundoff(mode): return 2**-11 if 'fp16' in mode else 2**-8
 calls = 'to_fp16 to_bf16 to_native_fp16 to_native_bf16'.split()
 
 # A test's processes are forks of one that has imported fastai, and so start at once. A fork can't use a GPU.

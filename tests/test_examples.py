@@ -153,7 +153,7 @@ def test_short():
     assert {k:n for k,o in examples.items() if k!='distributed' and (n := len(o.read_text().splitlines()))>64}=={}
 
 def test_named():
-    "README names each, and the page of examples shows each and what it prints; test_figures and `as_saved` look there"
+    "README names each, and the page of examples shows each; test_notebooks and `as_saved` look there"
     readme = (root/'README.md').read_text()
     assert {o for o in examples if f'/examples/{o}.py' not in readme}==set()
     code = '\n'.join(''.join(o['source']) for o in page if o['cell_type']=='code')

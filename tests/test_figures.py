@@ -1,6 +1,6 @@
 """Pages say what bench/results and the package say: the figures in sentences, and the tables that cells show
 
-No other sentence has milliseconds."""
+`test_outputs` and `test_notebooks` run the cells that show tables. No other sentence has milliseconds."""
 import re,sys
 from pathlib import Path
 
@@ -163,32 +163,6 @@ def test_no_other_times(page):
     for _,pattern,_ in [o for o in claims if o[0]==page]: s = re.sub(pattern, '', s)
     assert ms_in_text.findall(s)==[]
 
-made = { # page -> cells that show a file of the repository or options of the package, after those that they need
-    '13_learner':      (['8a555b94'], ['36453d22']),
-    'presets':         (['21fed665'], ['042170ef']),
-    'results':         (['results03','results18'], ['results08']),
-    'quality':         (['qual0003'], ['qual0005','qual0016','qual0017','qual0011','qual0014']),
-    'which_precision': (['1d86b290'], ['82b356e1','82b356e2']),
-    '05_flat':         ([], ['7866ee40','7866ee41']),
-    'index':           (['f1r57num'], ['f1r57sho']),
-    'several_gpus':    ([], ['gpus0011']),
-    'examples':        (['exampl03'], [f'exampl{i}b' for i in range(10)]),
-    'architecture':    (['f1r57m01'], ['7e575f01','f1r57m02'])}
-
-@pytest.mark.parametrize('page', made)
-def test_tables(page, monkeypatch):
-    "The outputs that are saved in the page are of these files, and of the package, as they are"
-    monkeypatch.chdir(pages[page].parent)
-    monkeypatch.setattr(sys, 'path', [*sys.path]) # cells add folders
-    cells,(before,shown),ns = {o.id:o for o in read_nb(pages[page]).cells},made[page],{}
-    for name in before: exec(cells[name].source, ns)
-    for name in shown:
-        *lines,last = cells[name].source.splitlines()
-        exec('\n'.join(lines), ns)
-        value,out = eval(last, ns),cells[name].outputs[0].data
-        if hasattr(value, 'data') and isinstance(value.data, str): assert ''.join(out['text/markdown'])==value.data
-        else: assert ''.join(out['text/plain'])==repr(value)
-
 # --- Cells that measure show another machine's numbers after each run
 
 measures = re.compile(r'perf_counter|process_time|StepTimer|timeit|measure_precision')
@@ -203,11 +177,3 @@ def test_no_speed_beside_a_measurement(page):
         alt = [o for o in c.source.splitlines() if o.startswith('#| fig-alt:')]
         near = [o.source.split('\n\n')[k] for o,k in zip(found[i-1:i+2:2], (-1,0)) if o.cell_type=='markdown']
         assert [o for o in alt+near if about_speed.search(o)]==[], c.id
-
-def test_one_machine():
-    "What this CPU does in bfloat16 is the same in both tables of the page: native, and then at most twice as long"
-    cells = {o.id:o for o in read_nb(pages['which_precision']).cells}
-    support,times = (''.join(cells[o].outputs[0].data['text/plain']) for o in ('c01cfc8e','ffb13748'))
-    how = re.search(r'^cpu +native +(\w+)', support, re.M)[1]
-    took = {k:float(v) for k,v in re.findall(r'(to_\w+) .* ([\d.]+)$', times, re.M)}
-    assert (took['to_bf16']<=2*took['to_fp32'])==(how=='native')

@@ -3,21 +3,18 @@
 A case is a function of the rank. It runs in all processes, and compares what ranks have by `agree` and `differ`. All
 cases of a test run in the same processes, each in a new folder, because processes take seconds to start. After an error
 no other case runs, as the other ranks wait for the one that has failed."""
-import os,traceback,warnings
-from contextlib import contextmanager
+import traceback
 from datetime import timedelta
 from unittest.mock import patch as patched
 
-import pytest,torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fastai.distributed import DistributedDL
 from learners import *
+from sick_models import Softmax
 from states import *
 
 def everywhere(x):
@@ -59,10 +56,6 @@ class Net(nn.Module):
 
 def layer_normed(**kwargs): return Net(norm=nn.LayerNorm, **kwargs)
 
-class Softmax(nn.Module):
-    "Overflows float16 where `x` is large"
-    def forward(self, x): x = (x*20).exp(); return x/x.sum(-1, keepdim=True)
-
 def all_rows(n=64): return numbers(n*dist.get_world_size())
 
 def rows(rank, n=64):
@@ -73,11 +66,9 @@ def params(model): return {n:p.detach().clone() for n,p in model.named_parameter
 def whole(learn): return [p.full_tensor() if hasattr(p, 'full_tensor') else p for p in opt_params(learn)]
 def adamw(params, **kwargs): return OptimWrapper(params, opt=torch.optim.AdamW, **kwargs)
 
-class Spoil(Callback):
+class Spoil(InfiniteAt):
     "An infinite training batch, number `at`, on `rank` only"
-    def __init__(self, rank=1, at=2): self.mine,self.at = rank==dist.get_rank(),at
-    def before_batch(self):
-        if self.training and self.mine and self.train_iter==self.at: self.learn.xb = (self.x*torch.inf,)
+    def __init__(self, rank=1, at=2): super().__init__(at if rank==dist.get_rank() else None)
 
 # --- Ways to train together: DDP by hand, DDP by fastai (Accelerate), FSDP2
 

@@ -60,21 +60,19 @@ class Growing(nn.Module):
         if self.training: self.factor *= 2**(1/3)
         return self.down(self.up(x)*self.factor)/self.factor
 
-class LossInside(nn.Module):
+class LossInside(nn.Sequential):
     "Returns the loss, of targets in the thousands"
-    def __init__(self):
-        super().__init__()
-        self.body = net()
-    def forward(self, x): return (self.body(x)-1000).pow(2).mean()
+    def forward(self, x): return (super().forward(x)-1000).pow(2).mean()
 
-class Categories(nn.Module):
+class Categories(nn.Embedding):
     "Looks up a row for each number; one row is nan"
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.embed,self.head = nn.Embedding(10, 4),nn.Linear(32, 1)
-        nn.init.constant_(self.embed.weight[3], math.nan)
-    def forward(self, x): return self.head(self.embed(x.abs().mul(3).long().clamp(0, 9)).flatten(1))
+    def forward(self, x): return super().forward(x.abs().mul(3).long().clamp(0, 9)).flatten(1)
+
+def categories():
+    torch.manual_seed(1)
+    model = nn.Sequential(Categories(10, 4), nn.Linear(32, 1))
+    nn.init.constant_(model[0].weight[3], math.nan)
+    return model
 
 def set_to(value, i):
     def _change(xy): xy[i][20] = value
@@ -86,8 +84,8 @@ sick = dict(
     softmax       = Sick(lambda: learner(net(Softmax)),                                    'forward', '1', True),
     variance      = Sick(lambda: learner(net(SmallVariance)),                              'forward', '1', True),
     growing       = Sick(lambda: learner(net(Growing)),                                    'forward', '1', True),
-    loss_inside   = Sick(lambda: learner(LossInside(), loss_func=lambda loss, y: loss),      'forward', '',  True),
-    embedding     = Sick(lambda: learner(Categories()),                                      'weights', 'embed'),
+    loss_inside   = Sick(lambda: learner(LossInside(*net()), loss_func=lambda loss, y: loss),      'forward', '',  True),
+    embedding     = Sick(lambda: learner(categories()),                                      'weights', '0'),
     inf_in_batch  = Sick(lambda: learner(net(), set_to(math.inf, 0)),                        'inputs'),
     nan_label     = Sick(lambda: learner(net(), set_to(math.nan, 1)),                        'targets'),
     learning_rate = Sick(lambda: learner(net(linear), opt_func=sgd, lr=1e4),       'training'))

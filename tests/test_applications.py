@@ -9,12 +9,11 @@ import pydoc,statistics
 from inspect import getsource
 
 from fastai.collab import CollabDataLoaders,collab_learner
-from fastai.tabular.all import Categorify,FillMissing,Normalize,TabularPandas,tabular_learner
+from fastai.tabular.all import Categorify,FillMissing,TabularPandas,tabular_learner
 from fastai.text.all import (
     AWD_LSTM,BaseTokenizer,LMDataLoader,Numericalize,awd_lstm_lm_config,language_model_learner,load_model_text,
     tokenize1)
-from fastai.vision.all import (
-    CategoryBlock,DataBlock,ImageBlock,PILImage,PILImageBW,ResBlock,Resize,XResNet,unet_learner,vision_learner)
+from fastai.vision.all import ImageBlock,PILImage,PILImageBW,Resize,XResNet,unet_learner,vision_learner
 from learners import *
 from sklearn.datasets import load_digits,load_sample_images,load_wine
 from torchvision.models import shufflenet_v2_x0_5

@@ -7,10 +7,8 @@ write is in `test_recorder.py`, `SaveModelCallback` in `test_resume.py`."""
 from functools import lru_cache
 from tempfile import TemporaryDirectory
 
-from fastai.interpret import ClassificationInterpretation
 from fastai.vision.augment import Flip
 from fastai.vision.core import PILImageBW
-from fastai.vision.data import IntToFloatTensor,ToTensor
 from fastai.vision.learner import * # how images are shown with their losses
 from learners import *
 from sklearn.datasets import load_digits
@@ -113,8 +111,8 @@ class Spoil(Callback):
 def mixed_data(make):
     "MixUp of images and of numbers, and CutMix"
     same,near = [],[]
-    for of,cb in ((classify,MixUp()), (make,MixUp()), (classify,CutMix())):
-        learn = of(cbs=cb) if of is make else of(make, cbs=cb)
+    for new,cb in ((partial(classify, make),MixUp()), (make,MixUp()), (partial(classify, make),CutMix())):
+        learn = new(cbs=cb)
         loss = learn.loss_func
         learn.fit(2)
         same.append(learn.loss_func is loss)

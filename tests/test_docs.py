@@ -10,10 +10,9 @@ from typing import NamedTuple
 import pytest
 from fastcore.nbio import read_nb
 import mp_callbacks.learner # adds the calls
-from interpreters import paste
+from interpreters import paste,root
 
 pytest.importorskip('latex2mathml', reason='needs the docs extra')
-root = Path(__file__).resolve().parent.parent
 
 sys.path.insert(0, str(root/'docs'))
 import pages

@@ -2,12 +2,11 @@
 
 `test_outputs` and `test_notebooks` run the cells that show tables. No other sentence has milliseconds."""
 import re,sys
-from pathlib import Path
 
 import pandas as pd,pytest
 from fastcore.nbio import read_nb
+from interpreters import root
 
-root = Path(__file__).resolve().parent.parent
 results = root/'bench/results'
 pages = {o.stem: o for o in (root/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in o.parts}
 

@@ -1,14 +1,13 @@
 "Both sides of each diff of howto/from_other_libraries train the same model to the same loss"
 import json,re
-from pathlib import Path
 
 import pytest,torch,torch.nn.functional as F
 from accelerate.state import AcceleratorState
+from interpreters import root
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader,TensorDataset
 
-root = Path(__file__).resolve().parent.parent
 cells = json.loads((root/'nbs/howto/from_other_libraries.ipynb').read_text(encoding='utf-8'))['cells']
 pages = [''.join(o['source']) for o in cells if o['cell_type']=='markdown']
 

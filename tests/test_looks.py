@@ -2,11 +2,8 @@
 
 The file takes long because it trains two learners for each of a hundred cases."""
 from fastai.callback.fp16 import MixedPrecision as FastaiPrecision
-from fastai.callback.rnn import rnn_cbs
 from fastai.callback.tensorboard import TensorBoardCallback
-from fastai.callback.tracker import *
-from fastai.callback.training import GradientAccumulation
-from fastai.text.all import AWD_LSTM,CrossEntropyLossFlat,LMDataLoader,awd_lstm_lm_config,get_language_model
+from fastai.text.all import AWD_LSTM,LMDataLoader,awd_lstm_lm_config,get_language_model
 from learners import *
 from mp_callbacks.modules import StandIn
 

@@ -12,7 +12,7 @@ told = dict( # what the text has, besides the name of the module
     variance      = ['1 (SmallVariance) was the first', 'too small to divide by', ends, "keep='1'", 'bfloat16'],
     growing       = ['1 (Growing) was the first module that returned inf or nan', ends, "keep='1'", 'bfloat16'],
     loss_inside   = ['the model (LossInside) was the first', 'its output would have values up to 1e+06', ends],
-    embedding     = ['embed (Embedding) was the first', '4 of its own weights or buffers are', 'load a checkpoint'],
+    embedding     = ['0 (Categories) was the first', '4 of its own weights or buffers are', 'load a checkpoint'],
     inf_in_batch  = ['The inputs of this batch have inf or nan, 8 in all'],
     nan_label     = ['The targets of this batch have inf or nan', 'Precision is not the cause'],
     learning_rate = ['Training has diverged', 'Lower the learning rate'])

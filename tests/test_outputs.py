@@ -6,12 +6,11 @@ import difflib,os,sys
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from multiprocessing import get_context
-from pathlib import Path
 
 import pytest,torch
+from interpreters import root
 from nbdev.doclinks import nbglob
 
-root = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(root/'docs'))
 import outputs
 

@@ -2,9 +2,9 @@
 import re,shutil,subprocess,sys,tarfile,zipfile
 from configparser import ConfigParser
 from email.parser import HeaderParser
-from pathlib import Path
 
 import pytest
+from interpreters import root
 from packaging.requirements import Requirement
 
 import mp_callbacks
@@ -12,7 +12,6 @@ import mp_callbacks
 try: import tomllib
 except ImportError: import tomli as tomllib # Python 3.10
 
-root = Path(__file__).resolve().parent.parent
 package = root/'mp_callbacks'
 ini = ConfigParser(interpolation=None)
 ini.read(root/'settings.ini', encoding='utf-8')

@@ -84,7 +84,7 @@ sick = dict(
     softmax       = Sick(lambda: learner(net(Softmax)),                                    'forward', '1', True),
     variance      = Sick(lambda: learner(net(SmallVariance)),                              'forward', '1', True),
     growing       = Sick(lambda: learner(net(Growing)),                                    'forward', '1', True),
-    loss_inside   = Sick(lambda: learner(LossInside(*net()), loss_func=lambda loss, y: loss),      'forward', '',  True),
+    loss_inside   = Sick(lambda: learner(LossInside(*net()), loss_func=lambda loss, y: loss), 'forward', '',  True),
     embedding     = Sick(lambda: learner(categories()),                                      'weights', '0'),
     inf_in_batch  = Sick(lambda: learner(net(), set_to(math.inf, 0)),                        'inputs'),
     nan_label     = Sick(lambda: learner(net(), set_to(math.nan, 1)),                        'targets'),

@@ -9,8 +9,6 @@ import pytest,torch
 bench = Path(__file__).parent.parent/'bench'
 columns = ['run','part','case','size','loop','opt','precision','turn','metric','value','note']
 
-def failed(o): return o['metric'] in ('error','oom')
-
 @pytest.fixture
 def call(forked, tmp_path):
     "What a script prints with these arguments"
@@ -19,16 +17,6 @@ def call(forked, tmp_path):
         code = f"import runpy,sys\nsys.path.insert(0, {str(bench)!r})\nsys.argv = {argv}\n"
         return forked(code+"runpy.run_path(sys.argv[0], run_name='__main__')", tmp_path)
     return _call
-
-def run(call, script, out, *args):
-    "Run `script` with toy sizes; the path of its csv file and its rows"
-    call(script, '--tiny', '--out', str(out), *args)
-    path, = out.glob(f'{script}*_tiny.csv')
-    comment,*lines = path.read_text().splitlines()
-    assert all(o in comment for o in (f'{script}.py --tiny', 'torch', 'fastai', 'cores'))
-    found = [*csv.DictReader(o for o in lines if o[:1]!='#')]
-    assert [*found[0]]==columns
-    return path,found
 
 scripts = dict( # its options, and some of what it measures
     step         = ('--tensors 10', 'step_ms'),
@@ -46,13 +34,19 @@ scripts = dict( # its options, and some of what it measures
 @pytest.mark.slow
 @pytest.mark.parametrize('script', scripts)
 def test_script(script, call, tmp_path):
-    "A table is written, too, and no loop fails that shouldn't"
+    "With toy sizes. A table is written, too, and no loop fails that shouldn't."
     options,metrics = scripts[script]
-    path,found = run(call, script, tmp_path, *options.split())
+    call(script, '--tiny', '--out', str(tmp_path), *options.split())
+    path, = tmp_path.glob(f'{script}*_tiny.csv')
+    comment,*lines = path.read_text().splitlines()
+    assert all(o in comment for o in (f'{script}.py --tiny', 'torch', 'fastai', 'cores'))
+    found = [*csv.DictReader(o for o in lines if o[:1]!='#')]
+    assert [*found[0]]==columns
     assert {*metrics.split()} <= {o['metric'].replace(' ', '_') for o in found}
     # fastai's flat masters are views, which channels-last weights don't have
     expected = 'fastai','flat','resnet50-nhwc'
-    assert [o for o in found if failed(o) and (o['loop'],o['opt'],o['case'])!=expected]==[]
+    failed = [o for o in found if o['metric'] in ('error','oom')]
+    assert [o for o in failed if (o['loop'],o['opt'],o['case'])!=expected]==[]
     if script!='first_minute': assert '\n| ' in path.with_suffix('.md').read_text()
 
 @pytest.mark.slow

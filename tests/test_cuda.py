@@ -172,16 +172,14 @@ def test_recurrent_layers_compute_in_what_they_should(mode):
 
 def test_half_saves_memory():
     "A transformer without batch norm: half the activations, and no float32 copies of them"
-    class Deep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            def _block(): return nn.TransformerEncoderLayer(256, 4, 1024, dropout=0., batch_first=True, norm_first=True)
-            self.inp,self.blocks = nn.Linear(768,256),nn.Sequential(*[_block() for _ in range(6)])
-            self.out = nn.Linear(256,1)
-        def forward(self, x): return self.out(self.blocks(self.inp(x.flatten(1))[:,None].expand(-1,128,-1)).mean(1))
+    def _deep():
+        "An image as 128 tokens"
+        def _block(): return nn.TransformerEncoderLayer(256, 4, 1024, dropout=0., batch_first=True, norm_first=True)
+        tokens,mean = Lambda(lambda x: x[:,None].expand(-1,128,-1)),Lambda(lambda x: x.mean(1))
+        return flattened(nn.Linear(768,256), tokens, *[_block() for _ in range(6)], mean, nn.Linear(256,1))
     peak = {}
     for mode in ('to_fp32','to_bf16'):
-        learn = getattr(get_learner(Deep, bs=64, n=128), mode)()
+        learn = getattr(get_learner(_deep, bs=64, n=128), mode)()
         torch.cuda.reset_peak_memory_stats()
         learn.fit(1)
         peak[mode] = torch.cuda.max_memory_allocated()

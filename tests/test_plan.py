@@ -90,16 +90,12 @@ def test_frozen():
 @pytest.mark.parametrize('use_reentrant', [False,True])
 def test_checkpoint(use_reentrant):
     "Checkpointing saves activations, and the plan says so"
-    class Deep(nn.Module):
-        def __init__(self, save):
-            super().__init__()
-            blocks = [nn.Sequential(nn.Linear(8,64), nn.GELU(), nn.Linear(64,8)) for _ in range(4)]
-            self.blocks,self.save = nn.ModuleList(blocks),save
-        def forward(self, x):
-            x = x.requires_grad_()
-            for o in self.blocks: x = checkpoint(o, x, use_reentrant=use_reentrant) if self.save else o(x)
-            return x[:,:1]
-    plain,saving = (plan_mse(Deep(o))._replace(items=1000).table for o in (False,True))
+    class Saves(nn.Sequential):
+        def forward(self, x): return checkpoint(super().forward, x.requires_grad_(), use_reentrant=use_reentrant)
+    def _peaks(block):
+        blocks = [block(nn.Linear(8,64), nn.GELU(), nn.Linear(64,8)) for _ in range(4)]
+        return plan_mse(nn.Sequential(*blocks, nn.Linear(8,1)))._replace(items=1000).table
+    plain,saving = _peaks(nn.Sequential),_peaks(Saves)
     assert (saving.activations<.4*plain.activations).all() and (saving.peak<.7*plain.peak).all()
 
 @pytest.mark.parametrize('n', [1,7,32])
@@ -110,8 +106,7 @@ def test_any_batch_size(n):
         x,y = torch.randn(n,3,8,8),torch.randn(n,1)
         pred = model(x)
         return F.mse_loss(pred, y)
-    plan = plan_memory(model, _loss, sgd(model), n)
-    held = []
+    plan,held = plan_memory(model, _loss, sgd(model), n),[]
     model.register_forward_hook(lambda m, args, pred: held.append(pred))
     with LiveBytes() as live:
         for t in (*model.parameters(),*model.buffers()): live.add(t)

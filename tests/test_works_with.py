@@ -144,14 +144,12 @@ def test_transformers_in_own_loop():
     half,full = train(True),train(False)
     assert half[-1]<.5*half[0] and abs(half[-1]-full[-1])<.1*full[0], (half,full)
 
-class Sick(nn.Module):
-    "In bfloat16 the head's probability is rounded to 1, and then the loss is inf"
+class Sick(nn.Sequential):
+    "In bfloat16 the last layer's probability is rounded to 1, and then the loss is inf"
     def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body,self.head = nn.Linear(8,8),nn.Linear(8,1)
-        nn.init.constant_(self.head.bias, 7.)
-    def forward(self, x, labels): return dict(loss=-(1-self.head(self.body(x)).sigmoid()).log().mean())
+        super().__init__(nn.Linear(8,8), nn.Linear(8,1))
+        nn.init.constant_(self[1].bias, 7.)
+    def forward(self, x, labels): return dict(loss=-(1-super().forward(x).sigmoid()).log().mean())
 
 def asks(model, accelerator, batch):
     "What the page of other trainers says of the cause, where they use their own autocast"

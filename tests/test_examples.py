@@ -1,8 +1,10 @@
 """The programs of `examples` do what their first lines say, and a page shows each as it is
 
 The file takes long because each program trains, some in processes of their own."""
+import runpy,socket
 from importlib.util import find_spec
 
+import torch.multiprocessing as mp
 from learners import *
 
 pytestmark = pytest.mark.slow
@@ -90,49 +92,33 @@ def test_own_loop(run):
 
 # --- In two processes
 
-# Two forks with the environment that torchrun gives to its processes. It starts interpreters, which import for seconds.
-as_torchrun = """
-import os,runpy,signal,sys,traceback
-from torch.distributed import TCPStore
-store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE='True',
-                  WORLD_SIZE='2', LOCAL_WORLD_SIZE='2')
-children = []
-for rank in '01':
-    if pid := os.fork(): children.append(pid)
-    else:
-        signal.alarm(120) # to end if the other process has failed
-        os.environ.update(RANK=rank, LOCAL_RANK=rank)
-        try: runpy.run_path({!r}, run_name='__main__')
-        except BaseException: traceback.print_exc()
-        else:
-            sys.stdout.flush()
-            os._exit(0)
-        os._exit(1)
-assert [os.waitpid(o, 0)[1] for o in children]==[0,0]
-"""
+def as_torchrun(rank, file, path, port):
+    "A process in the environment that torchrun gives to its own, which would import for seconds; it prints into `out`"
+    os.chdir(path)
+    os.dup2(os.open('out', os.O_WRONLY|os.O_CREAT|os.O_APPEND), 1)
+    env = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_ADDR='127.0.0.1', MASTER_PORT=port)
+    os.environ.update({k:str(v) for k,v in env.items()})
+    runpy.run_path(file, run_name='__main__')
+    sys.stdout.flush()
+    os._exit(0) # threads of gloo may abort an interpreter that ends
 
 @pytest.fixture
-def in_two(forked, tmp_path):
+def in_two(tmp_path):
     "The lines that an example prints in two processes"
     def _run(name):
-        if not hasattr(os, 'fork'): pytest.skip('needs fork')
-        printed = forked(as_torchrun.format(str(examples[name])), tmp_path)
-        out = re.findall('process .*? items|(?:accuracy|part|weights).*', printed)
+        with socket.create_server(('127.0.0.1', 0)) as free: args = str(examples[name]),tmp_path,free.getsockname()[1]
+        mp.start_processes(as_torchrun, args, nprocs=2, start_method=start_method)
+        out = re.findall('process .*? items|(?:accuracy|part|weights).*', (tmp_path/'out').read_text())
         as_saved(name, out, sorted) # each process prints when it likes
         return out
     return _run
 
 @pytest.mark.parametrize('name', ['own_data','fsdp2'])
-def test_alone(name, forked, tmp_path):
+def test_alone(name, capsys):
     "Without torchrun they say how to start them"
-    code = f"""import contextlib,io,os,sys
-os.environ.pop('RANK', None)
-with contextlib.redirect_stderr(io.StringIO()) as said:
-    try: exec(open({str(examples[name])!r}).read())
-    except SystemExit as e: print(e.code, said.getvalue())"""
-    out, = forked(code, tmp_path).split('\n')[:1]
-    assert out==f'2 Start it with: torchrun --nproc-per-node 2 examples/{name}.py'
+    with pytest.raises(SystemExit) as e: runpy.run_path(str(examples[name]), run_name='__main__')
+    said = f'Start it with: torchrun --nproc-per-node 2 examples/{name}.py\n'
+    assert (e.value.code,capsys.readouterr().err)==(2,said)
 
 def test_own_data(in_two, tmp_path):
     out = in_two('own_data')

@@ -1,9 +1,9 @@
 "Small learners for the tests: one line of data, one model, and every precision that we have"
-import csv,itertools,json,math,os,random,re,subprocess,sys,warnings
+import csv,functools,inspect,io,itertools,json,math,os,pickle,random,re,subprocess,sys,threading,time,warnings
 import matplotlib.pyplot as plt,numpy as np,pandas as pd,pytest,torch
-from collections import namedtuple
+from collections import Counter,OrderedDict,namedtuple
 from contextlib import contextmanager,nullcontext
-from copy import deepcopy
+from copy import copy,deepcopy
 from dataclasses import dataclass
 from types import SimpleNamespace
 from multiprocessing import set_forkserver_preload

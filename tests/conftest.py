@@ -9,6 +9,8 @@ if not find_spec('nbdev'):
 
 def pytest_configure(config):
     "One thread, and interrupts that interrupt, here and in the processes that tests start"
+    # Most tests train on whatever CPU there is
+    config.addinivalue_line('filterwarnings', 'ignore:.*only emulates')
     # Sums have one order, and tests that run side by side don't fight for the cores
     torch.set_num_threads(1)
     os.environ['OMP_NUM_THREADS'] = '1'

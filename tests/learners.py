@@ -91,6 +91,19 @@ def raises(e):
     def _raise(*args): raise e
     return _raise
 
+class On(Callback):
+    "Call `f` with the learner in each `event`: if it is one of a batch, of all training batches or those `at`"
+    run_valid = False
+    def __init__(self, event, f, order=0, at=None):
+        self.f,self.order,self.at = f,order,at
+        setattr(self, event, self._on)
+    def _on(self):
+        if self.at is None or self.train_iter in self.at: self.f(self.learn)
+
+def overflow(*at, layer=0):
+    "The gradient of a layer's weight overflows in the batches `at`; the loss doesn't"
+    return On('after_backward', lambda learn: learn.model[layer].weight.grad.fill_(math.inf), -20, at)
+
 class InfiniteAt(Callback):
     "An infinite batch, number `at` of the training batches"
     def __init__(self, at): self.at = at
@@ -142,6 +155,20 @@ def apart(learn, other, start=0):
     "How far apart weights are, relative to the way from `start`"
     a,b = flat(weights(learn)),flat(weights(other))
     return ((a-b).norm()/(b-start).norm()).item()
+def in_mode(mode, model=None, options={}, **kwargs):
+    "A learner in `mode`, whose call has these `options`, or in float32"
+    learn = get_learner(model, **kwargs)
+    return modes[mode](learn, **options) if mode else learn
+def fitted(learn, n=1, *cbs, **kwargs):
+    "`learn`, after a fit of `n` epochs"
+    learn.fit(n, cbs=[*cbs], **kwargs)
+    return learn
+def way(learn, n=1, *cbs):
+    "How far the weights go in a fit of `n` epochs, each of them"
+    start = flat(weights(learn))
+    return flat(weights(fitted(learn, n, *cbs)))-start
+def same_weights(learn, other): return all(map(torch.equal, weights(learn), weights(other)))
+def log_of(learn): return learn.precision_recorder.log
 def skipped(learn): return int(learn.precision_recorder.log.skipped.sum())
 
 # pytest would run what fastai has in the way of `test_fail`

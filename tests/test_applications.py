@@ -18,8 +18,6 @@ from learners import *
 from sklearn.datasets import load_digits,load_sample_images,load_wine
 from torchvision.models import shufflenet_v2_x0_5
 
-pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
-
 apps = {}
 on_cpu = dict(num_workers=0, device='cpu')
 
@@ -222,9 +220,7 @@ class Overflow(Callback):
 
 def test_hidden_state():
     "What a recurrent model remembers of a batch that overflowed does not spoil the batches that follow"
-    set_seed(0)
-    learn = quiet(language_model()).to_bf16()
-    learn.fit(1, cbs=Overflow())
+    learn = fitted(quiet(language_model()).to_bf16(), 1, Overflow())
     assert skipped(learn)==1 and len(learn.recorder.losses)>10
 
 @pytest.mark.skipif('weights_only' not in getsource(load_model_text),
@@ -236,11 +232,8 @@ def test_text_learner_loads(tmp_path):
         learn = quiet(language_model())
         learn.path = tmp_path
         return learn.to_fp16()
-    class Bad(Callback):
-        def after_loss(self):
-            if self.training and self.iter in (1,2): self.learn.loss_grad = self.learn.loss_grad*float('inf')
-    learn = _new()
-    learn.fit(1, cbs=Bad())
+    def _bad(learn): learn.loss_grad = learn.loss_grad*math.inf
+    learn = fitted(_new(), 1, On('after_loss', _bad, at=(1,2)))
     learn.save('a')
     state = precision_state(learn)
     assert learn.mixed_precision.state.steps==len(learn.recorder.losses) and state!=precision_state(_new())

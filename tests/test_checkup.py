@@ -89,8 +89,7 @@ def test_machines(name, mode, word):
 def test_keep_cures():
     "After skipped steps the report names the modules to keep, and with these there is nothing to do about them"
     model = nn.Sequential(nn.Linear(8,16), nn.Linear(16,16), Overflows(16,1))
-    learn = get_learner(model).to_fp16(keep=('0',nn.LayerNorm))
-    learn.fit(1)
+    learn = fitted(get_learner(model).to_fp16(keep=('0',nn.LayerNorm)))
     texts,todo = lines(report := learn.precision_checkup())
     assert skipped(learn)==4 and texts['Last fit'].startswith('4 steps, 4 skipped.')
     assert report.finding.precision and texts['Batches']==str(report.finding)
@@ -128,8 +127,7 @@ def test_infinite_losses():
     "The steps are made, and nothing of it is left in the batches"
     def loss(pred, y): return F.mse_loss(pred, y)+(loss.now and pred.new_tensor(math.inf))
     loss.now = True
-    learn = get_learner(loss_func=loss).to_bf16()
-    learn.fit(1)
+    learn = fitted(get_learner(loss_func=loss).to_bf16())
     _,todo = lines(learn.precision_checkup())
     assert 'Not finite' in todo and 'Infinite losses' not in todo # still there: the line Batches knows more
     loss.now = False
@@ -140,23 +138,20 @@ def test_infinite_losses():
 def test_skipped_steps():
     "Single ones are normal; a fit that ends in several, or a constant scale, is not"
     def todo(at, **kwargs):
-        learn = get_learner().to_fp16(**kwargs or dict(max_loss_scale=2.**10))
-        learn.fit(1, cbs=[InfiniteAt(o) for o in at])
+        learn = fitted(get_learner().to_fp16(**kwargs or dict(max_loss_scale=2.**10)), 1, *map(InfiniteAt, at))
         assert skipped(learn)==len(at)
         return lines(learn.precision_checkup())[1].get('Skipped steps', '')
     assert todo([1])==todo([3])==todo([0,1])==''
     for text in (todo([0,2,3]),todo([1], dynamic=False)):
         assert text.startswith('Steps of the last fit were skipped, and the batches are finite now: train on')
-    learn = get_learner().to_native_fp16(2.**24)
-    learn.fit(1)
+    learn = fitted(get_learner().to_native_fp16(2.**24))
     texts,found = lines(learn.precision_checkup())
     assert 'loss scale' in texts['Batches'] and 'Not finite' not in found
     assert found['Skipped steps'].startswith('Steps of the last fit were skipped, and the loss scale is still too')
 
 def test_last_fit():
     "Neither those before, nor a validation, predictions and a search for a learning rate, with fit's events, too"
-    learn = get_learner().to_fp16(max_loss_scale=2.**10)
-    learn.fit(1, cbs=[InfiniteAt(2),InfiniteAt(3)])
+    learn = fitted(get_learner().to_fp16(max_loss_scale=2.**10), 1, InfiniteAt(2), InfiniteAt(3))
     learn.fit(2)
     for look in (noop, learn.validate, learn.get_preds, lambda: learn.lr_find(num_it=10, show_plot=False)):
         look()
@@ -277,8 +272,7 @@ def test_on_a_gpu():
 
 def test_not_asked(tmp_path):
     "The line has the error, and nobody says that there is nothing to do"
-    learn = get_learner().to_bf16()
-    learn.fit(1)
+    learn = fitted(get_learner().to_bf16())
     learn.dls = DataLoaders([], [])
     texts,todo = lines(report := learn.precision_checkup())
     assert texts['Batches'].startswith('Not asked: ValueError: There was no batch with targets')

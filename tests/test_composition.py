@@ -13,8 +13,6 @@ from fastai.vision.learner import * # how images are shown with their losses
 from learners import *
 from sklearn.datasets import load_digits
 
-pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
-
 modes = {**modes, 'bf16_flat': lambda learn, **kwargs: learn.to_bf16(flat_master=True, **kwargs)}
 rows = {}
 
@@ -53,14 +51,6 @@ def classify(make, **kwargs):
 
 def head_and_body(m): return [params(m[:-1]),params(m[-1:])]
 
-class When(Callback):
-    "Call `f` with the learner in `event` of training"
-    def __init__(self, event, f, order=0):
-        self.f,self.order = f,order
-        setattr(self, event, self._when)
-    def _when(self):
-        if self.training: self.f(self.learn)
-
 class Grows(nn.Module):
     "Its last layer computes in the dtype of its weight"
     def __init__(self):
@@ -70,9 +60,8 @@ class Grows(nn.Module):
 
 def in_second_epoch(mode, change, **kwargs):
     "The model of a fit, which `change` has changed in the middle"
-    learn = modes[mode](get_learner(Grows()), **kwargs)
-    learn.fit(2, cbs=When('before_train', lambda o: change(o.model) if o.epoch==1 else None))
-    return learn.model
+    cb = On('before_train', lambda o: change(o.model) if o.epoch==1 else None)
+    return fitted(modes[mode](get_learner(Grows()), **kwargs), 2, cb).model
 
 @pytest.mark.parametrize('mode', ['fp16','bf16'])
 def test_block_replaced_in_a_fit(mode):
@@ -90,11 +79,6 @@ def test_float64_part_in_a_fit(mode):
     "is no parameter that the forward pass has rounded"
     model = in_second_epoch(mode, lambda o: o.last.requires_grad_(False).double())
     assert {p.dtype for p in model.last.parameters()}=={torch.float64}
-
-class Uphill(Callback):
-    "From epoch 3 on every step makes it worse"
-    order = 70
-    def before_epoch(self): self.opt.set_hyper('lr', .05 if self.epoch<3 else -.05)
 
 class Spoil(Callback):
     "Batches that no precision can learn from: in float32 they are left out"
@@ -125,8 +109,7 @@ def losses(make):
     bce = BCEWithLogitsLossFlat(thresh=.2)
     def one_hot(p, y): return bce(p, F.one_hot(y, 10))
     for f in (LabelSmoothingCrossEntropy(), LabelSmoothingCrossEntropyFlat(), FocalLossFlat(), one_hot):
-        learn = classify(make, loss_func=f)
-        learn.fit(2)
+        learn = fitted(classify(make, loss_func=f), 2)
         res += [went(learn),logged(learn)]
     return None,res
 
@@ -134,10 +117,10 @@ def losses(make):
 def trackers(make):
     "One ends the fit early, one lowers the learning rate"
     lrs,near = [],[]
-    for cbs in ([Uphill(),EarlyStoppingCallback(patience=2)],
+    def uphill(learn): learn.opt.set_hyper('lr', .05 if learn.epoch<3 else -.05) # later every step makes it worse
+    for cbs in ([On('before_epoch', uphill, 70),EarlyStoppingCallback(patience=2)],
                 [ReduceLROnPlateau(min_delta=10., factor=4., min_lr=.01)]):
-        learn = make(cbs=cbs)
-        learn.fit(7, cbs=When('before_batch', lambda o: lrs.append(o.opt.hypers[-1]['lr'])))
+        learn = fitted(make(cbs=cbs), 7, On('before_batch', lambda o: lrs.append(o.opt.hypers[-1]['lr'])))
         near += [went(learn),logged(learn)]
     return lrs,near
 
@@ -151,13 +134,11 @@ class EMA(Callback):
         for a,p in zip(self.avg, self.model.parameters()): a.lerp_(p.detach(), .2)
     def swap(self):
         for a,p in zip(self.avg, self.model.parameters()): a.data,p.data = p.data,a.data
-    def before_validate(self): self.swap()
-    def after_validate(self): self.swap()
+    before_validate = after_validate = swap
 
 @row
 def ema(make):
-    learn = make(cbs=[avg := EMA(),Spoil(2,3,5)])
-    learn.fit(3)
+    learn = fitted(make(cbs=[avg := EMA(),Spoil(2,3,5)]), 3)
     return avg.n,[went(learn),flat(avg.avg)-learn.start,[o[1] for o in logged(learn)]]
 
 # --- Ways to fit
@@ -167,7 +148,7 @@ def schedules(make):
     "And a part of an epoch, fastai's way to try things"
     schedule = ParamScheduler(dict(lr=SchedLin(.01, .05), mom=SchedCos(.9, .5), wd=SchedNo(.1, .1)))
     rates,near = [],[]
-    see = When('before_batch', lambda o: rates.append((o.opt.hypers[-1]['lr'],o.opt.hypers[-1]['mom'])), order=70)
+    see = On('before_batch', lambda o: rates.append((o.opt.hypers[-1]['lr'],o.opt.hypers[-1]['mom'])), order=70)
     for mom,f in ((.9, lambda o: o.fit_one_cycle(3, .05, cbs=see)), (0., lambda o: o.fit_flat_cos(3, .05, cbs=see)),
                   (0., lambda o: o.fit_sgdr(2, 1, .05, cbs=see)), (.9, lambda o: o.fit(3, cbs=[see,schedule])),
                   (0., lambda o: o.fit(2, cbs=[see,ShortEpochCallback(.5)]))):
@@ -180,7 +161,7 @@ def schedules(make):
 def fine_tune(make):
     learn = classify(make, splitter=head_and_body)
     moved = []
-    learn.fine_tune(2, .1, cbs=When('after_train', lambda o: moved.append((went(o)[:64*32]!=0).any().item())))
+    learn.fine_tune(2, .1, cbs=On('after_train', lambda o: moved.append((went(o)[:64*32]!=0).any().item())))
     return [moved,learn.recorder.hps['lr'][-1].tolist()],[went(learn),logged(learn)]
 
 @row
@@ -200,15 +181,14 @@ def freeze_between(make):
 def predict_in_a_fit(make):
     "After each epoch, by the learner's own method, after the fit, and by what a callback collects while validating"
     learn,preds,fetch = make(norm=True),[],FetchPredsCallback()
-    learn.fit(2, cbs=When('after_train', lambda o: preds.append(o.get_preds(inner=True)[0])))
+    learn.fit(2, cbs=On('after_train', lambda o: preds.append(o.get_preds(inner=True)[0])))
     learn.fit(1, cbs=fetch)
     return None,[went(learn),*preds,fetch.preds[0],learn.get_preds()[0],learn.validate()[0]]
 
 @row
 def looks_at_a_classifier(make):
     "Test-time augmentation, interpretation, a look at results"
-    learn = classify(make)
-    learn.fit(6)
+    learn = fitted(classify(make), 6)
     set_seed(0)
     near = [learn.tta()[0],learn.tta(use_max=True)[0]]
     res = ClassificationInterpretation.from_learner(learn)
@@ -254,8 +234,7 @@ suggest_funcs = (minimum,steep,valley,slide)
 def test_lr_find(mode, tmp_path):
     "The same learning rates are suggested, and afterwards the learner is what it was, bit for bit"
     def find(mode):
-        learn = make(mode, tmp_path, norm=True, opt_func=Adam)
-        learn.fit(1, 1e-3)
+        learn = fitted(make(mode, tmp_path, norm=True, opt_func=Adam), lr=1e-3)
         before = settled(learn) if mode else None
         res = learn.lr_find(show_plot=False, suggest_funcs=suggest_funcs)
         if mode: assert settled(learn)==before and not list((tmp_path/'models').iterdir())
@@ -269,7 +248,7 @@ def test_lr_find_overflow(tmp_path):
     """Batches that overflow in the beginning, whether for their data or for the scale, don't end the search; and the
     scale is again what it was"""
     cancelled = [] # as `lr_find` leaves no rows in the recorder
-    learn = make(None, tmp_path, norm=True, cbs=[Spoil(1,2,3),When('after_cancel_step', cancelled.append)])
+    learn = make(None, tmp_path, norm=True, cbs=[Spoil(1,2,3),On('after_cancel_step', cancelled.append)])
     learn.to_fp16(max_loss_scale=2.**24, headroom=None).create_opt()
     before,scale = settled(learn),learn.mixed_precision.loss_scale
     got = learn.lr_find(suggest_funcs=suggest_funcs, show_plot=False)

@@ -4,8 +4,6 @@ from mp_callbacks.half_report import PrecisionReport,measure_precision
 from mp_callbacks.nonfinite import fewest,shortest_keep
 from sick_models import Overflows,SmallVariance,net
 
-pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
-
 # --- Models, each with something that could be counted wrongly
 
 def layers(): return nn.Sequential(nn.Linear(8,8), nn.Tanh(), nn.Linear(8,8), nn.Linear(8,1))
@@ -133,14 +131,12 @@ def test_safe_scale_is_the_learners():
     "It is what `to_fp16` finds in the first step, where a weight has the largest gradient"
     learn = get_learner().to_fp16()
     best = learn.precision_report(batches=1).safe_scale
-    learn.fit(1)
-    assert best==learn.mixed_precision.loss_scale>1
+    assert best==fitted(learn).mixed_precision.loss_scale>1
 
 @pytest.mark.parametrize('mode', modes)
 def test_learner(mode):
     "The report of a learner is that of its batches, its precision and its loss scale"
-    learn = modes[mode](get_learner())
-    learn.fit(2)
+    learn = fitted(modes[mode](get_learner()), 2)
     report,cb = learn.precision_report(batches=3),learn.mixed_precision
     want = report_of(learn.model, batches, cb.half_dtype, not mode.startswith('native'), cb.loss_scale)
     pd.testing.assert_frame_equal(report.table, want.table)

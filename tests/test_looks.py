@@ -161,8 +161,7 @@ def test_nothing_changes(name, mode, look):
 @pytest.mark.parametrize('mode,event', [('fp16','after_backward'), ('native_bf16','after_pred')])
 @pytest.mark.parametrize('e', [RuntimeError('as asked'),KeyboardInterrupt(),CancelFitException()], ids=repr)
 def test_after_an_error(e, event, mode, look):
-    learn = make('accumulation', mode)
-    learn.fit(1)
+    learn = fitted(make('accumulation', mode))
     try: learn.fit(1, cbs=Now(event, raises(e), 60))
     except BaseException as got: assert type(got) is type(e)
     looked(learn, look)
@@ -186,11 +185,8 @@ def test_interrupted_look(e, at, fitted, look):
 
 def test_inside_a_fit():
     "Between epochs of a fit with a schedule and a progress bar"
-    class Ask(Callback):
-        order = 80
-        def before_epoch(self):
-            if self.epoch==1: found.extend([self.learn.find_nonfinite(),self.learn.precision_report(2)])
-        after_epoch = before_epoch
+    def ask(learn):
+        if learn.epoch==1: found.extend([learn.find_nonfinite(),learn.precision_report(2)])
     def train(*cbs):
         set_seed(3)
         learn = shuffled().to_fp16()
@@ -198,7 +194,7 @@ def test_inside_a_fit():
         with learn.no_mbar(): learn.fit_one_cycle(3, cbs=[*cbs,CSVLogger()])
         return learn
     found = []
-    learn,other = train(Ask()),train()
+    learn,other = train(On('before_epoch', ask, 80), On('after_epoch', ask, 80)),train()
     assert len(found)==4 and all(map(torch.equal, weights(learn), weights(other)))
     assert learn.recorder.losses==other.recorder.losses and learn.recorder.hps==other.recorder.hps
 
@@ -264,8 +260,7 @@ def test_plan_needs_items_first():
 def test_strict_steppers():
     "A stepper that takes only its own arguments never sees the loss scale"
     def my_step(p, lr, do_wd=True): p.data.add_(p.grad.data, alpha=-lr)
-    learn = get_learner(opt_func=lambda ps, lr: Optimizer(ps, [my_step], lr=lr)).to_fp16()
-    learn.fit(1)
+    learn = fitted(get_learner(opt_func=lambda ps, lr: Optimizer(ps, [my_step], lr=lr)).to_fp16())
     looked(learn, 'plan')
 
 @each_look

@@ -3,7 +3,7 @@ from sklearn.datasets import load_digits
 from mp_callbacks.nonfinite import diagnose
 from sick_models import *
 
-pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:32 steps in a row')
+pytestmark = pytest.mark.filterwarnings('ignore:32 steps in a row')
 
 ends = 'float16 ends at 65504 and has only 0 below 3e-08, and in float32 all is finite'
 told = dict( # what the text has, besides the name of the module
@@ -50,9 +50,7 @@ def test_other_precisions(name, to):
     elif not half and name=='learning_rate': assert found.where in ('training','weights')
     else: assert (found.where,found.module,found.precision)==(s.where,s.module,False)
 
-def final_loss(learn, epochs=20):
-    learn.fit(epochs, lr=1e-3) # with more, rounding alone makes a difference
-    return learn.validate()[0]
+def final_loss(learn): return fitted(learn, 20, lr=1e-3).validate()[0] # with more, rounding alone makes a difference
 
 @pytest.mark.parametrize('name', crossed(['attention','softmax','variance','growing'], fast=lambda o: o=='softmax'))
 def test_keep_cures(name):
@@ -68,8 +66,7 @@ def test_keep_cures(name):
 @pytest.mark.parametrize('name,to', crossed(healthy, calls, fast=lambda _,to: to in ('to_fp16','to_native_bf16')))
 def test_healthy(name, to):
     "Nothing is found, and nothing is to be kept"
-    learn = getattr(healthy[name](), to)()
-    learn.fit(2)
+    learn = fitted(getattr(healthy[name](), to)(), 2)
     assert learn.find_nonfinite()==('nothing','All 4 batches of dls.train are finite.','',False,())
     report = learn.precision_report()
     assert report.keep==[] and report.error<.05
@@ -193,9 +190,7 @@ def test_divergence_after_a_skipped_step(to, kwargs):
     x,y = load_digits(return_X_y=True)
     dls = as_dls(torch.tensor(x/16).float(), torch.tensor(y).float(), bs=64)
     deep = nn.Sequential(nn.Linear(64,64), nn.ReLU(), nn.Linear(64,64), nn.ReLU(), nn.Linear(64,1))
-    learn = getattr(get_learner(deep, dls, opt_func=SGD), to)(**kwargs)
-    learn.fit(1, lr=.5)
-    found = learn.find_nonfinite()
+    found = fitted(getattr(get_learner(deep, dls, opt_func=SGD), to)(**kwargs), lr=.5).find_nonfinite()
     assert (found.where,found.precision)==('training',False) and 'Training has diverged' in str(found)
 
 class Distance(nn.Sequential):
@@ -222,8 +217,7 @@ def test_one_wrong_label(to):
     def _learner(): return getattr(get_learner(nn.Linear(8,1), as_dls(x, x[:,:1], 64)), to)()
     x = torch.randn(64,8)
     batch = x,torch.where(torch.arange(64)[:,None]==5, 3e6, x[:,:1])
-    learn = _learner()
-    learn.fit(2)
+    learn = fitted(_learner(), 2)
     found = learn.find_nonfinite(batch)
     assert (found.where,found.precision)==('targets',False) and 'wrong label' in str(found)
     assert 'The targets of this batch have values up to 3e+06, and the predictions up to' in str(found)
@@ -310,8 +304,7 @@ def test_buffer(number, where):
 @pytest.mark.parametrize('to', ['to_fp16','to_native_fp16','to_bf16'])
 def test_validation_only(to):
     "Batches that are finite in training are looked at in evaluation mode: here statistics are beyond float16"
-    learn = getattr(get_learner(norm=True), to)()
-    learn.fit(1)
+    learn = fitted(getattr(get_learner(norm=True), to)())
     learn.model[1].running_mean.fill_(1e6)
     batch,bad = learn.dls.valid.one_batch(),to!='to_bf16'
     assert math.isfinite(learn.validate()[0])!=bad

@@ -9,7 +9,6 @@ from mp_callbacks.grads import prepare_grads
 from mp_callbacks.nonfinite import diagnose
 from mp_callbacks.training_steps import TrainingSteps
 
-pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 some_modes = pytest.mark.parametrize('mode', ['fp16','native_bf16'])
 
 # --- The page
@@ -201,8 +200,7 @@ def test_compiled_files(wrap, tmp_path):
     model = mlp()
     if wrap: model = torch.compile(model, backend='eager')
     else: model.compile(backend='eager')
-    learn = get_learner(model, path=tmp_path).to_bf16()
-    learn.fit(1)
+    learn = fitted(get_learner(model, path=tmp_path).to_bf16())
     file = learn.save('compiled', with_opt=False)
     assert all(o.startswith('_orig_mod.') for o in torch.load(file))==wrap
     if not wrap: get_learner(path=tmp_path).load('compiled', with_opt=False)

@@ -62,16 +62,24 @@ def mlp(norm=False):
     layers = nn.Linear(8,16,bias=not norm),*norms,nn.GELU(),nn.Linear(16,16),nn.GELU(),nn.Linear(16,1)
     return nn.Sequential(*layers)
 
-def quiet(learn):
-    "Without fastai's bar and table"
-    learn.remove_cbs(learn.cbs.filter(lambda o: isinstance(o, ProgressCallback)))
-    learn.logger,learn.create_mbar = noop,False
-    return learn
+class Does(nn.Module):
+    "Computes `f` of itself and its inputs; `parts` are its attributes, tensors of them parameters"
+    def __init__(self, f, /, **parts):
+        super().__init__()
+        self.function = f
+        for k,v in parts.items(): setattr(self, k, nn.Parameter(v) if type(v) is torch.Tensor else v)
+    def forward(self, *args, **kwargs): return self.function(self, *args, **kwargs)
 
 def get_learner(model=None, dls=None, norm=False, **kwargs):
     "A quiet learner, the same each time"
     if model is None: model = mlp(norm)
     return quiet(Learner(get_dls() if dls is None else dls, model, **{'loss_func':MSELossFlat(), 'lr':1e-2, **kwargs}))
+
+def quiet(learn):
+    "Without fastai's bar and table"
+    learn.remove_cbs(learn.cbs.filter(lambda o: isinstance(o, ProgressCallback)))
+    learn.logger,learn.create_mbar = noop,False
+    return learn
 
 before_the_step = 'before_batch after_pred after_loss before_backward after_backward before_step'.split()
 in_batch = before_the_step+'after_step after_batch'.split()

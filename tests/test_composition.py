@@ -51,17 +51,12 @@ def classify(make, **kwargs):
 
 def head_and_body(m): return [params(m[:-1]),params(m[-1:])]
 
-class Grows(nn.Module):
-    "Its last layer computes in the dtype of its weight"
-    def __init__(self):
-        super().__init__()
-        self.body,self.last = nn.Sequential(nn.Linear(8,16), nn.Linear(16,16)),nn.Linear(16,1)
-    def forward(self, x): return self.last(self.body(x).to(self.last.weight.dtype))
-
 def in_second_epoch(mode, change, **kwargs):
-    "The model of a fit, which `change` has changed in the middle"
+    "The model of a fit, which `change` has changed in the middle; `last` computes in the dtype of its weight"
+    model = Does(lambda m, x: m.last(m.body(x).to(m.last.weight.dtype)), last=nn.Linear(16,1),
+                 body=nn.Sequential(nn.Linear(8,16), nn.Linear(16,16)))
     cb = On('before_train', lambda o: change(o.model) if o.epoch==1 else None)
-    return fitted(modes[mode](get_learner(Grows()), **kwargs), 2, cb).model
+    return fitted(modes[mode](get_learner(model), **kwargs), 2, cb).model
 
 @pytest.mark.parametrize('mode', ['fp16','bf16'])
 def test_block_replaced_in_a_fit(mode):

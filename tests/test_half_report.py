@@ -14,12 +14,10 @@ def tied():
     model[2].weight = model[0].weight
     return model
 
-class Twice(nn.Module):
+def twice():
     "One layer, called twice; the model has a parameter of its own"
-    def __init__(self):
-        super().__init__()
-        self.a,self.out,self.shift = nn.Linear(8,8),nn.Linear(8,1),nn.Parameter(torch.ones(8))
-    def forward(self, x): return self.out(self.a(self.a(x).tanh()+self.shift))
+    return Does(lambda m, x: m.out(m.a(m.a(x).tanh()+m.shift)), a=nn.Linear(8,8), out=nn.Linear(8,1),
+                shift=torch.ones(8))
 
 def unused():
     "A layer that isn't called, one that is frozen, and a parameter that isn't used"
@@ -29,7 +27,7 @@ def unused():
     return model
 
 def middle(): return nn.Linear(16,16)
-makes = dict(mlp=mlp, batch_norm=lambda: mlp(norm=True), tied=tied, twice=Twice, unused=unused,
+makes = dict(mlp=mlp, batch_norm=lambda: mlp(norm=True), tied=tied, twice=twice, unused=unused,
              dropout=lambda: net(nn.Dropout, middle), compiled=lambda: torch.compile(mlp(), backend='eager'))
 batches = [*zip(*[o[:48].split(16) for o in numbers()])] # the first three of the learner's
 half_modes = [(dtype,rules) for dtype in (torch.float16,torch.bfloat16) for rules in (True,False)]
@@ -209,17 +207,14 @@ def test_keep_that_a_later_one_replaces():
         learn = get_learner(nn.Sequential(Second(8,16), SmallVariance(), nn.Linear(16,1)), as_dls(x, x[:,1:2], 4))
         assert learn.to_fp16().precision_report(batches=n).keep==[keep]
 
-class Mixes(nn.Module):
-    "Overflows in `b`, whose result it can't write into that of `a` if only one of them is in float32"
-    def __init__(self): super().__init__(); self.a,self.b,self.out = nn.Linear(8,8),Overflows(8,8),nn.Linear(8,1)
-    def forward(self, x):
-        res = self.a(x)
-        res[x>0] = self.b(x)[x>0]
-        return self.out(res)
-
 def test_keep_where_dtypes_do_not_mix():
-    "An attempt that the model's own code can't compute is one that doesn't work"
-    found = get_learner(Mixes()).to_fp16().find_nonfinite()
+    "An attempt that the model's own code can't compute, as it writes one result into another, is one that doesn't work"
+    def mix(m, x):
+        res = m.a(x)
+        res[x>0] = m.b(x)[x>0]
+        return m.out(res)
+    model = Does(mix, a=nn.Linear(8,8), b=Overflows(8,8), out=nn.Linear(8,1))
+    found = get_learner(model).to_fp16().find_nonfinite()
     assert found.precision and found.keep==('a','b')
 
 def test_keep_of_odd_names():

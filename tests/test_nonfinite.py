@@ -288,16 +288,12 @@ def test_fresh_scale_hides_nothing():
         assert _learner(True).to_native_fp16(**kwargs).find_nonfinite().where=='inputs'
     assert _learner(False).to_native_fp16(init_scale=2.**24).find_nonfinite().where=='scale'
 
-class Buffered(nn.Linear):
-    def __init__(self, number):
-        super().__init__(8,1)
-        self.register_buffer('shift', torch.tensor([number]*3))
-    def forward(self, x): return super().forward(x)+self.shift.max()
-
 @pytest.mark.parametrize('number,where', [(torch.inf,'weights'), (-torch.inf,'forward')])
 def test_buffer(number, where):
     "A buffer that isn't finite is named as such; a mask of -inf isn't"
-    found = get_learner(nn.Sequential(nn.Linear(8,8), Buffered(number))).to_fp16().find_nonfinite()
+    buffered = Does(lambda m, x: m.layer(x)+m.shift.max(), layer=nn.Linear(8,1))
+    buffered.register_buffer('shift', torch.tensor([number]*3))
+    found = get_learner(nn.Sequential(nn.Linear(8,8), buffered)).to_fp16().find_nonfinite()
     assert (found.where,found.module)==(where,'1')
     assert ('3 of its own weights or buffers are inf or nan' in str(found))==(where=='weights')
 

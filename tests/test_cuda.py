@@ -154,18 +154,15 @@ def test_host_syncs_of_others(mode):
     assert _syncs(TerminateOnNaNCallback())==([3]*6,[1]*6)
     assert _syncs(GradientAccumulation(64))==([1]*6,[1]*6)
 
-class Recurrent(nn.Module):
-    "Two layers, both ways"
-    def __init__(self):
-        super().__init__()
-        self.rnn,self.head = nn.LSTM(48, 32, 2, batch_first=True, bidirectional=True),nn.Linear(64,1)
-    def forward(self, x): # rows, each with 3 channels of 16
-        return self.head(self.rnn(x.transpose(1,2).flatten(2))[0].mean(1))
+def recurrent():
+    "Two layers, both ways, for rows, each with 3 channels of 16"
+    return Does(lambda m, x: m.head(m.rnn(x.transpose(1,2).flatten(2))[0].mean(1)),
+                rnn=nn.LSTM(48, 32, 2, batch_first=True, bidirectional=True), head=nn.Linear(64,1))
 
 @pytest.mark.parametrize('mode', modes)
 def test_recurrent_layers_compute_in_what_they_should(mode):
     "Autocast makes them float16 whatever it was asked for: beside bfloat16 they are float32"
-    learn,seen = getattr(get_learner(Recurrent), mode)(),[]
+    learn,seen = getattr(get_learner(recurrent), mode)(),[]
     learn.model.rnn.register_forward_hook(lambda m,args,res: seen.append(res[0].dtype))
     learn.fit(1)
     assert {*seen}=={torch.float16 if 'fp16' in mode else torch.float32}

@@ -75,7 +75,6 @@ def test_healthy(name, to):
 
 def net_and_loss(factor):
     "A net in which one layer's output is 10,000 times as large in `factor` 1e5"
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8,16), nn.Linear(16,16), nn.ReLU(), nn.Linear(16,16), nn.Linear(16,1))
     with torch.no_grad(): model[1].weight.mul_(factor)
     xb,yb = torch.randn(4,8),torch.zeros(4,1)
@@ -233,7 +232,6 @@ class MaskedRow(nn.Linear):
 
 def large_net(inner):
     "A net with `inner`, and a large weight beside"
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8,8), inner, nn.Linear(8,1))
     model.register_parameter('shift', nn.Parameter(torch.tensor(2e5)))
     return model
@@ -280,7 +278,6 @@ def test_comparison_fails(kind, why):
 def test_fresh_scale_hides_nothing():
     "A scale that is too large is named only if nothing else is found"
     def _learner(spoil):
-        torch.manual_seed(0)
         x = torch.randn(64,8)
         if spoil: x[40] = torch.nan
         return get_learner(nn.Linear(8,1), as_dls(x, 10*x[:,:1]))

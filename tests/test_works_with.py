@@ -95,18 +95,14 @@ def test_averaged_model(mode, kind):
     assert (way-plain).norm()<8*roundoff(mode)*plain.norm()
     assert run(mode, InfiniteAt(1))[0].n_averaged==7 # of eight steps one is skipped
 
-class LoRA(nn.Module):
-    "A frozen layer, and a product of two narrow matrices that is learned"
-    def __init__(self, layer, rank=4):
-        super().__init__()
-        self.layer = layer.requires_grad_(False)
-        self.a,self.b = nn.Linear(layer.in_features, rank, bias=False),nn.Linear(rank, layer.out_features, bias=False)
-        nn.init.zeros_(self.b.weight)
-    def forward(self, x): return self.layer(x)+self.b(self.a(x))
-
 def adapted():
+    "Two frozen layers, and beside each a product of two narrow matrices that is learned"
     model = mlp()
-    for i in (0,2): model[i] = LoRA(model[i])
+    for i in (0,2):
+        layer,(n_out,n_in) = model[i].requires_grad_(False),model[i].weight.shape
+        narrow = dict(a=nn.Linear(n_in, 4, bias=False), b=nn.Linear(4, n_out, bias=False))
+        model[i] = Does(lambda m, x: m.layer(x)+m.b(m.a(x)), layer=layer, **narrow)
+        nn.init.zeros_(model[i].b.weight)
     return model
 
 def adapted_by_peft():

@@ -200,11 +200,6 @@ def test_this_machine(kind, dtype):
         (res[0] if isinstance(res, tuple) else res).sum().backward()
     assert all(p.grad.isfinite().all() for p in net.parameters())
 
-def recommended(device):
-    "The call that the answers of `support` amount to"
-    if support(device, bf16)=='native': return '`to_bf16()`'
-    return '`to_fp16()`' if support(device, f16)=='native' else '`to_fp32()`'
-
 @pytest.mark.parametrize('row,names', [
     ('an NVIDIA GPU with bfloat16',['RTX 3090','H100']), ('an older NVIDIA GPU',['V100','T4']),
     ('a CPU with AMX or AVX512-BF16',['AVX512-BF16','EPYC','AMX']), ('another CPU',['AVX2','AVX512','AVX2-VNNI-2']),
@@ -214,7 +209,8 @@ def test_pages_say_the_same(row, names):
     texts = [(root/o).read_text(encoding='utf-8') for o in ('README.md','nbs/howto/fast_on_a_gpu.ipynb')]
     call = re.search(rf'\| {row}.*? \| (.*?) \|', '\n'.join(texts))[1]
     for name in names:
-        with pretend(machine(name)): assert recommended(device_of(name)) in call
+        with pretend(machine(name)): native = [o for o in (bf16,f16) if support(device_of(name), o)=='native']
+        assert {bf16:'`to_bf16()`', f16:'`to_fp16()`', f32:'`to_fp32()`'}[[*native,f32][0]] in call
 
 # --- Devices that aren't here
 

@@ -11,11 +11,9 @@ pytestmark = pytest.mark.slow
 examples = {o.stem: o for o in sorted((root/'examples').glob('*.py'))}
 page = json.loads((root/'nbs/howto/examples.ipynb').read_text(encoding='utf-8'))['cells']
 
-def last_line(cell): return cell['source'][-1] if cell['source'] else ''
-
 def as_saved(name, out, order=list):
     "The page of examples shows these lines, but for their numbers, and for what depends on other packages"
-    saved = next(o for o in page if last_line(o).startswith(f"run('{name}'"))['outputs'][0]['text']
+    saved = next(o for o in page if ''.join(o['source'][-1:]).startswith(f"run('{name}'"))['outputs'][0]['text']
     def words(lines): return order(re.sub(r'(?<!\w)\d[\de+.-]*', '0', ' '.join(o.split())) for o in lines)
     shown = words(o for o in ''.join(saved).splitlines() if o and not o.endswith('not installed'))
     assert [o for o in words(out) if o in shown]==shown

@@ -153,14 +153,13 @@ def test_figures(page, pattern, values):
     shown,values = figures(pattern, text(page)),values()
     assert shown==tuple(f'{v:.{len(o.partition(".")[2])}f}' for o,v in zip(shown, values, strict=True))
 
-ms_in_text = re.compile(r'(?<![\w.])\d[\d.,]* ?(?:ms|milliseconds)\b')
 @pytest.mark.parametrize('page', [*pages, 'README.md', 'bench/README.md'])
 def test_no_other_times(page):
     "No sentence has milliseconds that aren't tested above, but for lines that a report may have, as quotations"
     s = text(page)
     if page=='12a_checkup': s = re.sub('(?m)^> .*$', '', s)
     for _,pattern,_ in [o for o in claims if o[0]==page]: s = re.sub(pattern, '', s)
-    assert ms_in_text.findall(s)==[]
+    assert re.findall(r'(?<![\w.])\d[\d.,]* ?(?:ms|milliseconds)\b', s)==[]
 
 # --- Cells that measure show another machine's numbers after each run
 

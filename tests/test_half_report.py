@@ -30,8 +30,6 @@ def middle(): return nn.Linear(16,16)
 makes = dict(mlp=mlp, batch_norm=lambda: mlp(norm=True), tied=tied, twice=twice, unused=unused,
              dropout=lambda: net(nn.Dropout, middle), compiled=lambda: torch.compile(mlp(), backend='eager'))
 batches = [*zip(*[o[:48].split(16) for o in numbers()])] # the first three of the learner's
-half_modes = [(dtype,rules) for dtype in (torch.float16,torch.bfloat16) for rules in (True,False)]
-each_half = pytest.mark.parametrize('dtype,rules', half_modes, ids=['fp16','native_fp16','bf16','native_bf16'])
 
 def make(name):
     torch.manual_seed(1)
@@ -114,7 +112,8 @@ def check(name, n, dtype, rules, scale):
 
 # --- The table
 
-@each_half
+@pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
+@pytest.mark.parametrize('rules', [True,False])
 @pytest.mark.parametrize('name', makes)
 def test_numbers(name, dtype, rules): check(name, 3 if name=='batch_norm' else 1, dtype, rules, 2.**4)
 

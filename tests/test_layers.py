@@ -16,8 +16,7 @@ by_hand = {'__init__','__main__','_modidx','all'} # modules that come from no no
 numbered = [m for o in sorted(nbs.glob('*.ipynb')) if (m := re.fullmatch(r'(\d\d[a-z]?)_(\w+)', o.stem))]
 layers = {m[2]:m[1] for m in numbered} # such as '03', and '02a' between '02' and '03'
 in_order = sorted(layers, key=layers.get)
-vocabularies = 'jmp','mpx','emily' # other libraries' names, which know nothing of fastai either
-foundation = [o for o in in_order if layers[o]<'10' or o in vocabularies]
+foundation = [o for o in in_order if layers[o]<'10' or o in ('jmp','mpx','emily')] # or other libraries' names
 each_module = pytest.mark.parametrize('name', in_order)
 
 def source(name): return (pkg/f'{name}.py').read_text(encoding='utf-8')
@@ -48,12 +47,10 @@ def test_plain_pytorch(name, imports):
     if name not in foundation: plain |= {'fastai','sklearn','fastprogress'}
     assert imports[name]-layers.keys()<=plain
 
-unpicklers = {'pickle','_pickle','cloudpickle','dill','joblib','marshal','shelve'}
-
 @pytest.mark.parametrize('name', [*in_order,'__main__','all'])
 def test_nothing_of_ours_unpickles(name, imports):
     "Checkpoints are data, as Guarantees promises; nor is anything imported by name, which grimp wouldn't see"
-    assert not unpicklers & imports[name]
+    assert not {'pickle','_pickle','cloudpickle','dill','joblib','marshal','shelve'} & imports[name]
     calls = 'eval|exec|import_module|__import__|load_pickle|load_learner'
     assert not re.search(rf'(?<![\w.])({calls})\(|torch(\.serialization)?\.load\(|weights_only=', source(name))
 

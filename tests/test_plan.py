@@ -39,10 +39,9 @@ def trained_peak(task, opt, call):
     gc.collect()
     return max(live.log)
 
-of_vit = 'vit','fused'
-others = [*((k,'fused') for k in tasks if k!='vit'),('vit','fastai')] # what an optimizer keeps is the same in any model
+peaks = [*((k,'fused') for k in tasks),('vit','fastai')] # what an optimizer keeps is the same in any model
 
-@pytest.mark.parametrize('name,opt', [of_vit, *(slow_unless(False, *o) for o in others)])
+@pytest.mark.parametrize('name,opt', [slow_unless(o==('vit','fused'), *o) for o in peaks])
 def test_peak(name, opt):
     "Within 1 % of training with a learner, in each precision"
     task = tasks[name]

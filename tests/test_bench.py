@@ -1,12 +1,13 @@
 """The benchmarks run, with toy sizes, and write what they say. Nothing here looks at a time.
 
 The file takes long because each script trains all its loops, some in processes of their own."""
-import csv
+import csv,sys
 from pathlib import Path
 
 import pytest,torch
 
 bench = Path(__file__).parent.parent/'bench'
+sys.path.insert(0, str(bench))
 columns = ['run','part','case','size','loop','opt','precision','turn','metric','value','note']
 
 @pytest.fixture
@@ -70,7 +71,6 @@ def test_tables_are_of_the_csv(call, tmp_path):
 @pytest.mark.slow
 def test_report_of_failures(tmp_path, monkeypatch):
     "gpu.py writes its tables though no variant of a model has run"
-    monkeypatch.syspath_prepend(bench)
     import gpu
     from common import Results
     from loops import Variant
@@ -81,9 +81,8 @@ def test_report_of_failures(tmp_path, monkeypatch):
     assert 'train: mlp' in (tmp_path/'a.md').read_text()
 
 @pytest.mark.slow
-def test_float32_kernels(monkeypatch):
+def test_float32_kernels():
     "They give the numbers of bfloat16's own kernels, and their errors"
-    monkeypatch.syspath_prepend(bench)
     from families import Float32Kernels
     a,b,c = torch.randn(3,2,8,8).bfloat16()
     def _product(): return torch.baddbmm(c, a, b, beta=.5, alpha=.25)
@@ -95,7 +94,6 @@ def test_float32_kernels(monkeypatch):
 
 def test_interrupted_group(tmp_path, monkeypatch):
     "Is measured again, and one that wasn't interrupted is not"
-    monkeypatch.syspath_prepend(bench)
     from common import Results
     from loops import Variant
     monkeypatch.chdir(tmp_path)
@@ -111,16 +109,14 @@ def test_interrupted_group(tmp_path, monkeypatch):
     for _ in range(2): again.measure('train', 'mlp', 4, measure())
     assert (len(measured),again.read().value.tolist())==(2,[2])
 
-def test_kernels_and_waits(monkeypatch):
+def test_kernels_and_waits():
     "Copies are no kernels, and a launch is no wait"
-    monkeypatch.syspath_prepend(bench)
     from host import of_gpu
     on_gpu,on_host = ('gemm','Memcpy DtoH','Memset'),('aten::mm','cudaLaunchKernel','cudaStreamSynchronize')
     assert of_gpu([(o,True) for o in on_gpu]+[(o,False) for o in on_host])==[1,1]
 
-def test_mutants(monkeypatch):
+def test_mutants():
     "Each is one edit of the code, neither of annotations nor of texts"
-    monkeypatch.syspath_prepend(bench)
     from mutations import mutants
     source = '''def f(a:int=1, b='é')->3: # a comment
     "Text 1"

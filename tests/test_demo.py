@@ -19,19 +19,15 @@ def test_run(tmp_path):
     res = subprocess.run([*cmd, *args], capture_output=True, text=True)
     assert res.returncode==0, res.stderr
     assert res.stderr.splitlines()==[f'Training in {o}, up to 5 s' for o in demo.precisions]
-    lines = [o.split() for o in res.stdout.splitlines()]
-    header = next(o for o in lines if o[:1]==['precision'])
-    rows = {o[0]:o for o in lines if o and o[0] in demo.precisions}
-    assert list(rows)==list(demo.precisions) and all(len(o)==len(header) for o in rows.values())
-    assert rows['fp32'][header.index('speedup')]=='1.00x' and rows['fp32'][-2:]==['-','-']
-    assert [rows[o][-1]=='-' for o in rows]==[True,True,False,True,False] # only float16 has a loss scale
-    said = [o[0] for o in lines if o]
+    said = [o.split()[0] for o in res.stdout.splitlines() if o.strip()]
     assert said.index('torch')<said.index('precision')<said.index('Table:')
+    assert [o for o in said if o in demo.precisions]==[*demo.precisions]
     csv,png = tmp_path/'new/out/precisions.csv',tmp_path/'new/out/precisions.png'
     *_,table,plot,_,advice = res.stdout.splitlines()
     assert (table,plot)==(f'Table: {csv}',f'Plot: {png}') and advice.startswith(('Use learn.','Stay with float32'))
     df = pd.read_csv(csv, index_col='precision')
-    assert list(df.index)==list(demo.precisions) and list(df.columns)==header[1:]
+    assert list(df.index)==list(demo.precisions)
+    assert df.loss_scale.isna().tolist()==[True,True,False,True,False] # only float16 has one
     assert (df.step_ms>0).all() and df.accuracy[df.steps==11].between(.8,1).all() # on a busy machine there may be fewer
     assert plt.imread(png).shape[0]>100
 

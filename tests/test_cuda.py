@@ -70,9 +70,7 @@ def healthy(learn):
 
 @cache
 def float32_loss():
-    learn = get_learner().to_fp32()
-    learn.fit(8)
-    return learn.validate()[0]
+    return fitted(get_learner().to_fp32(), 8).validate()[0]
 
 @results
 @pytest.mark.parametrize('mode', modes)
@@ -86,12 +84,8 @@ def test_learns_like_float32(mode):
 
 @results
 def test_flat_is_exact():
-    def weights(flat):
-        def _model(): return flattened(nn.Linear(768,33), nn.ReLU(), nn.LayerNorm(33), nn.Linear(33,1))
-        learn = get_learner(_model).to_bf16(flat_master=flat)
-        learn.fit(2)
-        return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
-    assert torch.equal(weights(True), weights(False))
+    def _model(): return flattened(nn.Linear(768,33), nn.ReLU(), nn.LayerNorm(33), nn.Linear(33,1))
+    assert same_weights(*[fitted(get_learner(_model).to_bf16(flat_master=o), 2) for o in (True,False)])
 
 @results
 @pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
@@ -213,9 +207,7 @@ def test_cuda_graphs_learn_the_same(mode):
     def _loss(**how):
         torch._dynamo.reset()
         model = (lambda: torch.compile(layer_normed(), **how)) if how else layer_normed
-        learn = getattr(get_learner(model, opt_func=fused_adamw), mode)()
-        learn.fit(4)
-        return learn.recorder.values[-1][-1]
+        return fitted(getattr(get_learner(model, opt_func=fused_adamw), mode)(), 4).recorder.values[-1][-1]
     want = _loss()
     assert abs(_loss(mode='reduce-overhead')-want)<.1*want
 

@@ -84,9 +84,8 @@ def test_averaged_model(mode, kind):
     "It holds float32 weights, as near to those of float32 as the weights are, and learns nothing of a skipped step"
     kwargs = {} if kind=='swa' else dict(multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(.8))
     def run(mode, *cbs):
-        learn,averaged = get_learner(opt_func=SGD, lr=.05),Averaged(**kwargs)
+        learn,averaged = in_mode(mode, opt_func=SGD, lr=.05),Averaged(**kwargs)
         start = flat(weights(learn))
-        if mode: modes[mode](learn)
         learn.fit(2, cbs=[averaged,*cbs])
         return averaged.avg,flat(averaged.avg.module.parameters())-start
     avg,way = run(mode)

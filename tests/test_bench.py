@@ -8,7 +8,6 @@ import pytest,torch
 
 bench = Path(__file__).parent.parent/'bench'
 sys.path.insert(0, str(bench))
-columns = ['run','part','case','size','loop','opt','precision','turn','metric','value','note']
 
 @pytest.fixture
 def call(forked, tmp_path):
@@ -42,7 +41,7 @@ def test_script(script, call, tmp_path):
     comment,*lines = path.read_text().splitlines()
     assert all(o in comment for o in (f'{script}.py --tiny', 'torch', 'fastai', 'cores'))
     found = [*csv.DictReader(o for o in lines if o[:1]!='#')]
-    assert [*found[0]]==columns
+    assert [*found[0]]=='run part case size loop opt precision turn metric value note'.split()
     assert {*metrics.split()} <= {o['metric'].replace(' ', '_') for o in found}
     # fastai's flat masters are views, which channels-last weights don't have
     expected = 'fastai','flat','resnet50-nhwc'

@@ -21,11 +21,11 @@ calls = dict(float32=noop, to_bf16=lambda o: o.to_bf16(), to_native_bf16=lambda 
 
 def some(batch, n): return [t[torch.arange(n)%len(t)] for t in batch]
 
-def plan_for(model, batch, opt, loss_func=loss_func, **kwargs):
+def plan_for(model, batch, opt, loss_func=loss_func):
     def _loss(n):
         x,y = some(batch, n)
         return loss_func(model(x), y)
-    return plan_memory(model, _loss, opt, len(batch[0]), **kwargs)
+    return plan_memory(model, _loss, opt, len(batch[0]))
 
 def planned(plan, n, name='float32'): return plan._replace(items=n).table.peak[name].item()*2**20
 
@@ -54,25 +54,24 @@ def test_peak(name, opt):
 
 def sizes(plan, name='float32'): return [*plan.table.loc[name, ['weights','gradients','optimizer']]*2**20]
 def sgd(model): return torch.optim.SGD(model.parameters(), .1)
-xb,yb = torch.randn(4,8),torch.randn(4,1)
 
-def plan_mse(model, opt=None, batch=(xb,yb), **kwargs):
-    return plan_for(model, batch, opt or torch.optim.Adam(model.parameters()), F.mse_loss, **kwargs)
+def plan_mse(model, opt=None):
+    batch = torch.randn(4,8),torch.randn(4,1)
+    return plan_for(model, batch, opt or torch.optim.Adam(model.parameters()), F.mse_loss)
 
 def test_parts():
-    "8 to 16 to 1 numbers: 161 parameters of four bytes, two averages each, and Adam's counts"
-    model = nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.Linear(16,1))
-    for name in calls: assert sizes(plan_mse(model), name)==[644,644,2*644+4*4]
-    assert sizes(plan_mse(model, sgd(model)))==[644,644,0]
-    opt = torch.optim.Adam(model.parameters())
-    F.mse_loss(model(xb), yb).backward()
-    opt.step() # the state is there already
-    assert sizes(plan_mse(model, opt))==[644,644,2*644+4*4]
+    """8 to 16 to 1 numbers: 161 parameters of four bytes, two averages each, and Adam's counts
 
-def test_activations():
-    "Bytes per item: x and y, hidden layer, predictions and losses. In half precision there are copies of weights, too."
+    Activations, in bytes per item: x and y, hidden layer, predictions and losses. In half precision there are copies of
+    weights, too."""
     model = nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.Linear(16,1))
     plan = plan_mse(model)
+    for name in calls: assert sizes(plan, name)==[644,644,2*644+4*4]
+    assert sizes(plan_mse(model, sgd(model)))==[644,644,0]
+    opt = torch.optim.Adam(model.parameters())
+    model(torch.randn(4,8)).mean().backward()
+    opt.step() # the state is there already
+    assert sizes(plan_mse(model, opt))==[644,644,2*644+4*4]
     def _activations(name): return [o.item() for o in plan.steps[name][3]]
     assert _activations('float32')==[0, 4*(8+1+16+1+1)]
     # the first layer's weight isn't needed for a gradient

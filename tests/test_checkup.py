@@ -157,6 +157,7 @@ def test_last_fit():
         look()
         texts,todo = lines(learn.precision_checkup())
         assert texts['Last fit'].startswith('8 steps, none skipped.') and 'Skipped steps' not in todo
+    assert lines(fitted(learn).precision_checkup())[0]['Last fit'].startswith('4 steps')
 
 # --- What makes it slow
 

@@ -100,23 +100,21 @@ def raises(e):
     return _raise
 
 class On(Callback):
-    "Call `f` with the learner in each `event`: if it is one of a batch, of all training batches or those `at`"
+    "Call `f` with the learner in each `event`: if it is one of a batch, of the training batches `at`, counted from 0"
     run_valid = False
     def __init__(self, event, f, order=0, at=None):
         self.f,self.order,self.at = f,order,at
         setattr(self, event, self._on)
     def _on(self):
-        if self.at is None or self.train_iter in self.at: self.f(self.learn)
+        if self.at is None or self.epoch*self.n_iter+self.iter in self.at: self.f(self.learn)
 
 def overflow(*at, layer=0):
     "The gradient of a layer's weight overflows in the batches `at`; the loss doesn't"
     return On('after_backward', lambda learn: learn.model[layer].weight.grad.fill_(math.inf), -20, at)
 
-class InfiniteAt(Callback):
-    "An infinite batch, number `at` of the training batches"
-    def __init__(self, at): self.at = at
-    def before_batch(self):
-        if self.training and self.train_iter==self.at: self.learn.xb = (self.x*float('inf'),)
+def InfiniteAt(*at):
+    "Infinite batches, those training batches `at`"
+    return On('before_batch', lambda learn: setattr(learn, 'xb', (learn.x*math.inf,)), at=at)
 
 class ScaledLoss(nn.Module):
     "A loss with a parameter"

@@ -175,3 +175,11 @@ def test_no_speed_beside_a_measurement(page):
         alt = [o for o in c.source.splitlines() if o.startswith('#| fig-alt:')]
         near = [o.source.split('\n\n')[k] for o,k in zip(found[i-1:i+2:2], (-1,0)) if o.cell_type=='markdown']
         assert [o for o in alt+near if about_speed.search(o)]==[], c.id
+
+def test_one_machine():
+    "What this CPU does in bfloat16 is the same in both tables of the page: native, and then at most twice as long"
+    cells = {o.id:o for o in read_nb(pages['which_precision']).cells}
+    support,times = (''.join(cells[o].outputs[0].data['text/plain']) for o in ('c01cfc8e','ffb13748'))
+    how = re.search(r'^cpu +native +(\w+)', support, re.M)[1]
+    took = {k:float(v) for k,v in re.findall(r'(to_\w+) .* ([\d.]+)$', times, re.M)}
+    assert (took['to_bf16']<=2*took['to_fp32'])==(how=='native')

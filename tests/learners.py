@@ -70,6 +70,12 @@ class Does(nn.Module):
         for k,v in parts.items(): setattr(self, k, nn.Parameter(v) if type(v) is torch.Tensor else v)
     def forward(self, *args, **kwargs): return self.function(self, *args, **kwargs)
 
+def returned(module):
+    "A list, to which each call of `module` adds what it returns"
+    res = []
+    module.register_forward_hook(lambda module, args, out: res.append(out))
+    return res
+
 def get_learner(model=None, dls=None, norm=False, **kwargs):
     "A quiet learner, the same each time"
     if model is None: model = mlp(norm)

@@ -1,7 +1,7 @@
 """Own parameters: rounded where they meet half precision in a sum or a product, plain for everybody else
 
 And modules in float32: nothing that they pass on, write or attach is lost."""
-import io,pickle,sys
+import io,pickle
 from contextlib import nullcontext
 
 import pytest,torch._dynamo
@@ -12,7 +12,6 @@ from learners import *
 from copy import copy,deepcopy
 from mp_callbacks.own import OwnParameter
 from states import assert_plain,identical,same,without_gradients
-from tracing import interrupted
 
 bf16,f32 = torch.bfloat16,torch.float32
 
@@ -23,24 +22,20 @@ def close(got, want, tol=.02): return (got.float()-want.float()).norm()<=tol*wan
 
 # --- Which functions round
 
-class Meets(nn.Module):
-    "`f` of an activation and a parameter of its own"
-    def __init__(self, f, *shape): super().__init__(); self.f,self.w = f,nn.Parameter(torch.rand(shape)+.5)
-    def forward(self, x): return self.f(x, self.w)
+def meets(f, *shape): return Does(lambda m,x: f(x, m.w), w=torch.rand(shape)+.5)
 
 def meet(around, f, *shape, trained=True):
-    "What `Meets` returns behind a layer, the same without gradients, and the gradient of its parameter"
+    "What `f` of an activation and a parameter returns, the same without gradients, and the parameter's gradient"
     torch.manual_seed(0)
-    model,seen = nn.Sequential(nn.Linear(8,32), Meets(f, *shape)),[]
-    model[1].w.requires_grad_(trained)
-    model[1].register_forward_hook(lambda m,args,out: seen.append(out))
+    model = nn.Sequential(nn.Linear(8,32), meets(f, *shape))
+    seen,w = returned(model[1]),model[1].w.requires_grad_(trained)
     with around(model):
         model(x := numbers(shape[0] if shape==(32,32) else 4)[0])
         if seen[0].is_floating_point(): seen[0].float().square().sum().backward()
         without_gradients(model, x)
     assert len(seen)==5 and all(same(o.detach(), seen[0].detach()) for o in seen)
-    assert model[1].w.grad is None or type(model[1].w.grad) is torch.Tensor and model[1].w.grad.dtype==f32
-    return seen[0].detach(),model[1].w.grad
+    assert w.grad is None or type(w.grad) is torch.Tensor and w.grad.dtype==f32
+    return seen[0].detach(),w.grad
 
 def rounding(f):
     "`f` with a rounded parameter"
@@ -228,24 +223,17 @@ def test_others(name):
 class OwnLinear(nn.Linear):
     def forward(self, x): return F.linear(x, self.weight)+self.bias
 
-class MyNorm(nn.Module):
-    def __init__(self): super().__init__(); self.weight = nn.Parameter(torch.ones(8))
-    def forward(self, x): return F.normalize(x, dim=-1)*self.weight
-
-class Whose(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.own,self.f64 = nn.Parameter(torch.ones(8)),nn.Parameter(torch.ones(8, dtype=torch.float64))
-        self.list,self.dict = nn.ParameterList([torch.ones(8)]),nn.ParameterDict(dict(a=torch.ones(8)))
-        self.lin,self.layer,self.norm,self.mine = nn.Linear(8,8),OwnLinear(8,8),nn.LayerNorm(8),MyNorm()
-        self.attend,self.emb,self.kept = nn.MultiheadAttention(8, 2),nn.Embedding(4, 8),OwnLinear(8,8)
-    def forward(self, x): return self.lin(x)+self.own
+class MyNorm(Does): "Named like one"
 
 def test_whose():
     """Those of modules with a `forward` of their own, but for norms and what is kept in float32
 
     And of PyTorch's attention on a CPU, which takes no fast path then: what it does with them is no sum or product."""
-    model = Whose()
+    ones = torch.ones(8)
+    model = Does(lambda m,x: m.lin(x)+m.own, own=ones, f64=ones.double(), list=nn.ParameterList([ones]),
+                 dict=nn.ParameterDict(dict(a=ones)), lin=nn.Linear(8,8), layer=OwnLinear(8,8), norm=nn.LayerNorm(8),
+                 mine=MyNorm(noop, weight=ones), attend=nn.MultiheadAttention(8, 2), emb=nn.Embedding(4, 8),
+                 kept=OwnLinear(8,8))
     params = dict(model.named_parameters())
     with half(model, keep='kept'):
         own = {k for k,p in model.named_parameters() if type(p) is OwnParameter}
@@ -254,33 +242,26 @@ def test_whose():
         assert all(isinstance(p, nn.Parameter) for p in params.values())
     assert {type(p) for p in model.parameters()}=={nn.Parameter}
 
-@pytest.mark.parametrize('kind', ['parameter','list','dict'])
+held = dict(parameter=(nn.Parameter, noop), list=(lambda o: nn.ParameterList([o]), lambda o: o[0]),
+            dict=(lambda o: nn.ParameterDict(dict(a=o)), lambda o: o['a']))
+
+@pytest.mark.parametrize('kind', held)
 def test_kinds(kind):
     "The stream behind a position is in half precision, wherever that is kept, but not in a module kept in float32"
-    pos = torch.ones(32)
-    make,read = dict(parameter=(nn.Parameter, noop), list=(lambda o: nn.ParameterList([o]), lambda o: o[0]),
-                     dict=(lambda o: nn.ParameterDict(dict(a=o)), lambda o: o['a']))[kind]
-    class Adds(nn.Module):
-        def __init__(self): super().__init__(); self.pos = make(pos)
-        def forward(self, x): return x+read(self.pos)
-    model,seen = nn.Sequential(nn.Linear(8,32), Adds(), nn.Linear(32,1)),[]
-    model[1].register_forward_hook(lambda m,args,out: seen.append(out.dtype))
+    make,read = held[kind]
+    adds = Does(lambda m,x: x+read(m.pos), pos=make(torch.ones(32)))
+    model,seen = nn.Sequential(nn.Linear(8,32), adds, nn.Linear(32,1)),returned(adds)
     for kwargs in ({},{},dict(keep='1')):
         with half(model, **kwargs): model(numbers(4)[0]).sum().backward()
-    assert seen==[bf16,bf16,f32]
+    assert [o.dtype for o in seen]==[bf16,bf16,f32]
 
 def test_tied():
     "A weight that a layer has, too"
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.lin = nn.Linear(8,8)
-            self.w = self.lin.weight
-        def forward(self, x): return self.lin(x)*self.w[0]@self.w
     grads = {}
     for around in (float32,autocast,half):
-        model = Tied()
+        torch.manual_seed(0)
+        lin = nn.Linear(8,8)
+        model = Does(lambda m,x: m.lin(x)*m.w[0]@m.w, lin=lin, w=lin.weight)
         for _ in range(2):
             model.zero_grad()
             with around(model): model(numbers(4)[0]).float().square().sum().backward()
@@ -345,24 +326,23 @@ def test_autocast_off():
             x,w = ctx.saved_tensors
             seen.extend([x*w,x*ctx.w])
             return g*w,(g*x).sum(0)
-    class Careful(nn.Module):
-        def __init__(self): super().__init__(); self.w = nn.Parameter(torch.rand(32)+.5)
-        def forward(self, x):
-            with torch.autocast('cpu', enabled=False): seen.extend([x*self.w,x+self.w[:]])
-            return Scale.apply(x, self.w)
+    def _careful(m, x):
+        with torch.autocast('cpu', enabled=False): seen.extend([x*m.w,x+m.w[:]])
+        return Scale.apply(x, m.w)
     def run(around):
         torch.manual_seed(0)
         seen.clear()
-        step(nn.Sequential(nn.Linear(8,32), Careful()), numbers(4)[0], around)
+        model = nn.Sequential(nn.Linear(8,32), Does(_careful, w=torch.rand(32)+.5))
+        step(model, numbers(4)[0], around)
         return [o.detach() for o in seen]
     assert {o.dtype for o in run(half)}=={f32} and same(run(half), run(autocast))
 
 def classes(around, f):
     "Class and dtype of what `Meets` returns for an image of fastai's"
-    model,seen = nn.Sequential(nn.Linear(8,32), Meets(f, 32, 32)),[]
-    model[1].register_forward_hook(lambda m,args,out: seen.append((type(out),out.dtype)))
+    model = nn.Sequential(nn.Linear(8,32), meets(f, 32, 32))
+    seen = returned(model[1])
     with around(model): model(TensorImage(numbers(32)[0]))
-    return seen[0]
+    return type(seen[0]),seen[0].dtype
 
 @pytest.mark.parametrize('name', [*sums,*products,*joins])
 def test_class_of_an_activation(name):
@@ -499,35 +479,6 @@ def test_installed_around_a_with():
     a.remove()
     assert_plain(model)
 
-def test_threads():
-    "Each with a `half_precision` of its own on one model"
-    from test_threads import in_threads
-    model,x = positions(),numbers(4)[0]
-    with half(model): want = model(x).detach()
-    def call():
-        mine = half(model)
-        for _ in range(30):
-            with mine: assert model(x).equal(want)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try: assert in_threads(call, call)==[]
-    finally: sys.setswitchinterval(before)
-    assert_plain(model)
-
-def test_interrupted():
-    "At any line: plain parameters, and the next batch has the numbers that it would have had"
-    model,x = positions(),numbers(4)[0]
-    mine = half(model)
-    want = step(model, x, mine)
-    def batch():
-        with mine: model(x).sum().backward()
-    n = 1
-    while interrupted(batch, n, 'own.py', '_switch', '_take_off', '_whole', '_in_half'):
-        assert_plain(model, n)
-        assert same(step(model, x, mine), want), n
-        n += 3
-    assert n>100
-
 def test_moved_to_another_module():
     "Parameters of modules that were replaced meanwhile, and of the new ones, are plain, too"
     model,x = positions(),numbers(4)[0]
@@ -546,16 +497,14 @@ def test_moved_to_another_module():
 
 # --- A model that changes its parameters in the middle of a call
 
-class Writes(nn.Module):
+def writing(write):
     "Calls `write` with itself and a mean of activations"
-    def __init__(self, write):
-        super().__init__()
-        torch.manual_seed(0)
-        self.write,self.lin,self.w = write,nn.Linear(8,32),nn.Parameter(torch.rand(32)+.5)
-    def forward(self, x):
-        x = self.lin(x)
-        with torch.no_grad(): self.write(self, x.mean(0))
-        return x*self.w
+    def _forward(m, x):
+        x = m.lin(x)
+        with torch.no_grad(): write(m, x.mean(0))
+        return x*m.w
+    torch.manual_seed(0)
+    return Does(_forward, lin=nn.Linear(8,32), w=torch.rand(32)+.5)
 
 def iadd_own(m, x): m.w += x
 def assign_data(m, x): m.w.data = m.w.data*1.5
@@ -598,7 +547,7 @@ writes = dict(
 def test_written(name):
     "In `forward`: the model computes with it, and keeps it, as under autocast, and no gradient is lost"
     def run(around):
-        model,x = Writes(writes[name]),numbers(4)[0]
+        model,x = writing(writes[name]),numbers(4)[0]
         around,first,seen = around(model),model.w,[]
         for _ in range(2):
             model.zero_grad()
@@ -616,10 +565,6 @@ def test_written(name):
 
 # --- torch.func inside `forward`
 
-class Inner(nn.Module):
-    def __init__(self): super().__init__(); self.lin,self.w = nn.Linear(32,32),nn.Parameter(torch.rand(32)+.5)
-    def forward(self, x): return self.lin(x)*self.w+self.w
-
 transforms = dict(
     functional_call = lambda m,x: functional_call(m, {k:2*p for k,p in m.named_parameters()}, (x,)),
     same_parameters = lambda m,x: functional_call(m, dict(m.named_parameters()), (x,)),
@@ -636,101 +581,48 @@ transforms = dict(
 @pytest.mark.parametrize('name', transforms)
 def test_transforms(name):
     "The same numbers in each call, those of autocast up to rounding"
-    class Net(nn.Module):
-        def __init__(self): super().__init__(); torch.manual_seed(0); self.first,self.inner = nn.Linear(8,32),Inner()
-        def forward(self, x):
-            x = self.first(x)
-            return self.inner(x)+transforms[name](self.inner, x).sum(0) # the layers inside compute both ways
+    def _net():
+        torch.manual_seed(0)
+        inner = Does(lambda m,x: m.lin(x)*m.w+m.w, lin=nn.Linear(32,32), w=torch.rand(32)+.5)
+        def _forward(m, x):
+            x = m.first(x)
+            return m.inner(x)+transforms[name](m.inner, x).sum(0) # the layers inside compute both ways
+        return Does(_forward, first=nn.Linear(8,32), inner=inner)
     x = numbers(4)[0]
-    want,auto = (step(Net(), x, o) for o in (float32,autocast))
-    model = Net()
-    mine = half(model)
+    want,auto = (step(_net(), x, o) for o in (float32,autocast))
+    mine = half(model := _net())
     first,*later = [step(model, x, mine) for _ in range(3)]
     for o in later: assert same(o, first)
     def _errors(got): return [((a.float()-b).norm()/b.norm()).item() for a,b in zip(got, want)]
     assert max(_errors(first))<=3*max(_errors(auto)), (_errors(first),_errors(auto))
 
-class Transforms(nn.Module):
-    "A layer that is only called inside a transform"
-    def __init__(self, name):
-        super().__init__()
-        torch.manual_seed(0)
-        self.name,self.first,self.lin = name,nn.Linear(8,32),nn.Linear(32,32)
-    def forward(self, x):
-        x = self.first(x)
-        if self.name=='vmap': return vmap(self.lin)(x)
-        return grad(lambda o: self.lin(o).square().sum())(x)
-
-@pytest.mark.parametrize('name', ['vmap','grad'])
+@pytest.mark.parametrize('name', ['vmap_layer','grad_layer'])
 def test_layer_in_a_transform(name):
-    "In the dtype of autocast from the first call on"
+    "That is only called inside one: in the dtype of autocast from the first call on"
     x,seen = numbers(4)[0],{}
     for around in (autocast,half):
-        model = Transforms(name)
-        model.lin.register_forward_hook(lambda m,args,out: seen.setdefault(around, []).append((out.dtype,out.shape)))
-        mine = around(model)
+        torch.manual_seed(0)
+        model = Does(lambda m,x: transforms[name](m, m.first(x)), first=nn.Linear(8,32), lin=nn.Linear(32,32))
+        calls,mine = returned(model.lin),around(model)
         outs = [step(model, x, mine if around is half else around) for _ in range(3)]
         assert same(outs[1], outs[0]) and same(outs[2], outs[0])
-        seen[around,'res'] = outs[0]
-    assert seen[half]==seen[autocast]
-    assert close(flat(seen[half,'res']), flat(seen[autocast,'res']), .01)
+        seen[around] = [(o.dtype,o.shape) for o in calls],outs[0]
+    assert seen[half][0]==seen[autocast][0]
+    assert close(flat(seen[half][1]), flat(seen[autocast][1]), .01)
 
 # --- Computing again
-
-class Timed(nn.Module):
-    "A scale of its own, and a time that it makes from the one that it is given"
-    def __init__(self):
-        super().__init__()
-        self.scale,self.lin,self.embed = nn.Parameter(torch.rand(32)+.5),nn.Linear(32,32),nn.Linear(32,32)
-    def forward(self, x, t):
-        t = t*1000
-        return x+self.scale*self.lin(x)+self.embed((t[:,None]*torch.linspace(.1, 1, 32)).sin())
-
-class Stack(nn.Module):
-    "Blocks, or one several times, and how they are called"
-    def __init__(self, call, once=False):
-        super().__init__()
-        torch.manual_seed(0)
-        blocks = [Timed()]*3 if once else [Timed() for _ in range(3)]
-        self.call,self.pos,self.blocks = call,nn.Parameter(torch.randn(32)),nn.ModuleList(blocks)
-        self.first,self.head = nn.Linear(8,32),nn.Linear(32,1)
-    def part(self, block, x, t): return block(x+self.pos, t)*self.pos[:]
-    def forward(self, x):
-        t = x[:,0].sigmoid()
-        x = self.first(x)
-        for o in self.blocks: x = self.call(self, o, x, t)
-        return self.head(x)
-
-def modules(**kwargs): return lambda m,o,x,t: checkpoint(o, x, t, **kwargs) if kwargs else o(x, t)
-def functions(**kwargs): return lambda m,o,x,t: checkpoint(m.part, o, x, t, **kwargs) if kwargs else m.part(o, x, t)
-
-@pytest.mark.parametrize('once', [False,True])
-@pytest.mark.parametrize('reentrant', [True,False])
-@pytest.mark.parametrize('kind', [modules,functions])
-def test_checkpointed(kind, reentrant, once):
-    "Modules and functions, also a block that is called several times: the bits of a run without, in each batch"
-    def run(**kwargs):
-        model,x = Stack(kind(**kwargs), once),numbers(4)[0]
-        mine = half(model)
-        return [step(model, x, mine) for _ in range(3)]
-    assert same(run(use_reentrant=reentrant), run())
-
-class Typed(nn.Module):
-    "Returns what fastai's tensors of targets are, so that the loss is one"
-    def __init__(self, reentrant):
-        super().__init__()
-        torch.manual_seed(0)
-        self.reentrant,self.first,self.own,self.head = reentrant,nn.Linear(8,32),Position(),nn.Linear(32,1)
-    def forward(self, x):
-        x = self.first(x)
-        x = self.own(x) if self.reentrant is None else checkpoint(self.own, x, use_reentrant=self.reentrant)
-        return TensorBase(self.head(x))
 
 @pytest.mark.parametrize('reentrant', [True,False])
 def test_checkpointed_with_a_loss_of_fastais_class(reentrant):
     "Its `backward` switches our class off, and yet the part is computed again as it was"
     def run(reentrant):
-        learn = get_learner(Typed(reentrant), loss_func=lambda pred,y: F.mse_loss(pred, y)).to_bf16()
+        def _forward(m, x):
+            x = m.first(x)
+            x = m.own(x) if reentrant is None else checkpoint(m.own, x, use_reentrant=reentrant)
+            return TensorBase(m.head(x)) # as fastai's targets are, so that the loss is one
+        torch.manual_seed(0)
+        model = Does(_forward, first=nn.Linear(8,32), own=Position(), head=nn.Linear(32,1))
+        learn = get_learner(model, loss_func=lambda pred,y: F.mse_loss(pred, y)).to_bf16()
         learn.fit(1)
         assert type(learn.loss_func(TensorBase(torch.ones(1)), torch.ones(1))) is TensorBase
         return weights(learn)
@@ -738,19 +630,14 @@ def test_checkpointed_with_a_loss_of_fastais_class(reentrant):
 
 # --- torch.compile
 
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.pos,self.gamma = nn.Parameter(torch.randn(1,8,32)),nn.Parameter(torch.rand(32))
-        self.norm,self.lin = nn.LayerNorm(32),nn.Linear(32,32)
-        self.bias = nn.ParameterList([torch.rand(32)])
-    def forward(self, x):
-        x = x+self.pos[0,:1].expand(len(x),-1)
-        return torch.cat([x,self.gamma*self.lin(self.norm(x))])[:len(x)]+self.bias[0]
-
 def small():
+    def _forward(m, x):
+        x = x+m.pos[0,:1].expand(len(x),-1)
+        return torch.cat([x,m.gamma*m.lin(m.norm(x))])[:len(x)]+m.bias[0]
+    def _block(): return Does(_forward, pos=torch.randn(1,8,32), gamma=torch.rand(32), norm=nn.LayerNorm(32),
+                              lin=nn.Linear(32,32), bias=nn.ParameterList([torch.rand(32)]))
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8,32), Small(), nn.GELU(), Small(), nn.Linear(32,1))
+    return nn.Sequential(nn.Linear(8,32), _block(), nn.GELU(), _block(), nn.Linear(32,1))
 
 def blocks_in_place(m):
     for o in (m[1],m[3]): o.compile(backend='eager')
@@ -780,57 +667,40 @@ def test_compiled(kind):
 
 # --- What a module with parameters of its own passes on keeps its meaning
 
-class Fills(nn.Module):
-    "Writes into what it is given"
-    def __init__(self): super().__init__(); self.layer = nn.Linear(8,8)
-    def forward(self, y): y.mul_(2).add_(self.layer(y.detach()))
-
-class Adds(nn.Module):
+def fills():
     "Adds a position of its own, and lets a module inside write into the sum"
-    def __init__(self): super().__init__(); self.pos,self.inner = nn.Parameter(torch.ones(8)),Fills()
-    def forward(self, x):
-        y = x+self.pos
-        self.inner(y)
+    def _adds(m, x):
+        y = x+m.pos
+        m.inner(y)
         return y
+    inner = Does(lambda m,y: y.mul_(2).add_(m.layer(y.detach())), layer=nn.Linear(8,8))
+    return Does(_adds, pos=torch.ones(8), inner=inner)
 
-class Remembers(nn.Module):
+def merges(): return Does(lambda m,x: x+x.orig)
+
+def attributes():
     "As fastai's `SequentialEx` and `MergeLayer`"
-    def __init__(self): super().__init__(); self.gain = nn.Parameter(torch.ones(8))
-    def forward(self, x):
-        y = x*self.gain
+    def _remember(m, x):
+        y = x*m.gain
         y.orig = x
         return y
+    return nn.Sequential(Does(_remember, gain=torch.ones(8)), merges())
 
-class Merges(nn.Module):
-    def forward(self, x): return x+x.orig
-
-class Times(nn.Module):
-    "Time steps from 0 to 1000 that are computed from what was given, as in flow matching"
-    def __init__(self):
-        super().__init__()
-        self.pos,self.layer,self.embed = nn.Parameter(torch.ones(8)),nn.Linear(8,8),nn.Identity()
-    def forward(self, x): return self.layer(x+self.pos)*self.embed(x.abs().clamp(max=1)*1000).sin()
-
-class Attend(nn.Module):
-    def __init__(self): super().__init__(); self.q,self.k = nn.Linear(8,8),nn.Linear(8,8)
-    def forward(self, x, mask): return (self.q(x)@self.k(x).T+mask).softmax(-1)@x
-
-class Masked(nn.Module):
+def masked():
     "Some rows may look at nothing, as with left padding"
-    def __init__(self): super().__init__(); self.pos,self.attend = nn.Parameter(torch.ones(8)),Attend()
-    def forward(self, x):
+    def _forward(m, x):
         mask = torch.full((len(x),len(x)), -1e9).triu(1)
         mask[0] = -1e9
-        return self.attend(x+self.pos, mask)
-
-makes = dict(fills=Adds, times=Times, mask=Masked, attributes=lambda: nn.Sequential(Remembers(), Merges()))
+        return m.attend(x+m.pos, mask)
+    attend = Does(lambda m,x,mask: (m.q(x)@m.k(x).T+mask).softmax(-1)@x, q=nn.Linear(8,8), k=nn.Linear(8,8))
+    return Does(_forward, pos=torch.ones(8), attend=attend)
 
 @pytest.mark.parametrize('dtype', [bf16,torch.float16])
-@pytest.mark.parametrize('kind', makes)
-def test_passed_on(kind, dtype):
+@pytest.mark.parametrize('make', [fills,masked,attributes])
+def test_passed_on(make, dtype):
     "Errors are those of autocast, up to rounding"
     torch.manual_seed(0)
-    model,x = nn.Sequential(nn.Identity(), makes[kind]()),numbers(16)[0]
+    model,x = nn.Sequential(nn.Identity(), make()),numbers(16)[0]
     want = model(x).detach()
     with torch.autocast('cpu', dtype): auto = model(x).detach().float()
     with half_precision(model, dtype): got = model(x).detach()
@@ -839,79 +709,59 @@ def test_passed_on(kind, dtype):
 
 # --- Modules in float32: casts stand in for what they were given
 
-class InPlace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first,self.act,self.last = nn.Linear(8,8),nn.ReLU(inplace=True),nn.Linear(8,1)
-    def forward(self, x):
-        x = self.first(x)
-        self.act(x)
-        return self.last(x)
+def inplace():
+    def _forward(m, x):
+        x = m.first(x)
+        m.act(x)
+        return m.last(x)
+    return Does(_forward, first=nn.Linear(8,8), act=nn.ReLU(inplace=True), last=nn.Linear(8,1))
 
-class Attaches(nn.Module):
-    def __init__(self): super().__init__(); self.body,self.act,self.end = nn.Linear(8,8),nn.GELU(),Merges()
-    def forward(self, x):
-        y = self.body(x)
+def attaches():
+    def _forward(m, x):
+        y = m.body(x)
         y.orig = y
-        return self.end(y)
+        return m.end(y)
+    return Does(_forward, body=nn.Linear(8,8), act=nn.GELU(), end=merges())
 
-class Pops(nn.Module):
-    "Takes from a list and writes into a dict, as decoders do with skip connections"
-    def __init__(self): super().__init__(); self.layer = nn.Linear(8,8)
-    def forward(self, skips, seen):
-        x = self.layer(skips.pop())
+def skips():
+    "Its parts take from a list and write into a dict, as decoders do with skip connections"
+    def _pop(m, skips, seen):
+        x = m.layer(skips.pop())
         seen['out'],seen['n'] = x,seen['n']+1
         return x
-
-class Skips(nn.Module):
-    def __init__(self): super().__init__(); self.down,self.up,self.last = nn.Linear(8,8),Pops(),Pops()
-    def forward(self, x):
-        skips,seen = [x,self.down(x)],dict(n=0, x=self.down(x))
+    def _forward(m, x):
+        skips,seen = [x,m.down(x)],dict(n=0, x=m.down(x))
         first,own = skips[0],seen['x']
-        self.up(skips, seen)
+        m.up(skips, seen)
         y = seen['out']
         skips.append(y)
-        self.last(skips, seen)
+        m.last(skips, seen)
         assert (len(skips),seen['n'],[*seen])==(1,2,['n','x','out']) and skips[0] is first and seen['x'] is own
         return y+seen['out']+skips[0]
+    up,last = (Does(_pop, layer=nn.Linear(8,8)) for _ in range(2))
+    return Does(_forward, down=nn.Linear(8,8), up=up, last=last)
 
-@pytest.mark.parametrize('kind,keep', [(InPlace,'act'), (Attaches,Merges), (Attaches,nn.GELU), (Skips,('up','last'))])
-def test_kept(kind, keep):
+@pytest.mark.parametrize('make,keep', [(inplace,'act'), (attaches,'end'), (attaches,nn.GELU), (skips,('up','last'))])
+def test_kept(make, keep):
     "What a module in float32 writes, takes out of a container or puts into it arrives; attributes go through a cast"
     torch.manual_seed(1)
-    model,x = kind(),numbers(16)[0]
+    model,x = make(),numbers(16)[0]
     want = model(x).detach()
     with half_precision(model, bf16, keep): assert (model(x)-want).norm()<=.02*want.norm()
 
 def test_kept_leaves_containers_alone():
     "What the caller has in a list or dict, nested too, is the same tensors, with what was written into them"
     seen = []
-    class Sums(nn.Module):
-        def __init__(self): super().__init__(); self.layer = nn.Linear(8,8)
-        def forward(self, features, more):
-            res = self.layer(features[0]+more['rest'][0])
-            with torch.no_grad(): more['rest'][1].fill_(2)
-            return res
-    class Net(nn.Module):
-        def __init__(self): super().__init__(); self.body,self.end = nn.Linear(8,8),Sums()
-        def forward(self, x):
-            y,z = self.body(x),self.body(-x)
-            features,more = [y],dict(rest=[z,torch.zeros_like(z)])
-            res = self.end(features, more)
-            seen.append((features[0] is y, more['rest'][0] is z, y.dtype, more['rest'][1].unique().tolist()))
-            return res
-    model = Net()
+    def _sums(m, features, more):
+        res = m.layer(features[0]+more['rest'][0])
+        with torch.no_grad(): more['rest'][1].fill_(2)
+        return res
+    def _forward(m, x):
+        y,z = m.body(x),m.body(-x)
+        features,more = [y],dict(rest=[z,torch.zeros_like(z)])
+        res = m.end(features, more)
+        seen.append((features[0] is y, more['rest'][0] is z, y.dtype, more['rest'][1].unique().tolist()))
+        return res
+    model = Does(_forward, body=nn.Linear(8,8), end=Does(_sums, layer=nn.Linear(8,8)))
     with half_precision(model, bf16, 'end'): model(numbers(16)[0]).sum().backward()
     assert seen==[(True,True,bf16,[2.])]
-
-def test_standardized_convolution():
-    "A layer with a `_conv_forward` of its own computes with float32 weights, as under autocast"
-    class Standardized(nn.Conv2d):
-        def _conv_forward(self, x, weight, bias):
-            assert weight.dtype==f32
-            return super()._conv_forward(x, (weight-weight.mean())/weight.std(), bias)
-    model = nn.Sequential(Standardized(3,4,3))
-    half = half_precision(model, bf16)
-    for _ in range(3):
-        with half: model(torch.ones(1,3,8,8)).sum().backward()
-    assert half.ways['0'].name!='layer'

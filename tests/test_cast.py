@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mp_callbacks import cast
 from mp_callbacks.half import half_precision
-from learners import flat
+from learners import Does,flat
 from states import *
 from tracing import interrupted
 
@@ -26,13 +26,12 @@ def data(n=8):
     g = torch.Generator().manual_seed(0)
     return torch.randn(n, 64, generator=g)
 
-class Model(nn.Module):
-    "Three layers; `forward` of a subclass says what it does with them"
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.a,self.b,self.c = nn.Linear(64,64),nn.Linear(64,64),nn.Linear(64,1)
-    def forward(self, x): return self.c(self.b(self.a(x).tanh()).tanh())
+def plain(m, x): return m.c(m.b(m.a(x).tanh()).tanh())
+
+def net(f=plain, **parts):
+    "Three layers, and what `f` does with them"
+    torch.manual_seed(1)
+    return Does(f, **{**dict(a=nn.Linear(64,64), b=nn.Linear(64,64), c=nn.Linear(64,1)), **parts})
 
 def backward(model, x): model(x).square().mean().backward()
 
@@ -81,13 +80,13 @@ def test_once(node_bytes, nodes, monkeypatch):
 
     Or one for each node of `node_bytes`, so that gradients in half precision don't all wait for the last."""
     monkeypatch.setattr(cast, 'node_bytes', node_bytes)
-    model,x = Model(),data()
+    model,x = net(),data()
     half = half_precision(model, bf16)
     for together,single in (([],7),(nodes,1),(nodes,1)): # the input is cast, too
         with half,Casts() as forward: loss = model(x).sum()
         with half,Casts() as back: loss.backward()
         assert forward.together==together==back.together[::-1] and forward.single==single
-    check(Model)
+    check(net)
 
 def test_size_of_a_node(monkeypatch):
     "At most `node_bytes`, or one layer that has more"
@@ -116,13 +115,13 @@ def test_memory_format():
 
 # --- What a model does to its parameters in the middle of a call
 
-class Written(Model):
+def written(write):
     "Writes into the weights of a layer before it computes"
-    def __init__(self, write): super().__init__(); self.write = write
-    def forward(self, x):
-        x = self.a(x).tanh()
-        with torch.no_grad(): self.write(self.b)
-        return self.c(self.b(x).tanh())
+    def _forward(m, x):
+        x = m.a(x).tanh()
+        with torch.no_grad(): m.write(m.b)
+        return m.c(m.b(x).tanh())
+    return net(_forward, write=write)
 
 def mul(m): m.weight.mul_(1.5)
 def mul_data(m): m.weight.data.mul_(1.5)
@@ -130,26 +129,24 @@ def assign_data(m): m.weight.data = m.weight.data*1.5
 def replace(m): m.weight = nn.Parameter(m.weight*1.5)
 def other_bias(m): m.bias = nn.Parameter(torch.full((64,), .5)) if m.bias is None else None
 
-class Pruned(Model):
+def pruned():
     "Takes numbers out of a weight in the middle of its second call"
-    def __init__(self): super().__init__(); self.b,self.calls = nn.Linear(64, 64, bias=False),0
-    def forward(self, x):
-        x,self.calls = self.a(x).tanh(),self.calls+1
-        if self.calls==2: prune.l1_unstructured(self.b, 'weight', .9)
-        return self.c(self.b(x).tanh())
+    def _forward(m, x):
+        x,m.calls = m.a(x).tanh(),m.calls+1
+        if m.calls==2: prune.l1_unstructured(m.b, 'weight', .9)
+        return m.c(m.b(x).tanh())
+    return net(_forward, b=nn.Linear(64, 64, bias=False), calls=0)
 
-class Momentum(nn.Module):
+def momentum():
     "As much code of momentum encoders does it: in place, through `.data`"
-    def __init__(self):
-        super().__init__()
-        self.q,self.k = [nn.Sequential(nn.Linear(64,64), nn.LayerNorm(64)) for _ in range(2)]
-        self.k.requires_grad_(False)
-    def forward(self, x):
-        q = self.q(x)
+    def _forward(m, x):
+        q = m.q(x)
         with torch.no_grad():
-            for a,b in zip(self.q.parameters(), self.k.parameters()): b.data.mul_(.5).add_(a.data, alpha=.5)
-            k = self.k(x)
+            for a,b in zip(m.q.parameters(), m.k.parameters()): b.data.mul_(.5).add_(a.data, alpha=.5)
+            k = m.k(x)
         return (q*k).sum(1)
+    q,k = [nn.Sequential(nn.Linear(64,64), nn.LayerNorm(64)) for _ in range(2)]
+    return Does(_forward, q=q, k=k.requires_grad_(False))
 
 class Clamped(nn.Linear):
     "Keeps its weights small"
@@ -165,20 +162,21 @@ class Codebook(nn.Embedding):
         for i in nearest.unique(): self.weight.data[i].lerp_(x.detach()[nearest==i].float().mean(0), .5)
         return x+(super().forward(nearest)-x).detach()
 
-class Borrows(Model):
+def borrows():
     "Computes with other weights in place of its own, and then with its own, which have changed where they lie"
-    def forward(self, x):
-        own,x = self.b.weight.data,self.a(x).tanh()
-        self.b.weight.data = 2*own
-        x = self.b(x).tanh()
-        self.b.weight.data = own.mul_(-1)
-        return self.c(self.b(x).tanh())
+    def _forward(m, x):
+        own,x = m.b.weight.data,m.a(x).tanh()
+        m.b.weight.data = 2*own
+        x = m.b(x).tanh()
+        m.b.weight.data = own.mul_(-1)
+        return m.c(m.b(x).tanh())
+    return net(_forward)
 
 def between(kind): return lambda: nn.Sequential(nn.Linear(64,64), kind(64, 64), nn.Linear(64,1))
 
 writes = dict(mul=mul, assign_data=assign_data, replace=replace, other_bias=other_bias)
-kinds = dict({k:partial(Written, o) for k,o in writes.items()}, pruned=Pruned, momentum=Momentum,
-             borrows=Borrows, clamped=between(Clamped), codebook=between(Codebook))
+kinds = dict({k:partial(written, o) for k,o in writes.items()}, pruned=pruned, momentum=momentum, borrows=borrows,
+             clamped=between(Clamped), codebook=between(Codebook))
 
 @pytest.mark.parametrize('kind', kinds)
 def test_written(kind):
@@ -203,7 +201,7 @@ def test_written(kind):
 def test_replaced_without_a_copy():
     "A new parameter over the old one's memory, with the same version, gets the gradient"
     def wrap(m): m.weight = nn.Parameter(m.weight.data)
-    model = Written(wrap)
+    model = written(wrap)
     with half_precision(model, bf16):
         for _ in range(2): # the second call casts
             model(data()).sum().backward()
@@ -211,7 +209,7 @@ def test_replaced_without_a_copy():
 
 def test_limit_of_data():
     "A trained weight that is written in place through `.data` counts from the next call on, as the page says"
-    model,x = Written(mul_data),data()
+    model,x = written(mul_data),data()
     with half_precision(model, bf16):
         for _ in range(2): model(x)
         before = model.b.weight.detach().clone()
@@ -223,8 +221,8 @@ def test_limit_of_data():
 
 def test_not_cast_in_vain():
     "A layer that a call writes into, or doesn't use any more, is left to autocast from then on"
-    for model,uses,casts in ((Written(mul), [True]*4,                      [[],[6],[4],[4]]),
-                             (Branches(),   [True,True,False,True,True], [[],[6],[6],[4],[4]])):
+    for model,uses,casts in ((written(mul),             [True]*4,                     [[],[6],[4],[4]]),
+                             (net(branches, use=True), [True,True,False,True,True], [[],[6],[6],[4],[4]])):
         half = half_precision(model, bf16)
         for model.use,together in zip(uses, casts, strict=True):
             with half,Casts() as forward: model(data())
@@ -232,91 +230,90 @@ def test_not_cast_in_vain():
 
 # --- Which layers a call uses, and how
 
-class Frozen(Model):
+def branches(m, x):
+    "Uses its second layer only when told"
+    x = m.a(x).tanh()
+    return m.c(m.b(x).tanh() if m.use else x)
+
+def frozen(m, x):
     "Freezes one layer between two uses of it, and another, trained when it was cast, before the first"
-    def forward(self, x):
-        self.b.requires_grad_(False)
-        x = self.b(self.a(x).tanh()).tanh()
-        self.a.requires_grad_(False)
-        self.b.requires_grad_(True)
-        x = self.b(self.a(x).tanh()).tanh()
-        self.a.requires_grad_(True)
-        return self.c(x)
+    m.b.requires_grad_(False)
+    x = m.b(m.a(x).tanh()).tanh()
+    m.a.requires_grad_(False)
+    m.b.requires_grad_(True)
+    x = m.b(m.a(x).tanh()).tanh()
+    m.a.requires_grad_(True)
+    return m.c(x)
 
-class Repeated(Model):
-    def forward(self, x):
-        for _ in range(3): x = self.b(self.a(x).tanh()).tanh()
-        return self.c(x)
+def repeated(m, x):
+    for _ in range(3): x = m.b(m.a(x).tanh()).tanh()
+    return m.c(x)
 
-class CallsItself(Model):
-    def forward(self, x, deep=2):
-        x = self.b(self.a(x).tanh()).tanh()
-        return self(x, deep-1) if deep else self.c(x)
+def calls_itself(m, x, deep=2):
+    x = m.b(m.a(x).tanh()).tanh()
+    return m(x, deep-1) if deep else m.c(x)
 
-class Tied(Model):
-    "Three uses, so that the order in which gradients add up can be seen"
-    def __init__(self): super().__init__(); self.b.weight = self.a.weight
-    def forward(self, x): return super().forward(self.a(x).tanh())
-
-class NoGrad(Model):
+def no_grad(m, x):
     "Teacher and student in one call"
-    def forward(self, x):
-        with torch.no_grad(): teacher = super().forward(x)
-        return super().forward(x)-.5*teacher
+    with torch.no_grad(): teacher = plain(m, x)
+    return plain(m, x)-.5*teacher
 
-class OnlyBiases(Model):
-    def __init__(self):
-        super().__init__()
-        for m in (self.a,self.b,self.c): m.weight.requires_grad_(False)
-
-class ComputedBiases(Model):
-    "By a parametrization, of a norm, too, and by hand"
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Sequential(self.a, nn.LayerNorm(64))
-        for m in (self.a[1],self.b): parametrize.register_parametrization(m, 'bias', nn.Softplus())
-        bias = self.c.bias
-        del self.c.bias
-        self.c.bias = bias.detach()+.5
-
-class WasPruned(Model):
-    "For good: the weights are registered after the biases then, of a norm, too"
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Sequential(self.a, nn.GroupNorm(2, 64))
-        for m in (self.a[1],self.b):
-            prune.l1_unstructured(m, 'weight', .5)
-            prune.remove(m, 'weight')
-
-class Hyper(Model):
+def hyper(m, x):
     "Computes a weight for a layer"
-    def forward(self, x):
-        w = self.b.weight*self.a(x).mean()
-        return self.c(functional_call(self.b, {'weight':w}, (x,)).tanh())
+    w = m.b.weight*m.a(x).mean()
+    return m.c(functional_call(m.b, {'weight':w}, (x,)).tanh())
 
-class Energy(Model):
+def energy(m, x):
     "Forces: a derivative inside `forward`, of which the loss is differentiated, too"
-    def forward(self, x):
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            energy = super().forward(x).sum()
-            return torch.autograd.grad(energy, x, create_graph=True)[0]
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(plain(m, x).sum(), x, create_graph=True)[0]
 
-models = [Model,Frozen,Repeated,CallsItself,Tied,NoGrad,OnlyBiases,ComputedBiases,WasPruned,Hyper,
-          Energy]
+def tied():
+    "Three uses, so that the order in which gradients add up can be seen"
+    m = net(lambda m,x: plain(m, m.a(x).tanh()))
+    m.b.weight = m.a.weight
+    return m
 
-@pytest.mark.parametrize('make', models)
-def test_same_as_autocast(make): check(make, tol=.05, inference=make is not Energy) # which computes gradients
+def only_biases():
+    m = net()
+    for o in (m.a,m.b,m.c): o.weight.requires_grad_(False)
+    return m
+
+def computed_biases():
+    "By a parametrization, of a norm, too, and by hand"
+    m = net()
+    m.a = nn.Sequential(m.a, nn.LayerNorm(64))
+    for o in (m.a[1],m.b): parametrize.register_parametrization(o, 'bias', nn.Softplus())
+    bias = m.c.bias
+    del m.c.bias
+    m.c.bias = bias.detach()+.5
+    return m
+
+def was_pruned():
+    "For good: the weights are registered after the biases then, of a norm, too"
+    m = net()
+    m.a = nn.Sequential(m.a, nn.GroupNorm(2, 64))
+    for o in (m.a[1],m.b):
+        prune.l1_unstructured(o, 'weight', .5)
+        prune.remove(o, 'weight')
+    return m
+
+uses = plain,frozen,repeated,calls_itself,no_grad,hyper,energy
+models = dict({f.__name__:partial(net, f) for f in uses}, tied=tied, only_biases=only_biases,
+              computed_biases=computed_biases, was_pruned=was_pruned)
+
+@pytest.mark.parametrize('name', models)
+def test_same_as_autocast(name): check(models[name], tol=.05, inference=name!='energy') # which computes gradients
 
 def test_grad_inside_no_grad():
     "Gradients that are switched on inside a call without"
-    class Adapts(Model):
-        def forward(self, x):
-            with torch.enable_grad(): g, = torch.autograd.grad(super().forward(x).sum(), self.b.weight)
-            return x@g
-    model,x = Adapts(),data()
+    def _adapts(m, x):
+        with torch.enable_grad(): g, = torch.autograd.grad(plain(m, x).sum(), m.b.weight)
+        return x@g
+    model,x = net(_adapts),data()
     with half_precision(model, bf16),torch.no_grad(): res = [model(x) for _ in range(3)]
-    want = Adapts()(x)
+    want = net(_adapts)(x)
     for o in res: assert close(o, want, .05) and torch.equal(o, res[0])
 
 def penalty(model, x):
@@ -345,13 +342,13 @@ def replaced_between(model, x):
 def to_one_weight(model, x): model.b.weight.grad, = torch.autograd.grad(model(x).square().mean(), model.b.weight)
 
 @pytest.mark.parametrize('run', [penalty,two_calls,changed_between,replaced_between,to_one_weight])
-def test_batches(run): check(Model, run, tol=.05)
+def test_batches(run): check(net, run, tol=.05)
 
 # --- torch.func
 
 @pytest.mark.parametrize('f', ['grad','vmap','jacrev','jacfwd','functional_call'])
 def test_torch_func(f):
-    model,x = Model(),data()
+    model,x = net(),data()
     params = {k:p.detach() for k,p in model.named_parameters()}
     def loss(params, x): return functional_call(model, params, (x,)).square().mean()
     runs = dict(grad=lambda: grad(loss)(params, x)['b.weight'], vmap=lambda: vmap(lambda o: model(o[None])[0])(x),
@@ -365,45 +362,48 @@ def test_torch_func(f):
 
 def test_inference_mode():
     "A prediction in it is no obstacle to training"
-    model,x = Model(),data()
+    model,x = net(),data()
     want = model(x)
     with half_precision(model, bf16) as half:
         for mode in (torch.inference_mode,torch.no_grad,torch.inference_mode,torch.enable_grad):
             for _ in range(2):
                 with mode(): assert close(model(x), want, .02)
-    want = grads(Model(), nullcontext(), times=1)[0]
+    want = grads(net(), nullcontext(), times=1)[0]
     for got in grads(model, half): assert all(close(got[k], want[k], .05) for k in want)
 
 # --- Computing again
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm,self.lin,self.scale = nn.RMSNorm(64),nn.Linear(64,64),nn.Parameter(torch.ones(64))
-    def forward(self, x, t): return x+self.scale*self.lin(self.norm(x))*t
+def block():
+    "Has a scale of its own, and makes a time of the one that it is given"
+    def _forward(m, x, t):
+        t = t[:,None]*1000
+        return x+m.scale*m.lin(m.norm(x))+m.embed((t*torch.linspace(.1, 1, 64)).sin())
+    return Does(_forward, norm=nn.RMSNorm(64), lin=nn.Linear(64,64), embed=nn.Linear(64,64), scale=torch.rand(64)+.5)
 
-class Positions(nn.Module):
-    "A model with a position of its own, which calls checkpointed blocks and gives them a time that it was given"
-    def __init__(self, reentrant=None):
-        super().__init__()
-        torch.manual_seed(1)
-        self.pos,self.reentrant = nn.Parameter(torch.randn(64)),reentrant
-        self.emb,self.blocks,self.head = nn.Linear(64,64),nn.ModuleList([Block() for _ in range(2)]),nn.Linear(64,1)
-    def forward(self, x, t):
-        x = self.emb(x)+self.pos
-        for o in self.blocks:
-            x = o(x, t) if self.reentrant is None else checkpoint(o, x, t, use_reentrant=self.reentrant)
-        return self.head(x)
+def modules(m, block): return block
+def functions(m, block): return lambda x,t: block(x+m.pos, t)*m.pos[:]
 
-def timed(model, x): model(x, torch.tensor([1.0009765625])).square().mean().backward()
+def stack(kind=modules, once=False, **kwargs):
+    "Blocks, or one several times, in a model with a position of its own; with `kwargs` they are checkpointed"
+    def _forward(m, x):
+        x,t = m.first(x)+m.pos,x[:,0].sigmoid()
+        for o in m.blocks:
+            f = kind(m, o)
+            x = checkpoint(f, x, t, **kwargs) if kwargs else f(x, t)
+        return m.head(x)
+    torch.manual_seed(1)
+    blocks = nn.ModuleList([block()]*3 if once else [block() for _ in range(3)])
+    return Does(_forward, pos=torch.randn(64), first=nn.Linear(64,64), blocks=blocks, head=nn.Linear(64,1))
 
+@pytest.mark.parametrize('once', [False,True])
 @pytest.mark.parametrize('reentrant', [True,False])
-def test_checkpointing(reentrant):
-    "The same bits with and without, also in a block that a model with a position calls"
-    def run(reentrant):
-        model = Positions(reentrant)
-        return grads(model, half_precision(model, bf16), timed)
-    assert same(run(reentrant), run(None))
+@pytest.mark.parametrize('kind', [modules,functions])
+def test_checkpointing(kind, reentrant, once):
+    "Modules and functions, also a block that is called several times: the bits of a run without, in each batch"
+    def run(**kwargs):
+        model = stack(kind, once, **kwargs)
+        return grads(model, half_precision(model, bf16))
+    assert same(run(use_reentrant=reentrant), run())
 
 class Reverse(torch.autograd.Function):
     "Half of a reversible block: keeps no activations, and computes again outside of autocast"
@@ -421,56 +421,42 @@ class Reverse(torch.autograd.Function):
             ctx.f(x).backward(g)
         return x.grad,None,*[None for _ in ctx.f.parameters()]
 
-class Reversible(nn.Module):
-    def __init__(self, direct):
-        super().__init__()
-        torch.manual_seed(1)
-        self.first,self.f,self.last = nn.Linear(64,64),nn.Sequential(nn.Linear(64,64), nn.RMSNorm(64)),nn.Linear(64,1)
-        self.direct = direct
-    def forward(self, x):
-        x = self.first(x)
-        return self.last(self.f(x) if self.direct else Reverse.apply(x, self.f, *self.f.parameters()))
-
 def test_reversible():
     "A layer that is given half precision outside of autocast computes in it, to the same bits"
     def run(direct):
-        model = Reversible(direct)
+        def _forward(m, x):
+            x = m.first(x)
+            return m.last(m.f(x) if direct else Reverse.apply(x, m.f, *m.f.parameters()))
+        torch.manual_seed(1)
+        model = Does(_forward, first=nn.Linear(64,64), f=nn.Sequential(nn.Linear(64,64), nn.RMSNorm(64)),
+                     last=nn.Linear(64,1))
         return grads(model, half_precision(model, bf16))
     assert same(run(False), run(True))
 
 # --- DistributedDataParallel
 
-class Branches(Model):
-    "Uses its second layer only when told"
-    use = True
-    def forward(self, x):
-        x = self.a(x).tanh()
-        return self.c(self.b(x).tanh() if self.use else x)
-
-def ddp_grads(model, x, uses, **kwargs):
-    "Gradients of the second layer in each batch"
-    ddp,res = DistributedDataParallel(model, **kwargs),[]
-    half = half_precision(model, bf16)
-    for use in uses:
-        model.use = use
+def ddp_grads(f, uses, **kwargs):
+    "Has the second layer of a model that computes `f` a gradient, in each batch?"
+    model,res = net(f),[]
+    ddp,half = DistributedDataParallel(model, **kwargs),half_precision(model, bf16)
+    for model.use in uses:
         model.zero_grad()
-        with half: ddp(x).square().mean().backward()
+        with half: ddp(data()).square().mean().backward()
         res.append(model.b.weight.grad is not None)
     return res
 
 def test_ddp_unused(one_process):
     "DDP's own error, not gradients of zeros"
     with pytest.raises(RuntimeError, match='Expected to have finished reduction'):
-        ddp_grads(Branches(), data(), [False,False,False])
+        ddp_grads(branches, [False]*3)
 
 def test_ddp_find_unused(one_process):
-    assert ddp_grads(Branches(), data(), [False]*3, find_unused_parameters=True)==[False]*3
+    assert ddp_grads(branches, [False]*3, find_unused_parameters=True)==[False]*3
 
 def test_ddp_reentrant_checkpoint(one_process):
     "Isn't counted twice"
-    class Checkpointed(Branches):
-        def forward(self, x): return self.c(checkpoint(self.b, self.a(x), use_reentrant=True))
-    assert ddp_grads(Checkpointed(), data(), [True]*3)==[True]*3
+    def _checkpointed(m, x): return m.c(checkpoint(m.b, m.a(x), use_reentrant=True))
+    assert ddp_grads(_checkpointed, [True]*3)==[True]*3
 
 def test_ddp_sends_early(one_process, monkeypatch):
     "The first bucket is sent while the backward pass of other layers is still to come"
@@ -496,16 +482,20 @@ def test_ddp_sends_early(one_process, monkeypatch):
 
 # --- Ctrl-C
 
-def test_interrupted():
+core = 'cast.py','ways.py','own.py','modules.py','turn_on','turn_off','_whole'
+own  = 'own.py','_switch','_take_off','_whole','_in_half'
+
+@pytest.mark.parametrize('where,each', [(core,17),(own,3)], ids=['core','own_parameters'])
+def test_interrupted(where, each):
     "At any line: nothing is left, and the next batch has the numbers that it would have had"
-    model,x = Positions(),data()
+    model,x = stack(),data()
     half = half_precision(model, bf16)
-    want = grads(model, half, timed)[0]
+    want = grads(model, half)[0]
     def batch():
-        with half: timed(model, x)
+        with half: backward(model, x)
     n = 1
-    while interrupted(batch, n, 'cast.py', 'ways.py', 'own.py', 'modules.py', 'turn_on', 'turn_off', '_whole'):
-        assert_plain(model)
-        assert same(grads(model, half, timed, times=1)[0], want), n
-        n += 17
-    assert n>400
+    while interrupted(batch, n, *where):
+        assert_plain(model, n)
+        assert same(grads(model, half, times=1)[0], want), n
+        n += each
+    assert n>32*each

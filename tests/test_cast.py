@@ -3,7 +3,7 @@
 Cases run several batches in one `with`, as the first call of a model casts nothing ahead, and are compared with
 autocast. Layers are 64 wide, so that their biases lie in one block of memory, as in most models."""
 from contextlib import nullcontext
-from functools import partial
+from functools import partial,wraps
 
 import pytest,torch
 from torch import nn
@@ -87,24 +87,6 @@ def test_once(node_bytes, nodes, monkeypatch):
         with half,Casts() as back: loss.backward()
         assert forward.together==together==back.together[::-1] and forward.single==single
     check(net)
-
-def test_size_of_a_node(monkeypatch):
-    "At most `node_bytes`, or one layer that has more"
-    monkeypatch.setattr(cast, 'node_bytes', 600)
-    class Heads(nn.ModuleList):
-        def forward(self, x): return sum(o(x).sum() for o in self)
-    model = Heads([nn.Linear(8, n, bias=False) for n in (20,30,10,3,40,1,12,12,12)]) # of 16 bytes a row
-    half,x = half_precision(model, bf16),data()[:,:8]
-    for together in ([],[1,1,2,1,3,1]):
-        with half,Casts() as forward: model(x)
-        assert forward.together==together
-
-def test_no_weights():
-    "A norm may have none, as with `affine=False`"
-    def _make():
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(64,64), nn.GroupNorm(2, 64, affine=False), nn.Linear(64,1))
-    check(_make)
 
 def test_memory_format():
     "A copy has that of its weight, and the gradient, too: a convolution in `channels_last` stays so"
@@ -299,9 +281,14 @@ def was_pruned():
         prune.remove(o, 'weight')
     return m
 
+def no_weights():
+    "A norm may have none"
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(64,64), nn.GroupNorm(2, 64, affine=False), nn.Linear(64,1))
+
 uses = plain,frozen,repeated,calls_itself,no_grad,hyper,energy
-models = dict({f.__name__:partial(net, f) for f in uses}, tied=tied, only_biases=only_biases,
-              computed_biases=computed_biases, was_pruned=was_pruned)
+changed = tied,only_biases,computed_biases,was_pruned,no_weights
+models = {f.__name__:f for f in (*changed,*[wraps(f)(partial(net, f)) for f in uses])}
 
 @pytest.mark.parametrize('name', models)
 def test_same_as_autocast(name): check(models[name], tol=.05, inference=name!='energy') # which computes gradients
@@ -359,17 +346,6 @@ def test_torch_func(f):
         for _ in range(2): backward(model, x) # so that weights are cast ahead
         for _ in range(2): assert close(runs[f](), want, .05)
         backward(model, x)
-
-def test_inference_mode():
-    "A prediction in it is no obstacle to training"
-    model,x = net(),data()
-    want = model(x)
-    with half_precision(model, bf16) as half:
-        for mode in (torch.inference_mode,torch.no_grad,torch.inference_mode,torch.enable_grad):
-            for _ in range(2):
-                with mode(): assert close(model(x), want, .02)
-    want = grads(net(), nullcontext(), times=1)[0]
-    for got in grads(model, half): assert all(close(got[k], want[k], .05) for k in want)
 
 # --- Computing again
 

@@ -23,12 +23,9 @@ def in_threads(*fs):
     with ThreadPoolExecutor(len(fs)) as pool: [*pool.map(_call, fs)]
     return errors
 
-class Own(nn.Module):
+def own():
     "Parameters of its own, and modules with more inside"
-    def __init__(self):
-        super().__init__()
-        self.gain,self.lin,self.norm = nn.Parameter(torch.ones(64)),nn.Linear(64,64),nn.RMSNorm(64)
-    def forward(self, x): return x+self.gain*self.norm(self.lin(x))
+    return Does(lambda m,x: x+m.gain*m.norm(m.lin(x)), gain=torch.ones(64), lin=nn.Linear(64,64), norm=nn.RMSNorm(64))
 
 @pytest.fixture(autouse=True)
 def switching():
@@ -41,7 +38,7 @@ def switching():
 def test_in_one_with():
     "Gradients are those of a call that is alone, and the parameters stay for a third thread that looks"
     torch.manual_seed(0)
-    model,x = nn.Sequential(nn.Linear(64,64), Own(), Own()),torch.randn(8,64)
+    model,x = nn.Sequential(nn.Linear(64,64), own(), own()),torch.randn(8,64)
     params,half = [*model.parameters()],half_precision(model, bf16)
     with half:
         want = model(x)
@@ -57,12 +54,16 @@ def test_in_one_with():
     assert errors==[]
     as_before(model, params)
 
-def test_each_thread_has_its_own_with():
-    model,x = nn.Sequential(nn.Linear(64,64), Own()),torch.randn(8,64)
+@pytest.mark.parametrize('shared', [True,False])
+def test_each_thread_has_its_own_with(shared):
+    "Of one `half_precision`, or of one of its own on the same model"
+    model,x = nn.Sequential(nn.Linear(64,64), own()),torch.randn(8,64)
     params,half = [*model.parameters()],half_precision(model, bf16)
+    with half: want = model(x).detach()
     def call():
-        for _ in range(20):
-            with half, torch.no_grad(): assert model(x).dtype==torch.float32
+        mine = half if shared else half_precision(model, bf16)
+        for _ in range(30):
+            with mine, torch.set_grad_enabled(not shared): assert torch.equal(model(x), want)
     assert in_threads(call, call)==[]
     as_before(model, params)
 

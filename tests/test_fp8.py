@@ -177,14 +177,9 @@ def test_eligible():
 
 def test_tied_and_used_twice():
     "One layer under two names, and two layers with one weight, whose gradient is the sum"
-    class Net(nn.Module):
-        def __init__(self):
-            torch.manual_seed(0)
-            super().__init__()
-            self.a,self.b,self.c,self.d = (nn.Linear(16,16) for _ in range(4))
-            self.again,self.c.weight = self.b,self.b.weight
-        def forward(self, x): return self.d(self.c(self.again(self.b(self.a(x)))))
-    model,x = Net(),torch.randn(8,16)
+    a,b,c,d = (nn.Linear(16,16) for _ in range(4))
+    c.weight = b.weight
+    model,x = Does(lambda m,x: m.d(m.c(m.again(m.b(m.a(x))))), a=a, b=b, c=c, d=d, again=b),torch.randn(8,16)
     assert [*ways(model).values()].count('fp8')==2
     with half_precision(model, bf16, fp8=Fp8(emulate=True)): model(x).sum().backward()
     got = model.b.weight.grad.clone()
@@ -238,12 +233,12 @@ def test_learns(recipe):
 
 @pytest.mark.parametrize('reentrant', [True,False])
 def test_checkpointing(reentrant):
-    class Net(nn.Module):
-        def __init__(self, checkpointed): super().__init__(); self.inner,self.checkpointed = mlp(),checkpointed
-        def forward(self, x):
-            body,(first,*_) = self.inner[1:],self.inner
-            return checkpoint(body, first(x), use_reentrant=reentrant) if self.checkpointed else body(first(x))
-    learn,plain = (in_fp8(learner(Net(o))) for o in (True,False))
+    def _net(checkpointed):
+        def _forward(m, x):
+            x,body = m.inner[0](x),m.inner[1:]
+            return checkpoint(body, x, use_reentrant=reentrant) if checkpointed else body(x)
+        return Does(_forward, inner=mlp())
+    learn,plain = (in_fp8(learner(_net(o))) for o in (True,False))
     for o in (learn,plain): o.fit(1)
     assert all(map(torch.equal, weights(learn), weights(plain)))
 
@@ -387,9 +382,8 @@ def test_report_looks_further():
 
 def test_report_of_an_overflow():
     "What isn't finite in bfloat16 either has another cause"
-    class Log(nn.Module):
-        def forward(self, x): return (1-x.sigmoid()).log() if x.dtype==bf16 else F.logsigmoid(-x)
-    net = nn.Sequential(*mlp()[:3], Log(), *mlp()[2:])
+    log = Does(lambda m,x: (1-x.sigmoid()).log() if x.dtype==bf16 else F.logsigmoid(-x))
+    net = nn.Sequential(*mlp()[:3], log, *mlp()[2:])
     with torch.no_grad(): net[2].weight *= 1e3
     report = in_fp8(learner(net)).precision_report(batches=1)
     assert 'In bfloat16, gradients are not finite' in str(report) and report.keep=={}

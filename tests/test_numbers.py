@@ -129,7 +129,8 @@ def egnn():
         diff = pos[:,:,None]-pos[:,None]
         d2 = diff.square().sum(-1, keepdim=True)
         return pos+(diff/(d2.sqrt()+1)*m.move(m.edge(d2))*m.scale).mean(2)
-    return nn.Sequential(*[Does(_move, scale=torch.ones(1)*.1, edge=mlp(1, 16), move=nn.Linear(16,1)) for _ in range(3)])
+    def _layer(): return Does(_move, scale=torch.tensor([.1]), edge=mlp(1, 16), move=nn.Linear(16,1))
+    return nn.Sequential(_layer(), _layer(), _layer())
 
 # --- Times
 
@@ -261,8 +262,8 @@ def test_reference_energies():
     assert energy.dtype==f32 and (energy+1030.07).abs().max()<1e-3
     assert rows.dtype==bf16 and rows.equal(torch.full((1,32), .5, dtype=bf16)+torch.tensor(-1030.57).bfloat16())
     for n,dtype in ((1,f32),(15,f32),(16,bf16),(32,bf16)):
-        emb = nn.Embedding(4, n)
-        assert call(emb, i).equal(emb(i).to(dtype))
+        for emb in (nn.Embedding(4, n),nn.EmbeddingBag(4, n)):
+            assert call(emb, i[None]).equal(emb(i[None]).to(dtype))
 
 def standard(name, kind, n):
     "Puts mean and deviation back"

@@ -2,6 +2,7 @@
 
 Norms compute within rounding of float64, and layers whose weights are computed from others follow float32."""
 from collections import OrderedDict
+from contextlib import contextmanager
 from copy import deepcopy
 from fnmatch import fnmatch
 
@@ -20,24 +21,12 @@ f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
 
 # --- Models
 
-class Image(nn.Module):
-    def forward(self, x): return x.view(-1,1,2,4)
-
-class Tokens(nn.Module):
-    def forward(self, x): return (x*3).long().clamp(-4,3)+4
-
-class Mean(nn.Module):
-    def forward(self, x): return x.mean(1)
-
-class Attention(nn.Module):
+def attention(n):
     "Adds up, multiplies and has a parameter, outside the layers that it is made of"
-    def __init__(self, n):
-        super().__init__()
-        self.norm,self.qkv,self.out = nn.LayerNorm(n),nn.Linear(n,3*n),nn.Linear(n,n)
-        self.gamma = nn.Parameter(torch.ones(n))
-    def forward(self, x):
-        q,k,v = self.qkv(self.norm(x)).chunk(3, -1)
-        return x+self.gamma*self.out((q@k.transpose(1,2)).softmax(-1)@v)
+    def _forward(m, x):
+        q,k,v = m.qkv(m.norm(x)).chunk(3, -1)
+        return x+m.gamma*m.out((q@k.transpose(1,2)).softmax(-1)@v)
+    return Does(_forward, norm=nn.LayerNorm(n), qkv=nn.Linear(n,3*n), out=nn.Linear(n,n), gamma=torch.ones(n))
 
 def seq(**kwargs): return nn.Sequential(OrderedDict(kwargs))
 
@@ -45,12 +34,13 @@ def mlp_body(): return seq(a=nn.Linear(8,16), norm=nn.LayerNorm(16), act=nn.GELU
 def conv_body():
     return seq(conv=nn.Conv2d(1,4,3,padding=1,bias=False), bn=nn.BatchNorm2d(4), act=nn.ReLU(), conv2=nn.Conv2d(4,4,1))
 def encoder(): return nn.TransformerEncoderLayer(16, 2, 16, dropout=0., batch_first=True)
-def tokens(): return dict(tok=Tokens(), emb=nn.Embedding(8,16))
+def tokens(): return dict(tok=Does(lambda m,x: (x*3).long().clamp(-4,3)+4), emb=nn.Embedding(8,16))
 
 models = dict(
     mlp         = lambda: seq(body=mlp_body(), head=nn.Linear(16,1)),
-    conv        = lambda: seq(image=Image(), body=conv_body(), flat=nn.Flatten(), head=nn.Linear(32,1)),
-    transformer = lambda: seq(**tokens(), own=Attention(16), layer=encoder(), mean=Mean(), head=nn.Linear(16,1)))
+    conv        = lambda: seq(image=nn.Unflatten(1,(1,2,4)), body=conv_body(), flat=nn.Flatten(), head=nn.Linear(32,1)),
+    transformer = lambda: seq(**tokens(), own=attention(16), layer=encoder(), mean=Does(lambda m,x: x.mean(1)),
+                              head=nn.Linear(16,1)))
 
 def model(name):
     torch.manual_seed(3)
@@ -61,16 +51,14 @@ def floats(o):
     if isinstance(o, (tuple,list)): return [t for x in o for t in floats(x)]
     return [o] if isinstance(o, torch.Tensor) and o.is_floating_point() else []
 
-class Watch:
-    "In a `with`: name -> what each call of that module was given and returned"
-    def __init__(self, model): self.model,self.seen = model,{}
-    def __enter__(self):
-        self.hooks = [m.register_forward_hook(partial(self.note, n)) for n,m in self.model.named_modules()]
-        return self.seen
-    def __exit__(self, *_):
-        for o in self.hooks: o.remove()
-    def note(self, n, m, args, out):
-        self.seen.setdefault(n, []).append((floats(args),[o.detach() for o in floats(out)]))
+@contextmanager
+def watched(model):
+    "Name -> what each call of that module was given and returned"
+    seen = {}
+    def note(n, m, args, out): seen.setdefault(n, []).append((floats(args),[o.detach() for o in floats(out)]))
+    hooks = [m.register_forward_hook(partial(note, n)) for n,m in model.named_modules()]
+    yield seen
+    for o in hooks: o.remove()
 
 def policy(net, half, keep=()): return half_precision(net, half, keep).policy()
 def computes(net, half, keep=()): return policy(net, half, keep).set_index('module').compute.to_dict()
@@ -115,7 +103,7 @@ def test_table_is_true(name, call, half, keep):
     def predict():
         with learn.mixed_precision.half, torch.inference_mode(): return net(numbers()[0])
     for call in (lambda: learn.fit(1), lambda: learn.get_preds(reorder=False), predict):
-        with Watch(net) as seen: call()
+        with watched(net) as seen: call()
         assert seen.keys()>={*names}-{'layer.self_attn.out_proj'} # used without being called
         agrees(table, seen, net, half)
     assert torch.equal(predict(), learn.get_preds(reorder=False)[0])
@@ -124,7 +112,7 @@ def test_table_is_true(name, call, half, keep):
 
 def test_reads_well():
     "One of each"
-    net = seq(emb=nn.Embedding(9,16), ids=nn.Embedding(9,8), own=Attention(8), bn=nn.BatchNorm1d(8), rms=nn.RMSNorm(8),
+    net = seq(emb=nn.Embedding(9,16), ids=nn.Embedding(9,8), own=attention(8), bn=nn.BatchNorm1d(8), rms=nn.RMSNorm(8),
               mine=T5Norm(8), rnn=nn.LSTM(8,8), act=nn.GELU(), head=nn.Linear(8,1))
     with pretend(machine('AVX2')): table = policy(net, 'bf16', {'head':'f32'})
     assert [*table.columns]==['module','kind','size','params','way','compute','why']
@@ -132,7 +120,7 @@ def test_reads_well():
     assert [*table.itertuples(index=False, name=None)]==[
         ('emb',      'Embedding',   144,'float32', 'lookup',      'bfloat16','rows are rounded'),
         ('ids',      'Embedding',   72, 'float32', 'float32',     'float32', 'rows of fewer than 16 numbers'),
-        ('own',      'Attention',   8,  'float32', 'own parameters','bfloat16','rounded where they meet activations'),
+        ('own',      'Does',        8,  'float32', 'own parameters','bfloat16','rounded where they meet activations'),
         ('own.norm', 'LayerNorm',   16, 'float32', 'float32 norm','float32', 'CPU kernel is inexact'),
         ('own.qkv',  'Linear',      216,'float32', *layer),
         ('own.out',  'Linear',      72, 'float32', *layer),
@@ -237,11 +225,11 @@ def norm_of(kind, args, half):
 
 def norm_errors(norm, shape, half):
     "Its row of the table, and name -> difference to float64, relative to its norm, of output and gradients"
-    device,seen,saved = next(norm.parameters()).device,[],[]
+    device,saved = next(norm.parameters()).device,[]
     x,grad = (torch.randn(shape)*20+1).to(device, half),torch.randn(shape).to(device, half)
     x[::2] *= 2**-10 # so small that what is added to the variance counts
     exact,net,y = deepcopy(norm).double(),seq(before=nn.Identity(), norm=deepcopy(norm)),x.double().requires_grad_()
-    net.norm.register_forward_hook(lambda m,a,res: seen.append(res))
+    seen = returned(net.norm)
     keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype,t.numel())) or t, noop)
     with half_precision(net, half) as o:
         with keep: net(x.requires_grad_())
@@ -281,9 +269,9 @@ class Scaler(SumsInHalf): "Not named like one"
 def test_norms_by_name(kind, big):
     """A module that is named like a norm computes in float32, so that its squares don't overflow; its output has the
     dtype of its input"""
-    net,seen = seq(a=nn.Linear(8,8), norm=kind(8), head=nn.Linear(8,1)),[]
+    net = seq(a=nn.Linear(8,8), norm=kind(8), head=nn.Linear(8,1))
     with torch.no_grad(): net.a.weight.mul_(1000)
-    net.norm.register_forward_hook(lambda m,i,o: seen.append(o))
+    seen = returned(net.norm)
     with half_precision(net, f16): net(torch.randn(4,8)).sum().backward()
     assert seen[0].dtype==f16 and is_norm('norm', net.norm)==big
     assert (computes(net, f16)['norm']=='float32')==big and (seen[0].abs().mean()>.5)==big
@@ -298,20 +286,9 @@ def test_norm_keeps_float32_input(norm):
     with half_precision(net, f16, keep='big'): res = net(x)
     assert torch.allclose(res, ref, atol=1e-2)
 
-# --- Lookups, and weights that are not a module's own parameters
-
-@pytest.mark.parametrize('kind', [nn.Embedding,nn.EmbeddingBag])
-def test_lookups(kind):
-    "The float32 table is read; what comes of it is rounded"
-    net,ids = seq(emb=kind(9,16), head=nn.Linear(16,1)),torch.randint(9, (4,3))
-    with Watch(net) as seen, half_precision(net, bf16): net(ids).sum().backward()
-    assert torch.equal(seen['emb'][0][1][0], net.emb(ids).bfloat16()) and net.emb.weight.grad.dtype==f32
+# --- Weights that are not a module's own parameters
 
 def with_head(layer): return nn.Sequential(layer, nn.GELU(), nn.Linear(16,1))
-
-class Indices(nn.Module):
-    "Numbers to what they are indices of"
-    def forward(self, x): return (x*2).long()%8
 
 made = dict(
     spectral_norm  = lambda: with_head(torch.nn.utils.spectral_norm(nn.Linear(8,16))),
@@ -320,7 +297,8 @@ made = dict(
                                            nn.Linear(16,1)),
     parametrized   = lambda: with_head(torch.nn.utils.parametrizations.weight_norm(nn.Linear(8,16))),
     pruned         = lambda: with_head(prune.l1_unstructured(nn.Linear(8,16), 'weight', .5)),
-    max_norm       = lambda: nn.Sequential(Indices(), nn.Embedding(8, 4, max_norm=.1), nn.Flatten(), nn.Linear(32,1)))
+    max_norm       = lambda: nn.Sequential(Does(lambda m,x: (x*2).long()%8), nn.Embedding(8, 4, max_norm=.1),
+                                           nn.Flatten(), nn.Linear(32,1)))
 
 @pytest.mark.filterwarnings('ignore:.*(weight_norm|spectral_norm).*:FutureWarning')
 @pytest.mark.parametrize('mode,kind', crossed(['fp16','bf16','native_bf16'], made, fast=lambda mode,_: mode=='bf16'))

@@ -56,10 +56,10 @@ def as_dls(x, y, bs=16):
     items = [*zip(x, y)]
     return DataLoaders.from_dsets(items, items, bs=bs, device='cpu', num_workers=0, shuffle=False)
 
-def mlp(norm=False):
+def mlp(norm=False, n=16):
     torch.manual_seed(1)
-    norms = [nn.BatchNorm1d(16)] if norm else []
-    layers = nn.Linear(8,16,bias=not norm),*norms,nn.GELU(),nn.Linear(16,16),nn.GELU(),nn.Linear(16,1)
+    norms = [nn.BatchNorm1d(n)] if norm else []
+    layers = nn.Linear(8,n,bias=not norm),*norms,nn.GELU(),nn.Linear(n,n),nn.GELU(),nn.Linear(n,1)
     return nn.Sequential(*layers)
 
 class Does(nn.Module):

@@ -6,15 +6,13 @@ from torch._dynamo.utils import counters
 from learners import *
 from mp_callbacks import ways
 
-class Scaled(nn.Module):
-    "Its own parameter, outside any layer that autocast knows"
-    def __init__(self): super().__init__(); self.gain = nn.Parameter(torch.ones(16))
-    def forward(self, x): return x*self.gain
+class Scaled(Does): "Multiplies by its own parameter, outside any layer that autocast knows"
 
 def norms():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(8,16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16,16), nn.BatchNorm1d(16), nn.GELU(),
-                         Scaled(), nn.Linear(16,16), nn.RMSNorm(16), nn.Linear(16,1))
+                         Scaled(lambda m,x: x*m.gain, gain=torch.ones(16)), nn.Linear(16,16), nn.RMSNorm(16),
+                         nn.Linear(16,1))
 
 compiled = dict(
     wrapped  = lambda: torch.compile(norms(), backend='aot_eager'),

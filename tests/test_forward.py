@@ -38,25 +38,24 @@ buffers = dict( # what it is, and a function that changes it or returns another 
     grows        = (lambda: torch.arange(4.), lambda b: b.resize_(b.numel()+1).fill_(9)),
     sparse       = (lambda: torch.eye(4).to_sparse(), lambda b: b.mul_(2)))
 
-class Holds(nn.Module):
+def holds(kind):
     "Changes a buffer in each training batch, beside one that shares its storage if it can"
-    def __init__(self, kind):
-        super().__init__()
-        make,self.change = buffers[kind]
-        self.layer = nn.Linear(8,1)
-        self.register_buffer('held', held := make())
-        if held is not None and held.layout is torch.strided:
-            self.register_buffer('same', held.view(held.shape), persistent=False)
-    def forward(self, x):
-        if self.training: self.held = self.change(self.held)
-        return self.layer(x)
+    make,change = buffers[kind]
+    def _forward(m, x):
+        if m.training: m.held = change(m.held)
+        return m.layer(x)
+    res = Does(_forward, layer=nn.Linear(8,1))
+    res.register_buffer('held', held := make())
+    if held is not None and held.layout is torch.strided:
+        res.register_buffer('same', held.view(held.shape), persistent=False)
+    return res
 
 def dense(model): return [o.detach().to_dense().clone() for o in model.buffers()]
 
 @pytest.mark.parametrize('kind', buffers)
 def test_buffers_are_put_back(kind):
     "after a skipped step and after an interrupt"
-    model = Holds(kind)
+    model = holds(kind)
     held,before = model.held,dense(model)
     learn = get_learner(model).to_bf16()
     def put_back(): return model.held is held and all(map(torch.equal, dense(model), before))
@@ -69,15 +68,13 @@ def test_buffers_are_put_back(kind):
 
 def test_new_buffers():
     "that a skipped batch has registered are gone if they aren't finite; others may be relied on"
-    class Registers(nn.Module):
-        def __init__(self): super().__init__(); self.layer,self.length = nn.Linear(8,1),0
-        def forward(self, x):
-            if not hasattr(self, 'mean'): self.register_buffer('mean', x.mean(0))
-            if not self.length:
-                self.register_buffer('table', torch.ones(8))
-                self.length = 8
-            return self.layer((x-self.mean)*self.table)
-    learn = get_learner(Registers()).to_bf16()
+    def _registers(m, x):
+        if not hasattr(m, 'mean'): m.register_buffer('mean', x.mean(0))
+        if not m.length:
+            m.register_buffer('table', torch.ones(8))
+            m.length = 8
+        return m.layer((x-m.mean)*m.table)
+    learn = get_learner(Does(_registers, layer=nn.Linear(8,1), length=0)).to_bf16()
     learn.fit(1, cbs=InfiniteAt(0))
     assert skipped(learn)==1 and learn.model.mean.isfinite().all()
 
@@ -105,68 +102,59 @@ def test_grown_block(event):
 
 # --- What a model keeps from batch to batch
 
-class Keeps(nn.Module):
+places = dict( # where a model keeps `h`: what of it, how it is read there, and written
+    attribute = (noop,                  lambda m: m.h,            lambda m,h: setattr(m, 'h', h)),
+    buffer    = (nn.Buffer,             lambda m: m.h,            lambda m,h: setattr(m, 'h', h)),
+    list      = (lambda h: [(h,0)],     lambda m: m.h[0][0],      lambda m,h: m.h.__setitem__(0, (h,1))),
+    dict      = (lambda h: {'last':[h]}, lambda m: m.h['last'][0], lambda m,h: m.h['last'].__setitem__(0, h)))
+
+def keeps(kind):
     "Its next call uses what it has kept, in one of many places"
-    def __init__(self, kind):
-        super().__init__()
-        torch.manual_seed(1)
-        self.kind,self.inner,self.outer = kind,nn.Linear(16,8),nn.Linear(8,1)
-        self.table = torch.ones(1, dtype=torch.bfloat16) # its author wants it so
-        self.register_buffer('scale', torch.ones(1, dtype=torch.float16))
-        if kind=='buffer': self.register_buffer('h', torch.zeros(16,8))
-        elif kind=='list': self.h = [(torch.zeros(16,8),0)]
-        elif kind=='dict': self.h = dict(last=[torch.zeros(16,8)])
-        else: self.h = torch.zeros(16,8)
-        self.seen = self.h # the same list or dict
-    def kept(self):
-        if self.kind=='list': return self.h[0][0]
-        return self.h['last'][0] if self.kind=='dict' else self.h
-    def keep(self, h):
-        if self.kind=='list': self.h[0] = h,1
-        elif self.kind=='dict': self.h['last'][0] = h
-        else: self.h = h
-    def forward(self, x):
-        h = self.inner(torch.cat([x,self.kept()], 1)).tanh()
-        if self.training: self.keep(h.detach())
-        return self.outer(h)
+    hold,kept,keep = places[kind]
+    def _forward(m, x):
+        h = m.inner(torch.cat([x,kept(m)], 1)).tanh()
+        if m.training: keep(m, h.detach())
+        return m.outer(h)
+    torch.manual_seed(1)
+    m = Does(_forward, inner=nn.Linear(16,8), outer=nn.Linear(8,1), kept=kept)
+    m.table = torch.ones(1, dtype=torch.bfloat16) # its author wants it so
+    m.register_buffer('scale', torch.ones(1, dtype=torch.float16))
+    m.h = hold(torch.zeros(16,8))
+    m.seen = m.h if kind in ('list','dict') else None # the same
+    return m
 
 class Float32(Callback):
     "What the model keeps is float32 at the events, and so is what is saved"
     order = 80
     def look(self):
-        assert self.model.kept().dtype==torch.float32
+        assert self.model.kept(self.model).dtype==torch.float32
         assert {k for k,o in self.model.state_dict().items() if o.dtype!=torch.float32}=={'scale'}
     after_pred = after_loss = after_step = after_batch = after_train = after_validate = after_fit = look
 
-kinds = 'attribute buffer list dict'.split()
-
-@pytest.mark.parametrize('mode,kind', crossed(halves, kinds, fast=lambda mode,kind: mode=='bf16' or kind=='attribute'))
+@pytest.mark.parametrize('mode,kind', crossed(halves, places, fast=lambda mode,kind: mode=='bf16' or kind=='attribute'))
 def test_state_is_float32(mode, kind, tmp_path):
     "between batches and after the fit, so that predictions, `to_fp32` and checkpoints are float32"
-    learn = modes[mode](get_learner(Keeps(kind), path=tmp_path), clip=1.)
+    learn = modes[mode](get_learner(keeps(kind), path=tmp_path), clip=1.)
     learn.fit(2, cbs=Float32())
     model = learn.model
-    if kind in ('list','dict'): assert model.seen is model.h
+    assert model.seen is None or model.seen is model.h
     assert model.table.dtype==torch.bfloat16
     assert learn.model(numbers(16)[0]).dtype==torch.float32
     file = learn.save('kept')
     with torch.serialization.safe_globals([L]): assert torch.load(file)['model']['outer.bias'].dtype==torch.float32
-    get_learner(Keeps(kind), path=tmp_path, opt_func=learn.opt_func).to_fp32().load('kept').fit(1)
+    get_learner(keeps(kind), path=tmp_path, opt_func=learn.opt_func).to_fp32().load('kept').fit(1)
     learn.to_fp32().fit(1)
     assert math.isfinite(learn.recorder.values[-1][1])
 
 def test_kept_for_the_loss():
     "What a module keeps for the loss is float32 there, and gradients lead through it"
-    class Penalized(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(1)
-            self.layer,self.log = nn.Linear(8,1),nn.Linear(8,1)
-        def forward(self, x):
-            self.kept = self.log(x)
-            return self.layer(x)
-    learn = get_learner(Penalized()).to_fp16()
+    def _penalized(m, x):
+        m.kept = m.log(x)
+        return m.layer(x)
+    model = Does(_penalized, layer=nn.Linear(8,1), log=nn.Linear(8,1))
+    before = model.log.weight.detach().clone()
+    learn = get_learner(model).to_fp16()
     learn.loss_func = lambda pred,y: F.mse_loss(pred, y)+(learn.model.kept+1e5).mean()*1e-5 # float16 ends at 65504
     learn.fit(1)
-    assert skipped(learn)==0 and not torch.equal(learn.model.log.weight, Penalized().log.weight)
+    assert skipped(learn)==0 and not torch.equal(model.log.weight, before)
     assert math.isfinite(learn.recorder.values[-1][0])

@@ -5,7 +5,6 @@ most three times autocast's. The database is a slow test, and makes the file tak
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from functools import partial
 from multiprocessing import get_context
 
 import pytest,torch
@@ -17,7 +16,6 @@ from mp_callbacks.dtypes import cast_tree,leaves
 from states import assert_plain,identical,seed_cpu
 
 ways = dict(float32=None, autocast=False, half=True)
-halves = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 
 def outcome(model, args, way, dtype, kwargs={}):
     "Outputs and gradients of `model` computed in a `way`, as one vector; the error where it raises one"
@@ -56,12 +54,11 @@ def compare(new, args, dtype, kwargs={}):
 
 # --- PyTorch's own database of modules
 
-class Behind(nn.Module):
+def behind(module):
     "Hands half-precision numbers to a module, as the layer before it would"
-    def __init__(self, module): super().__init__(); self.module,self.layer = module,nn.Linear(1,1)
-    def forward(self, *args, **kwargs):
-        dtype = self.layer(torch.ones(1,1)).dtype
-        return self.module(*cast_tree(args, dtype, torch.float32), **kwargs)
+    def _forward(m, *args, **kwargs):
+        return m.module(*cast_tree(args, m.layer(torch.ones(1,1)).dtype, torch.float32), **kwargs)
+    return Does(_forward, module=module, layer=nn.Linear(1,1))
 
 def check_modules(dtype):
     "What is wrong with which module of the database"
@@ -85,7 +82,7 @@ def check_module(info, training, dtype):
         def _new():
             seed_cpu(0)
             return info.module_cls(*made.args, **made.kwargs).train(training)
-        for new in (_new, lambda: Behind(_new())):
+        for new in (_new, lambda: behind(_new())):
             try: compare(new, args, dtype, called.kwargs)
             except Exception as e: yield f'{info.name}, {sample.desc}: {type(e).__name__}: {e}'
 
@@ -100,15 +97,7 @@ def test_modules(dtype, pool): assert pool.submit(check_modules, dtype).result()
 
 # --- A module's own code
 
-class Uses(nn.Module):
-    "`f` of a float32 tensor and a parameter of its own"
-    def __init__(self, f): super().__init__(); self.f,self.w = f,nn.Parameter(torch.rand(8,8)+.5)
-    def forward(self, x): return x+self.f(x.float(), self.w).mean()
-
-operations = dict( # that half precision doesn't have, or not beside float32
-    lerp           = lambda x,w: torch.lerp(x, w, .3),
-    written        = lambda x,w: (w*2).index_add_(0, torch.arange(8), x),
-    to_numpy       = lambda x,w: x+torch.from_numpy(w.detach().numpy()))
+def uses(f): return Does(lambda m,x: x+f(x.float(), m.w).mean(), w=torch.rand(8,8)+.5)
 
 class GroupNorm32(nn.GroupNorm):
     "As the diffusion models have it"
@@ -118,10 +107,44 @@ class Decorated(nn.Linear):
     @torch.autocast('cpu', enabled=False)
     def forward(self, x): return x.float()*self.weight[0]+F.linear(x.float(), self.weight, self.bias)
 
-own_code = dict(group_norm=partial(GroupNorm32, 2, 8), decorated=partial(Decorated, 8, 8),
-                **{name:partial(Uses, f) for name,f in operations.items()})
+def fills():
+    "Adds a position of its own, and lets a module inside write into the sum"
+    def _adds(m, x):
+        y = x+m.pos
+        m.inner(y)
+        return y
+    inner = Does(lambda m,y: y.mul_(2).add_(m.layer(y.detach())), layer=nn.Linear(8,8))
+    return Does(_adds, pos=torch.ones(8), inner=inner)
 
-@pytest.mark.parametrize('dtype', halves)
+def attributes():
+    "As fastai's `SequentialEx` and `MergeLayer`"
+    def _remembers(m, x):
+        y = x*m.gain
+        y.orig = x
+        return m.merge(y)
+    return Does(_remembers, gain=torch.ones(8), merge=Does(lambda m,x: x+x.orig))
+
+def mask():
+    "Some rows may look at nothing, as with left padding"
+    def _forward(m, x):
+        mask = torch.full((len(x),len(x)), -1e9).triu(1)
+        mask[0] = -1e9
+        return m.attend(x+m.pos, mask)
+    attend = Does(lambda m,x,mask: (m.q(x)@m.k(x).T+mask).softmax(-1)@x, q=nn.Linear(8,8), k=nn.Linear(8,8))
+    return Does(_forward, pos=torch.ones(8), attend=attend)
+
+own_code = dict(
+    group_norm = lambda: GroupNorm32(2, 8),
+    decorated  = lambda: Decorated(8, 8),
+    fills      = fills,
+    attributes = attributes,
+    mask       = mask,
+    # operations that half precision doesn't have, or not beside float32
+    lerp       = lambda: uses(lambda x,w: torch.lerp(x, w, .3)),
+    written    = lambda: uses(lambda x,w: (w*2).index_add_(0, torch.arange(8), x)),
+    to_numpy   = lambda: uses(lambda x,w: x+torch.from_numpy(w.detach().numpy())))
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16,torch.float16])
 @pytest.mark.parametrize('name', own_code)
 def test_own_code(name, dtype):
     "Between two layers"

@@ -26,6 +26,10 @@ modes = dict( # the scale starts where nothing overflows, so that no step is ski
 def roundoff(mode): return 2**-11 if 'fp16' in mode else 2**-8
 calls = 'to_fp16 to_bf16 to_native_fp16 to_native_bf16'.split()
 
+f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
+def autocast(model=None, dtype=bf16): return torch.autocast('cpu', dtype, cache_enabled=False)
+def half(model, **kwargs): return half_precision(model, bf16, **kwargs)
+
 # A test's processes are forks of one that has imported fastai, and so start at once. A fork can't use a GPU.
 start_method = 'spawn' if torch.cuda.is_available() else 'forkserver'
 set_forkserver_preload('fastai.callback.all fastai.distributed mp_callbacks.all sklearn.datasets torch._dynamo'.split())

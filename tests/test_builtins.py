@@ -5,27 +5,16 @@ this file, run as a script. fastai's callbacks are as they are, but for the devi
 the CPU. In the row `cpu` they don't."""
 import json,re,subprocess,sys,warnings
 from contextlib import contextmanager,nullcontext
-from functools import partial
-from operator import attrgetter,itemgetter
-from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import NamedTuple
 
-import fastai,pytest,torch
-import torch.nn.functional as F
+import fastai,pytest
+from fastai.basics import (
+    DataLoaders,F,Learner,MSELossFlat,OptimWrapper,Path,SGD,SimpleNamespace,attrgetter,itemgetter,nn,partial,set_seed,
+    torch)
 from fastai.callback import fp16
-from fastai.callback.core import CancelBatchException,CancelStepException,Callback
-from fastai.callback.progress import ProgressCallback
-from fastai.callback.tracker import SaveModelCallback
-from fastai.callback.training import GradientClip
-from fastai.data.core import DataLoaders
-from fastai.learner import Learner
-from fastai.losses import MSELossFlat
-from fastai.optimizer import OptimWrapper,SGD
-from fastai.torch_core import set_seed
-from torch import nn
-
+from fastai.callback.all import (
+    Callback,CancelBatchException,CancelStepException,GradientClip,ProgressCallback,SaveModelCallback)
 from cases import *
 
 masters,natives = ('to_fp16', 'to_bf16'),('to_native_fp16', 'to_native_bf16')

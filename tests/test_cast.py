@@ -2,25 +2,19 @@
 
 Cases run several batches in one `with`, as the first call of a model casts nothing ahead, and are compared with
 autocast. Layers are 64 wide, so that their biases lie in one block of memory, as in most models."""
-from contextlib import nullcontext
-from functools import partial,wraps
+from functools import wraps
 
-import pytest,torch
-from torch import nn
+import pytest
 from torch.func import functional_call,grad,jacfwd,jacrev,vmap
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize,prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from learners import *
 from mp_callbacks import cast
-from mp_callbacks.half import half_precision
-from learners import Does,flat
 from states import *
 from tracing import interrupted
-
-bf16 = torch.bfloat16
-autocast = partial(torch.autocast, 'cpu', bf16, cache_enabled=False)
 
 def data(n=8):
     g = torch.Generator().manual_seed(0)

@@ -1,22 +1,19 @@
 """FP8: the same bits as torchao, in a learner that stays an ordinary one, and a report that finds outliers
 
 What torchao's module swap breaks is here right: hooks, subclasses, interrupts, the float32 reference."""
-import dataclasses,functools,pickle,warnings
+import dataclasses
 from unittest.mock import patch as patched
 
-import learners,pytest,torch
-from torch import nn
-from torch.nn import functional as F
+import learners,pytest
 from torch.nn.utils import parametrizations,prune
 from torch.utils.checkpoint import checkpoint
 
-from fastai.learner import load_learner
 from learners import *
 from mp_callbacks.dtypes import half_dtypes
 from mp_callbacks.fp8 import Fp8,Fp8Recipe,fp8_linear,fp8_recipes
 from mp_callbacks.fp8_report import Fp8Report,measure_fp8
 
-bf16,recipes = torch.bfloat16,[*fp8_recipes]
+recipes = [*fp8_recipes]
 each_recipe = pytest.mark.parametrize('recipe', recipes)
 def has_kernels():
     try: return fp8_linear(torch.ones(16,16), torch.ones(16,16)) is not None

@@ -1,24 +1,16 @@
 """`half_precision` in a loop written by hand: what a `with` does, and what is left after it, in any order, after an
 exception, in copies; how layers compute in it, and what it refuses"""
-import copy,functools,gc,inspect,pickle,threading,weakref
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+import gc,weakref
 
-import pytest,torch
-from torch import nn
-from torch.nn import functional as F
+import pytest
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
 from mp_callbacks.grads import prepare_grads
-from mp_callbacks.half import half_precision
 from mp_callbacks.modules import parameter_name
 from mp_callbacks.ways import is_norm
-from cases import slow_unless
-from learners import Does,get_learner,returned
+from learners import *
 from states import *
-
-f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
 
 class Block(nn.Sequential): pass
 
@@ -288,7 +280,7 @@ def test_fast_path_in_two_threads():
 
 def by_pickle(model): return pickle.loads(pickle.dumps(model))
 
-@pytest.mark.parametrize('how', [copy.deepcopy,by_pickle])
+@pytest.mark.parametrize('how', [deepcopy,by_pickle])
 def test_copied_inside(how):
     "A copy made inside the `with` is an ordinary float32 model with its own parameters, and computes as any other"
     model,(x,_) = net().eval(),data()

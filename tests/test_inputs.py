@@ -1,11 +1,7 @@
 "Odd models and data: what reaches model and loss, and the learner afterwards is an ordinary one in float32"
-import json
-from collections import OrderedDict
 from functools import lru_cache
-from types import SimpleNamespace
 
 import cloudpickle,learners,pytest
-from fastai.torch_core import TensorImage
 from mp_callbacks.flat import flat_steps
 from mp_callbacks.grads import prepare_grads
 from learners import *

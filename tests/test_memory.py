@@ -1,8 +1,7 @@
 "What training in half precision needs in memory beside float32 training: almost nothing. Counted is what tensors hold."
-import gc,os,platform,subprocess,sys
+import gc,platform,subprocess
 
 import pytest
-from contextlib import nullcontext
 from learners import *
 from mp_callbacks import cast
 from mp_callbacks.plan import LiveBytes

@@ -1,19 +1,12 @@
 """Numbers that mustn't be rounded: offsets, energies, states, positions, times and log-determinants in ordinary models
 
 Each model is computed in float32, under autocast and in half precision: its errors are autocast's, up to rounding."""
-from contextlib import nullcontext
-
 import pytest
 from torch.utils.checkpoint import checkpoint
 from learners import *
 from states import without_gradients
 
 pytestmark = pytest.mark.filterwarnings('ignore:None of the inputs have requires_grad')
-
-bf16,f32 = torch.bfloat16,torch.float32
-
-def autocast(model): return torch.autocast('cpu', bf16, cache_enabled=False)
-def half(model): return half_precision(model, bf16)
 
 def normals(*shape, seed=0): return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 

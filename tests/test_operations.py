@@ -2,14 +2,10 @@
 
 Each case runs in float32, under autocast and in half precision, with float32 results and gradients whose error is at
 most three times autocast's. The database is a slow test, and makes the file take long."""
-import warnings
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from multiprocessing import get_context
 
-import pytest,torch
-from torch import Tensor,nn
-
+import pytest
 from learners import *
 from mp_callbacks.devices import support
 from mp_callbacks.dtypes import cast_tree,leaves

@@ -1,7 +1,6 @@
 "What our part of a batch asks of Python and PyTorch grows no faster than the number of modules"
-import gc,sys
+import gc
 from collections import Counter
-from contextlib import contextmanager,nullcontext
 
 import pytest
 from learners import *

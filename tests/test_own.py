@@ -1,23 +1,15 @@
 """Own parameters: rounded where they meet half precision in a sum or a product, plain for everybody else
 
 And modules in float32: nothing that they pass on, write or attach is lost."""
-import io,operator,pickle
-from contextlib import nullcontext
-
 import pytest,torch._dynamo
 from torch._dynamo.utils import counters
 from torch.func import functional_call,grad,jacrev,vmap
 from torch.utils.checkpoint import checkpoint
 from learners import *
-from copy import copy,deepcopy
 from mp_callbacks.own import OwnParameter
 from states import assert_plain,identical,same,without_gradients
 
-bf16,f32 = torch.bfloat16,torch.float32
-
-def autocast(model=None, dtype=bf16): return torch.autocast('cpu', dtype, cache_enabled=False)
 def float32(model): return nullcontext()
-def half(model, **kwargs): return half_precision(model, bf16, **kwargs)
 def close(got, want, tol=.02): return (got.float()-want.float()).norm()<=tol*want.float().norm()
 
 # --- Which functions round

@@ -1,9 +1,6 @@
 """`keep`, and the table of what comes of it: each module that is called computes in the way and dtype that it names
 
 Norms compute within rounding of float64, and layers whose weights are computed from others follow float32."""
-from collections import OrderedDict
-from contextlib import contextmanager
-from copy import deepcopy
 from fnmatch import fnmatch
 
 import pytest
@@ -16,8 +13,6 @@ from mp_callbacks.ways import Way,batch_norms,is_norm
 from states import assert_plain
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:enable_nested_tensor')
-
-f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
 
 # --- Models
 

@@ -1,13 +1,9 @@
 "Threads: a second one damages no parameter, and each call computes what it would compute alone"
-import sys,threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 from learners import *
 from states import *
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
-bf16 = torch.bfloat16
 
 def as_before(model, params):
     "Does `model` have the very parameters `params`, and nothing of ours?"

@@ -4,14 +4,14 @@ It runs with each of our calls in this process and with each of fastai's in anot
 this file, run as a script. fastai's callbacks are as they are, but for the device: where they ask for 'cuda' they get
 the CPU. In the row `cpu` they don't."""
 import json,re,subprocess,sys,warnings
+from collections import namedtuple
 from contextlib import contextmanager,nullcontext
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 import fastai,pytest
 from fastai.basics import (
-    DataLoaders,F,Learner,MSELossFlat,OptimWrapper,Path,SGD,SimpleNamespace,attrgetter,itemgetter,nn,partial,set_seed,
-    torch)
+    DataLoaders,F,Lambda,Learner,MSELossFlat,OptimWrapper,Path,SGD,SimpleNamespace,attrgetter,itemgetter,nn,partial,
+    set_seed,torch)
 from fastai.callback import fp16
 from fastai.callback.all import (
     Callback,CancelBatchException,CancelStepException,GradientClip,ProgressCallback,SaveModelCallback)
@@ -230,21 +230,15 @@ def called_twice(to):
     e = error_name(getattr(learn, to)().fit, 1)
     return dict(error=e, callbacks=len([cb for cb in learner(to).to_bf16().cbs if cb.order==10]))
 
-class Pair(NamedTuple):
-    first: torch.Tensor
-    second: torch.Tensor
-
-class Returns(nn.Module):
-    "A linear model whose predictions `f` makes something of"
-    def __init__(self, f): super().__init__(); self.f,self.lin = f,nn.Linear(4, 1)
-    def forward(self, x): return self.f(self.lin(x))
+Pair = namedtuple('Pair', 'first second')
 
 @row(dict(none=None, text=None, namedtuple=None),
      **{o: dict(none='TypeError', text='TypeError', namedtuple='TypeError') for o in theirs})
 def predictions_other_than_tensors(to):
     "A model that returns a tuple with None in it, a dict with a string, or a namedtuple"
     def fit(f, get):
-        return error_name(learner(to, lambda: Returns(f), loss=lambda p,y: F.mse_loss(get(p), y)).fit, 1)
+        learn = learner(to, lambda: nn.Sequential(linear(), Lambda(f)), loss=lambda p,y: F.mse_loss(get(p), y))
+        return error_name(learn.fit, 1)
     return dict(none=fit(lambda p: (p,None), itemgetter(0)),
                 text=fit(lambda p: dict(p=p, kind='line'), itemgetter('p')),
                 namedtuple=fit(lambda p: Pair(p, p), attrgetter('first')))

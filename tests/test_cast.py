@@ -420,13 +420,12 @@ def test_ddp_unused(one_process):
     with pytest.raises(RuntimeError, match='Expected to have finished reduction'):
         ddp_grads(branches, [False]*3)
 
-def test_ddp_find_unused(one_process):
-    assert ddp_grads(branches, [False]*3, find_unused_parameters=True)==[False]*3
+def checkpointed(m, x): return m.c(checkpoint(m.b, m.a(x), use_reentrant=True))
 
-def test_ddp_reentrant_checkpoint(one_process):
-    "Isn't counted twice"
-    def _checkpointed(m, x): return m.c(checkpoint(m.b, m.a(x), use_reentrant=True))
-    assert ddp_grads(_checkpointed, [True]*3)==[True]*3
+@pytest.mark.parametrize('f,kwargs,used', [(branches,dict(find_unused_parameters=True),False),(checkpointed,{},True)])
+def test_ddp(f, kwargs, used, one_process):
+    "What isn't used has no gradient, if DDP looks for it; what is checkpointed isn't counted twice"
+    assert ddp_grads(f, [used]*3, **kwargs)==[used]*3
 
 def test_ddp_sends_early(one_process, monkeypatch):
     "The first bucket is sent while the backward pass of other layers is still to come"

@@ -101,13 +101,6 @@ def test_a_class_token():
     def join(x, w): return torch.cat([w.expand(4, -1, -1), x[:,None]], 1)
     rounds(join, 1, 1, 32, by_hand=lambda x,w: torch.cat([w.bfloat16().expand(4, -1, -1), x[:,None]], 1))
 
-shapes = dict(expand=lambda x,w: w.expand(4,32), expand_as=lambda x,w: w.expand_as(x), tile=lambda x,w: w.repeat(4,32))
-
-@pytest.mark.parametrize('name', shapes)
-def test_one_number_in_another_shape(name):
-    "Is one number"
-    as_autocast(lambda x,w: x+shapes[name](x, w), 1)
-
 def test_frozen_ones():
     "As trained ones"
     assert meet(half, sums['add'], 32, trained=False)[0].dtype==bf16
@@ -136,7 +129,9 @@ views = dict(
     flatten     = lambda w: w.flatten().unflatten(0, (4,32)),
     repeat      = lambda w: w[:1].repeat(4,1),
     interpolate = lambda w: F.interpolate(w[None,:,:16], size=32, mode='linear'),
-    itself      = lambda w: w.float().contiguous().to('cpu'))
+    itself      = lambda w: w.float().contiguous().to('cpu'),
+    keyword     = lambda w: torch.unsqueeze(input=w, dim=0),
+    squeezed    = lambda w: torch.squeeze(input=w, dim=0))
 
 @pytest.mark.parametrize('name', views)
 def test_views(name):
@@ -144,19 +139,6 @@ def test_views(name):
     v = views[name]
     rounds(lambda x,w: x+v(w), 4, 32, by_hand=lambda x,w: x+v(w).bfloat16())
     rounds(lambda x,w: v(w)*x, 4, 32, by_hand=lambda x,w: v(w).bfloat16()*x)
-
-larger = dict(pairs=lambda x,w: x[:,None]+w[:4], prototypes=lambda x,w: x[:,None]-w, scores=lambda x,w: w+x[0,:1],
-              outer=lambda x,w: x[:,:1]*w[0])
-
-@pytest.mark.parametrize('name', larger)
-def test_larger_than_the_activation(name):
-    "What comes of it is none, but distances to prototypes, say, or scores of pairs of labels, which a CRF adds up"
-    as_autocast(larger[name], 8, 32)
-
-def test_keywords():
-    "As for an ordinary parameter"
-    for f in (torch.unsqueeze,torch.squeeze): rounds(lambda x,w: x+f(input=w, dim=0), 4, 32)
-    as_autocast(lambda x,w: x+w.split(2)[0].sum()+torch.split(w, [1,3])[1].sum(), 4, 32)
 
 rows = torch.arange(4)
 computed = dict(
@@ -173,6 +155,7 @@ computed = dict(
     times        = lambda w: 2*w,
     minus        = lambda w: 1-w,
     sum          = lambda w: w.sum(0),
+    split        = lambda w: w.split(2)[0].sum()+torch.split(w, [1,3])[1].sum(),
     copied       = lambda w: torch.zeros(4,32).copy_(w))
 
 @pytest.mark.parametrize('name', computed)
@@ -200,7 +183,16 @@ others = dict(
     layer_norm = lambda x,w: F.layer_norm(x, (32,), w[0], w[1]),
     softplus   = lambda x,w: x*F.softplus(w),
     mse        = lambda x,w: F.mse_loss(x, w),
-    written    = lambda x,w: x.clone().copy_(w))
+    written    = lambda x,w: x.clone().copy_(w),
+    # one number in another shape is one number
+    expand     = lambda x,w: x+w[0,:1].expand(32,32),
+    expand_as  = lambda x,w: x+w[0,:1].expand_as(x),
+    tile       = lambda x,w: x+w[0,:1].repeat(32,32),
+    # what is larger than the activation is none: distances to prototypes, scores of pairs of labels that a CRF adds up
+    pairs      = lambda x,w: x[:,None]+w[:4],
+    prototypes = lambda x,w: x[:,None]-w,
+    scores     = lambda x,w: w+x[0,:1],
+    outer      = lambda x,w: x[:,:1]*w[0])
 
 @pytest.mark.parametrize('name', others)
 def test_others(name):

@@ -68,19 +68,6 @@ def test_trains(dtype, copies):
 
 # --- Entering and leaving
 
-def test_enter_again():
-    "As often as you like, also inside itself, until the outermost `with` ends; in between the model is an ordinary one"
-    model,(x,_) = net().eval(),data()
-    half,plain = half_precision(model, bf16),model(x)
-    for _ in range(3):
-        with half as res:
-            assert res is half and not torch.equal(want := model(x), plain)
-            for other in (half,half_precision(model, bf16),half_precision(model[5], bf16)): # of a part of it
-                with other: assert torch.equal(model(x), want)
-                assert torch.equal(model(x), want)
-        assert torch.equal(model(x), plain)
-        assert_plain(model)
-
 class Stop(BaseException): pass
 
 @pytest.mark.parametrize('where', ['module','loss','backward'])

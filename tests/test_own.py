@@ -4,7 +4,6 @@ And modules in float32: nothing that they pass on, write or attach is lost."""
 import pytest,torch._dynamo
 from torch._dynamo.utils import counters
 from torch.func import functional_call,grad,jacrev,vmap
-from torch.utils.checkpoint import checkpoint
 from learners import *
 from mp_callbacks.own import OwnParameter
 from states import assert_plain,identical,same,without_gradients
@@ -428,7 +427,7 @@ def test_returned_and_kept(name):
 
 # --- On and off
 
-@pytest.mark.parametrize('other', ['model','part','same','later'])
+@pytest.mark.parametrize('other', ['model','part','same','later','installed'])
 @pytest.mark.parametrize('last_first', [True,False])
 def test_two(other, last_first):
     "Two on one model, or on a part of it: nobody takes off what another one has put on, in either order"
@@ -436,25 +435,16 @@ def test_two(other, last_first):
     a = half(model)
     with a: want = model(x)
     b = dict(model=half(model), part=half(model[3]), same=a).get(other) # a layer rounds what the part returns
-    a.__enter__()
+    enter,leave = (a.install,a.remove) if other=='installed' else (a.__enter__,a.__exit__)
+    enter()
     b = b or half(model)
     b.__enter__()
     assert model(x).equal(want)
-    on = [a,b]
-    on.pop(-1 if last_first else 0).__exit__()
-    if on[0].model is model: assert model(x).equal(want)
+    on = [(a,leave),(b,b.__exit__)]
+    on.pop(-1 if last_first else 0)[1]()
+    if on[0][0].model is model: assert model(x).equal(want)
     else: assert isinstance(model[3].pos, OwnParameter)
-    on[0].__exit__()
-    assert_plain(model)
-
-def test_installed_around_a_with():
-    model,x,a = positions(),numbers(4)[0],None
-    a,b = half(model),half(model)
-    a.install()
-    want = model(x)
-    with b: assert model(x).equal(want)
-    assert model(x).equal(want)
-    a.remove()
+    on[0][1]()
     assert_plain(model)
 
 def test_moved_to_another_module():
@@ -583,24 +573,6 @@ def test_layer_in_a_transform(name):
     assert seen[half][0]==seen[autocast][0]
     assert close(flat(seen[half][1]), flat(seen[autocast][1]), .01)
 
-# --- Computing again
-
-@pytest.mark.parametrize('reentrant', [True,False])
-def test_checkpointed_with_a_loss_of_fastais_class(reentrant):
-    "Its `backward` switches our class off, and yet the part is computed again as it was"
-    def run(reentrant):
-        def _forward(m, x):
-            x = m.first(x)
-            x = m.own(x) if reentrant is None else checkpoint(m.own, x, use_reentrant=reentrant)
-            return TensorBase(m.head(x)) # as fastai's targets are, so that the loss is one
-        torch.manual_seed(0)
-        model = Does(_forward, first=nn.Linear(8,32), own=Position(), head=nn.Linear(32,1))
-        learn = get_learner(model, loss_func=lambda pred,y: F.mse_loss(pred, y)).to_bf16()
-        learn.fit(1)
-        assert type(learn.loss_func(TensorBase(torch.ones(1)), torch.ones(1))) is TensorBase
-        return weights(learn)
-    assert same(run(reentrant), run(None))
-
 # --- torch.compile
 
 def small():
@@ -612,15 +584,11 @@ def small():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8,32), _block(), nn.GELU(), _block(), nn.Linear(32,1))
 
-def blocks_in_place(m):
-    for o in (m[1],m[3]): o.compile(backend='eager')
-    return m
-
 compiled = dict(
     whole    = lambda m: torch.compile(m, backend='eager', fullgraph=True),
     in_place = lambda m: (m.compile(backend='eager', fullgraph=True), m)[1],
     part     = lambda m: nn.Sequential(m[0], torch.compile(m[1:], backend='eager', fullgraph=True)),
-    blocks   = blocks_in_place)
+    blocks   = lambda m: ([o.compile(backend='eager') for o in (m[1],m[3])], m)[1])
 
 @pytest.mark.parametrize('kind', compiled)
 def test_compiled(kind):

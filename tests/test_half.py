@@ -33,14 +33,6 @@ def data(n=32):
 
 def grads(model): return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
-def backward(model, half=None):
-    "The gradients of a batch, which are not left in the model"
-    x,y = data()
-    with half or half_precision(model, bf16): F.mse_loss(model(x), y).backward()
-    res = grads(model)
-    model.zero_grad()
-    return res
-
 # --- The loop
 
 @pytest.mark.parametrize('dtype,copies', [(f16,True),(bf16,True),(bf16,False)])
@@ -75,7 +67,7 @@ def test_exceptions(where):
     "From a module, the loss or the backward pass: nothing stays behind, and the next batch is right"
     model,(x,y) = net().eval(),data()
     half,hook = half_precision(model, bf16),None
-    want = backward(model, half)
+    want = batch(model, x, half)
     def stop(*_): raise Stop
     with pytest.raises(Stop), half:
         if where=='module': hook = model[4].register_forward_hook(stop)
@@ -86,7 +78,7 @@ def test_exceptions(where):
     if hook: hook.remove()
     assert_plain(model)
     model.zero_grad()
-    assert same(backward(model, half), want)
+    assert same(batch(model, x, half), want)
 
 def test_error_in_a_note():
     "What ends a `with` may fail to say why; half precision ends all the same"
@@ -110,12 +102,12 @@ changes = dict(
 def test_model_changed(change):
     "Between two `with`s: what a new `half_precision` does, bit for bit"
     def run(fresh):
-        model = net()
-        half = half_precision(model, bf16)
-        backward(model, half)
+        model,(x,_) = net(),data()
+        first = half_precision(model, bf16)
+        batch(model, x, first)
         torch.manual_seed(2)
         changes[change](model)
-        return backward(model, None if fresh else half)
+        return batch(model, x, half if fresh else first)
     assert same(run(False), run(True))
 
 def test_policy_inside():
@@ -142,7 +134,7 @@ def test_model_no_longer_float32():
     with pytest.raises(ValueError, match=r'no float32 parameters \(torch.float64\)'):
         model.double()
         with half: pass
-    backward(model.float(), half)
+    batch(model.float(), data()[0], half)
     assert_plain(model)
 
 # --- Autocast
@@ -192,18 +184,15 @@ def test_autocast_to_another_dtype():
     assert want.dtype==f16 and same([o.detach() for o in seen], [want]*3)
     assert other.gain.grad.isfinite().all()
 
-class Attends(nn.Module):
+def attends():
     "Predictions with padding, for which PyTorch has a fast path; calls `wait` before"
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.layer = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
-        self.eval()
-    def forward(self, x, wait=lambda: None):
+    def _forward(m, x, wait=noop):
         wait()
         mask = torch.zeros(2, 4, dtype=torch.bool)
         mask[0,2:] = True
-        return self.layer(x, src_key_padding_mask=mask)[0,:2]
+        return m.layer(x, src_key_padding_mask=mask)[0,:2]
+    torch.manual_seed(1)
+    return Does(_forward, layer=nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)).eval()
 
 nested_tensors = pytest.mark.filterwarnings('ignore:.*nested tensor')
 fast_path = torch.backends.mha
@@ -214,7 +203,7 @@ def test_fast_path_is_off(options):
     """In this model, as it fails under autocast on a CPU, also without rules, and where attention stays in float32
 
     What others have of it stays as it is, after an error, too."""
-    model,x,seen = Attends(),torch.randn(2,4,8),[]
+    model,x,seen = attends(),torch.randn(2,4,8),[]
     half = half_precision(model, bf16, **options)
     def stop():
         seen.append(fast_path.get_fastpath_enabled())
@@ -245,7 +234,7 @@ def test_attention_of_its_own(grad):
 def test_fast_path_in_two_threads():
     "Neither is in the other's way"
     first_in,second_in,first_out = (threading.Event() for _ in range(3))
-    x,models = torch.randn(2,4,8),[Attends(),Attends()]
+    x,models = torch.randn(2,4,8),[attends(),attends()]
     @torch.no_grad()
     def call(model, wait):
         with half_precision(model, bf16): return model(x, wait)
@@ -274,7 +263,7 @@ def test_copied_inside(how):
     assert torch.equal(model(x), want) and torch.equal(other(x), want)
     half,fresh = half_precision(other, bf16),half_precision(model, bf16)
     assert half.policy().equals(fresh.policy()) # its layers are cast ahead
-    for _ in range(2): assert same(backward(other, half), backward(model, fresh))
+    for _ in range(2): assert same(batch(other, x, half), batch(model, x, fresh))
     with torch.no_grad(): other[0].weight.zero_()
     assert torch.equal(model(x), want) and not torch.equal(other(x), want)
     assert_plain(other)

@@ -94,14 +94,12 @@ def euler():
 
 # --- Positions
 
-class Waves(nn.Module):
-    "Of distances or positions, without parameters"
-    def forward(self, d): return (d[...,None]*torch.linspace(1, 20, 32)).sin()
+def waves(): return Does(lambda m,d: (d[...,None]*torch.linspace(1, 20, 32)).sin()) # of distances or positions
 
 def encoder():
     "Encodes the positions that it is given, then those that it predicts"
     def _encode(m, pos): return m.lin(m.waves(pos.squeeze(-1)*.1)*m.gain)
-    encode = Does(_encode, gain=torch.ones(32), waves=Waves(), lin=nn.Linear(32,16))
+    encode = Does(_encode, gain=torch.ones(32), waves=waves(), lin=nn.Linear(32,16))
     return Does(lambda m,pos: m.last(m.encode(pos+m.head(m.encode(pos)))), encode=encode, head=nn.Linear(16,1),
                 last=nn.Linear(16,1))
 
@@ -114,7 +112,7 @@ def forces():
         with torch.enable_grad():
             pos = pos.detach().requires_grad_()
             return torch.autograd.grad(m.energy(pos).sum(), pos, create_graph=True)[0]
-    return Does(_forward, energy=Does(_energy, gain=torch.ones(32), waves=Waves(), body=mlp(32, 1)))
+    return Does(_forward, energy=Does(_energy, gain=torch.ones(32), waves=waves(), body=mlp(32, 1)))
 
 def egnn():
     "Moves points along their differences"
@@ -242,11 +240,9 @@ def adds(n, value):
 
 def call(model, *args):
     "What it returns, in the dtype that it has inside"
-    seen = []
-    hook = model.register_forward_hook(lambda m,args,out: seen.append(out.detach()))
-    with half(model := Does(lambda m,*args: m.inner(*args), inner=model)): model(*args)
-    hook.remove()
-    return seen[0]
+    seen = returned(model)
+    with half(Does(lambda m,*args: m.inner(*args), inner=model)) as o: o.model(*args)
+    return seen[0].detach()
 
 def test_reference_energies():
     "Lookups of single numbers stay float32, those of rows are rounded"

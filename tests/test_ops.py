@@ -20,18 +20,16 @@ def calls(counts):
         sys.setprofile(None)
         gc.enable()
 
-class Sub(nn.Module):
+def sub():
     "A module in another, with a parameter and a buffer besides"
-    def __init__(self):
-        super().__init__()
-        self.lin,self.gain = nn.Linear(8,8),nn.Parameter(torch.ones(8))
-        self.register_buffer('shift', torch.zeros(8))
-    def forward(self, x): return x+self.lin(x)*self.gain+self.shift
+    res = Does(lambda m,x: x+m.lin(x)*m.gain+m.shift, lin=nn.Linear(8,8), gain=torch.ones(8))
+    res.register_buffer('shift', torch.zeros(8))
+    return res
 
 def deep(n):
     "`n` modules of that kind, with norms, half of them in a module in a module"
     torch.manual_seed(0)
-    def some(n): return nn.Sequential(*[nn.Sequential(Sub(), nn.LayerNorm(8), nn.BatchNorm1d(8)) for _ in range(n)])
+    def some(n): return nn.Sequential(*[nn.Sequential(sub(), nn.LayerNorm(8), nn.BatchNorm1d(8)) for _ in range(n)])
     return nn.Sequential(some(n//2), nn.Sequential(nn.Sequential(some(n-n//2))), nn.Linear(8,1))
 
 def count(n, mode, **kwargs):

@@ -260,14 +260,6 @@ def positions():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8,32), Position(), nn.GELU(), Position(), nn.Linear(32,1))
 
-def step(model, x, around=half):
-    "Output and gradients of a batch, which are not left in the model"
-    model.zero_grad()
-    with around if isinstance(around, half_precision) else around(model): (res := model(x)).square().sum().backward()
-    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    return [res.detach(),*grads]
-
 def test_modes():
     "Training, validation and predictions compute the same numbers from the same weights, also in the first call"
     model,x = positions(),numbers(4)[0]
@@ -313,7 +305,7 @@ def test_autocast_off():
         torch.manual_seed(0)
         seen.clear()
         model = nn.Sequential(nn.Linear(8,32), Does(_careful, w=torch.rand(32)+.5))
-        step(model, numbers(4)[0], around)
+        batch(model, numbers(4)[0], around)
         return [o.detach() for o in seen]
     assert {o.dtype for o in run(half)}=={f32} and same(run(half), run(autocast))
 
@@ -552,9 +544,9 @@ def test_transforms(name):
             return m.inner(x)+transforms[name](m.inner, x).sum(0) # the layers inside compute both ways
         return Does(_forward, first=nn.Linear(8,32), inner=inner)
     x = numbers(4)[0]
-    want,auto = (step(_net(), x, o) for o in (float32,autocast))
+    want,auto = (batch(_net(), x, o) for o in (float32,autocast))
     mine = half(model := _net())
-    first,*later = [step(model, x, mine) for _ in range(3)]
+    first,*later = [batch(model, x, mine) for _ in range(3)]
     for o in later: assert same(o, first)
     def _errors(got): return [((a.float()-b).norm()/b.norm()).item() for a,b in zip(got, want)]
     assert max(_errors(first))<=3*max(_errors(auto)), (_errors(first),_errors(auto))
@@ -567,7 +559,7 @@ def test_layer_in_a_transform(name):
         torch.manual_seed(0)
         model = Does(lambda m,x: transforms[name](m, m.first(x)), first=nn.Linear(8,32), lin=nn.Linear(32,32))
         calls,mine = returned(model.lin),around(model)
-        outs = [step(model, x, mine if around is half else around) for _ in range(3)]
+        outs = [batch(model, x, mine if around is half else around) for _ in range(3)]
         assert same(outs[1], outs[0]) and same(outs[2], outs[0])
         seen[around] = [(o.dtype,o.shape) for o in calls],outs[0]
     assert seen[half][0]==seen[autocast][0]
@@ -596,9 +588,9 @@ def test_compiled(kind):
     torch._dynamo.reset()
     counters.clear()
     model,x,graphs = compiled[kind](small()),numbers(4)[0],[]
-    mine,want,auto = half(model),step(small(), x, float32),step(small(), x, autocast)
+    mine,want,auto = half(model),batch(small(), x, float32),batch(small(), x, autocast)
     for _ in range(3):
-        got = step(model, x, mine)
+        got = batch(model, x, mine)
         with mine, torch.no_grad(): assert close(model(x), got[0], 1e-6)
         graphs.append(counters['stats']['unique_graphs'])
     assert graphs[0]==graphs[-1]>0 and not counters['graph_break'] and not counters['recompiles']

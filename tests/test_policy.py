@@ -25,17 +25,16 @@ def attention(n):
 
 def seq(**kwargs): return nn.Sequential(OrderedDict(kwargs))
 
-def mlp_body(): return seq(a=nn.Linear(8,16), norm=nn.LayerNorm(16), act=nn.GELU(), b=nn.Linear(16,16))
-def conv_body():
-    return seq(conv=nn.Conv2d(1,4,3,padding=1,bias=False), bn=nn.BatchNorm2d(4), act=nn.ReLU(), conv2=nn.Conv2d(4,4,1))
-def encoder(): return nn.TransformerEncoderLayer(16, 2, 16, dropout=0., batch_first=True)
-def tokens(): return dict(tok=Does(lambda m,x: (x*3).long().clamp(-4,3)+4), emb=nn.Embedding(8,16))
-
 models = dict(
-    mlp         = lambda: seq(body=mlp_body(), head=nn.Linear(16,1)),
-    conv        = lambda: seq(image=nn.Unflatten(1,(1,2,4)), body=conv_body(), flat=nn.Flatten(), head=nn.Linear(32,1)),
-    transformer = lambda: seq(**tokens(), own=attention(16), layer=encoder(), mean=Does(lambda m,x: x.mean(1)),
-                              head=nn.Linear(16,1)))
+    mlp         = lambda: seq(body=seq(a=nn.Linear(8,16), norm=nn.LayerNorm(16), act=nn.GELU(), b=nn.Linear(16,16)),
+                              head=nn.Linear(16,1)),
+    conv        = lambda: seq(image=nn.Unflatten(1, (1,2,4)),
+                              body=seq(conv=nn.Conv2d(1,4,3,padding=1,bias=False), bn=nn.BatchNorm2d(4), act=nn.ReLU(),
+                                       conv2=nn.Conv2d(4,4,1)),
+                              flat=nn.Flatten(), head=nn.Linear(32,1)),
+    transformer = lambda: seq(tok=Does(lambda m,x: (x*3).long().clamp(-4,3)+4), emb=nn.Embedding(8,16),
+                              own=attention(16), layer=nn.TransformerEncoderLayer(16, 2, 16, 0., batch_first=True),
+                              mean=Does(lambda m,x: x.mean(1)), head=nn.Linear(16,1)))
 
 def model(name):
     torch.manual_seed(3)

@@ -6,30 +6,31 @@ from learners import *
 from mp_callbacks import cast
 from mp_callbacks.plan import LiveBytes
 
-def make_model(): return nn.Sequential(*[nn.Linear(256,256) for _ in range(32)])
-batch = torch.zeros(1,256),torch.zeros(1,256)
+def make_model(sizes=[256]*33, bias=True):
+    return nn.Sequential(*[nn.Linear(*o, bias=bias) for o in zip(sizes, sizes[1:])])
 
 def learner(to):
     def _fit(model):
+        batch = torch.zeros(1,256),torch.zeros(1,256)
         learn = get_learner(model, dls=DataLoaders([batch]*3, [], device='cpu'), opt_func=fused_adam)
         to(learn).fit(1)
     return _fit
 
-def loop(model):
-    opt,half = torch.optim.Adam(model.parameters(), fused=True),half_precision(model, torch.bfloat16)
-    for _ in range(3):
-        with half: F.mse_loss(model(batch[0]), batch[1]).backward()
+def loop(model, precision=half):
+    opt,around = torch.optim.Adam(model.parameters(), fused=True),precision(model)
+    for _ in range(3): # the first call casts nothing ahead
+        with around: model(torch.zeros(1, model[0].in_features)).sum().backward()
         opt.step()
         opt.zero_grad()
 
-def peak(train):
-    "Most bytes per parameter at any time while `train` trains a model"
+def peak(train, make=make_model):
+    "Most bytes at any time while `train` trains a model, and how many per parameter"
     with LiveBytes() as live:
-        model = make_model()
+        model = make()
         n = sum(p.numel() for p in model.parameters())
         train(model)
         gc.collect()
-    return max(live.log)/n
+    return max(live.log),max(live.log)/n
 
 ways = dict(loop=loop, **{o:learner(methodcaller(o)) for o in ('to_bf16','to_native_fp16')})
 
@@ -38,26 +39,17 @@ ways = dict(loop=loop, **{o:learner(methodcaller(o)) for o in ('to_bf16','to_nat
 def test_memory(way, monkeypatch):
     "Less than half a byte beside the 16 of float32, if what is cast together is small beside the model"
     monkeypatch.setattr(cast, 'node_bytes', 2**20)
-    got = peak(ways[way])
+    _,got = peak(ways[way])
     assert got<=16.5, got
 
 @pytest.mark.parametrize('sizes', [[1024]*14, [447,2346,2346,2346]])
 def test_at_most_12_mb(sizes):
     "Pages say how much more half precision may take than float32"
-    def _peak(precision):
-        with LiveBytes() as live:
-            model = nn.Sequential(*[nn.Linear(*o, bias=False) for o in zip(sizes, sizes[1:])])
-            opt,around = torch.optim.Adam(model.parameters(), fused=True),precision(model)
-            for _ in range(3): # the first call casts nothing ahead
-                with around: model(torch.zeros(1,sizes[0])).sum().backward()
-                opt.step()
-                opt.zero_grad()
-            gc.collect()
-        return max(live.log)
-    more = _peak(lambda model: half_precision(model, torch.bfloat16))-_peak(lambda model: nullcontext())
+    def _peak(precision): return peak(partial(loop, precision=precision), partial(make_model, sizes, False))[0]
+    more = _peak(half)-_peak(lambda model: nullcontext())
     assert 0<more<12.1*2**20, more
 
-def test_float32(): assert 15.9<peak(learner(noop))<16.3, 'Adam: weights, gradients and two averages'
+def test_float32(): assert 15.9<peak(learner(noop))[1]<16.3, 'Adam: weights, gradients and two averages'
 
 faults_per_step = """if 1:
     import resource

@@ -5,6 +5,7 @@ import cloudpickle,learners,pytest
 from mp_callbacks.flat import flat_steps
 from mp_callbacks.grads import prepare_grads
 from learners import *
+from states import identical,same
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:load_learner')
 
@@ -18,9 +19,7 @@ def unchanged(learn, before, named=True):
     """Has `learn` the same parameters, weights and callbacks (each under its name, if they are `named` apart) as when
     `state` was taken?"""
     ps,ws,cbs = before
-    assert all(p is q for p,q in zip(learn.model.parameters(), ps, strict=True))
-    assert all(torch.equal(p, w) and p.dtype==w.dtype for p,w in zip(ps, ws, strict=True))
-    assert all(a is b for a,b in zip(learn.cbs, cbs, strict=True))
+    assert identical(learn.model.parameters(), ps) and same(weights(learn), ws) and identical(learn.cbs, cbs)
     if named: assert all(getattr(learn, cb.name) is cb and cb.learn is learn for cb in cbs)
     assert [n for n,m in learn.model.named_modules() if 'forward' in vars(m)]==[]
 

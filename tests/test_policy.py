@@ -8,7 +8,6 @@ from torch.nn.utils import prune
 from learners import *
 from machines import machine,pretend
 from mp_callbacks import devices
-from mp_callbacks.functional import value_and_grad
 from mp_callbacks.ways import Way,batch_norms,is_norm
 from states import assert_plain
 
@@ -189,14 +188,6 @@ def test_rules_of_the_user_and_more():
         after = half.keeping(more).policy().set_index('module').compute
         kept = [o for o in before.index if any(o==m or o.startswith(f'{m}.') for m in more)]
         assert after.to_dict()=={**before.to_dict(), **dict.fromkeys(kept, 'float32')}, more
-
-def test_functional():
-    "The functions on `torch.func` follow the same rules, to the bit"
-    rules,net,(x,y) = {'body':'f32', 'body.b':bf16, '*norm':bf16},model('mlp'),numbers()
-    def loss(net, x): return (net(x)-y).pow(2).mean()
-    res = value_and_grad(loss, bf16, keep=rules)(net, x)
-    with half_precision(net, bf16, rules): loss(net, x).backward()
-    assert all(torch.equal(res.grads[n], p.grad) for n,p in net.named_parameters())
 
 # --- Norms: what the rules say of their kernels, on this machine
 

@@ -160,9 +160,7 @@ def test_afterwards(mode, tmp_path):
     unchanged(learn, before)
     preds = learn.to_fp32().get_preds()[0]
     assert abs(learn.validate()[0]/loss-1)<.02
-    loaded = load_learner(tmp_path/'export.pkl', cpu=True)
-    loaded.remove_cb(ProgressCallback)
-    loaded.logger,loaded.create_mbar = noop,False
+    loaded = quiet(load_learner(tmp_path/'export.pkl', cpu=True))
     assert torch.equal(loaded.get_preds(dl=learn.dls.valid)[0], preds)
 
 @each_mode

@@ -50,13 +50,9 @@ def test_graphs(mode, kind):
 @pytest.mark.parametrize('mode', ['fp16','native_fp16'])
 def test_learns_the_same(mode):
     "Compiled or not, the same weights; or as near to float32, as compiled layers and norms are left to autocast"
-    def run(make, mode=mode):
-        learn = get_learner(make())
-        if mode: modes[mode](learn)
-        learn.fit(3)
-        return learn
+    runs = (None,norms),(mode,norms),(mode,compiled['wrapped'])
+    full,plain,fast = (fitted(in_mode(o, make()), 3) for o,make in runs)
     start = flat(weights(get_learner(norms())))
-    full,plain,fast = run(norms, None),run(norms),run(compiled['wrapped'])
     if mode=='native_fp16': assert apart(fast, plain, start)<1e-2
     else: assert apart(fast, full, start)<1.5*apart(plain, full, start)
 

@@ -74,8 +74,7 @@ def test_new_buffers():
             m.register_buffer('table', torch.ones(8))
             m.length = 8
         return m.layer((x-m.mean)*m.table)
-    learn = get_learner(Does(_registers, layer=nn.Linear(8,1), length=0)).to_bf16()
-    learn.fit(1, cbs=InfiniteAt(0))
+    learn = fitted(get_learner(Does(_registers, layer=nn.Linear(8,1), length=0)).to_bf16(), 1, InfiniteAt(0))
     assert skipped(learn)==1 and learn.model.mean.isfinite().all()
 
 @pytest.mark.parametrize('event', ['before_batch','after_batch'])

@@ -223,9 +223,7 @@ def test_checkpointing(reentrant):
             x,body = m.inner[0](x),m.inner[1:]
             return checkpoint(body, x, use_reentrant=reentrant) if checkpointed else body(x)
         return Does(_forward, inner=mlp())
-    learn,plain = (in_fp8(learner(_net(o))) for o in (True,False))
-    for o in (learn,plain): o.fit(1)
-    assert all(map(torch.equal, weights(learn), weights(plain)))
+    assert same_weights(*[fitted(in_fp8(learner(_net(o)))) for o in (True,False)])
 
 def test_hooks_and_replaced_forward():
     "A layer's hooks run, also those that change its result; and so does a `forward` that somebody puts on it"

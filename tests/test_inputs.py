@@ -55,17 +55,14 @@ def test_jagged_predictions():
 @each_mode
 def test_outside_the_optimizer(mode):
     "Gradients of parameters that no optimizer holds are not scaled, and a batch that overflows leaves nothing in them"
-    def run(mode, poisoned, cbs):
-        cbs = [*map(InfiniteAt, poisoned),*cbs]
-        learn = get_learner(opt_func=SGD, lr=.05, splitter=lambda m: [params(m[-1])], cbs=cbs)
-        if mode: modes[mode](learn)
-        learn.fit(1)
+    def run(mode, *cbs):
+        learn = fitted(in_mode(mode, opt_func=SGD, lr=.05, splitter=lambda m: [params(m[-1])], cbs=[*cbs]))
         return learn.model[0].weight.grad,learn.model[-1].weight.detach()
     def off(a, b): return ((a-b).norm()/b.norm()).item()
-    for cbs in ((), (GradientClip(1.),)):
-        (g,w),(g32,w32) = run(mode, (), cbs),run(None, (), cbs)
+    for cbs in ([], [GradientClip(1.)]):
+        (g,w),(g32,w32) = run(mode, *cbs),run(None, *cbs)
         assert off(g, g32)<.05 and off(w, w32)<.05
-        g,w = run(mode, (1,), cbs)
+        g,w = run(mode, InfiniteAt(1), *cbs)
         assert g.isfinite().all() and off(w, w32)<.5 # three steps are almost four
 
 # --- Devices and data
@@ -131,11 +128,9 @@ def seen(inp, prediction, mode):
     def loss(pred, y):
         to_loss.append(sketch(pred))
         return F.mse_loss(get(pred), y)
-    model = Does(forward, layers=mlp())
-    learn = get_learner(model, DataLoaders(batches, batches), loss_func=loss, opt_func=SGD, lr=.05)
-    if mode: modes[mode](learn)
-    learn.fit(1)
-    return (to_model,to_loss),flat(weights(learn))
+    dls = DataLoaders(batches, batches)
+    learn = in_mode(mode, Does(forward, layers=mlp()), dls=dls, loss_func=loss, opt_func=SGD, lr=.05)
+    return (to_model,to_loss),flat(weights(fitted(learn)))
 
 @pytest.mark.parametrize('prediction,inp', in_turns(predictions, inputs).items())
 @each_mode

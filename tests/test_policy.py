@@ -128,9 +128,8 @@ def test_reads_well():
 def test_rule_is_keep():
     "A rule with float32 is the same as a name, to the bit; the last rule decides"
     names,rules = ('body.norm','head'),{'body.norm':'f32', 'head':f32}
-    a,b = (get_learner(model('mlp')).to_bf16(keep=o) for o in (names, rules))
-    for o in (a,b): o.fit(1)
-    assert all(map(torch.equal, weights(a), weights(b)))
+    a,b = (fitted(get_learner(model('mlp')).to_bf16(keep=o)) for o in (names, rules))
+    assert same_weights(a, b)
     table = a.mixed_precision.policy()
     assert table.equals(b.mixed_precision.policy()) and table.why.to_list()==['cast with all others','keep']*2
     def dtypes(keep): return computes(model('mlp'), bf16, keep)
@@ -291,13 +290,10 @@ def test_made_weights(mode, kind):
     "A layer whose weight is computed from others, or changed, in the forward pass follows float32"
     def run(mode):
         torch.manual_seed(0)
-        learn = get_learner(made[kind](), opt_func=SGD, lr=.05)
-        start = flat(weights(learn))
-        if mode: modes[mode](learn)
-        learn.fit(2)
-        return start,learn
-    (start,ref),(_,learn) = run(None),run(mode)
-    assert apart(learn, ref, start)<.05
+        learn = in_mode(mode, made[kind](), opt_func=SGD, lr=.05)
+        return way(learn, 2),learn
+    (want,_),(got,learn) = run(None),run(mode)
+    assert (got-want).norm()<.05*want.norm()
     if kind=='max_norm': assert learn.model[1].weight.detach().norm(dim=1).min()<.2 # those used have changed for good
 
 class Rounded(Way):

@@ -2,9 +2,6 @@
 
 Cases run several batches in one `with`, as the first call of a model casts nothing ahead, and are compared with
 autocast. Layers are 64 wide, so that their biases lie in one block of memory, as in most models."""
-from functools import wraps
-
-import pytest
 from torch.func import functional_call,grad,jacfwd,jacrev,vmap
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize,prune
@@ -279,7 +276,7 @@ def no_weights():
 
 uses = plain,frozen,repeated,calls_itself,no_grad,hyper,energy
 changed = tied,only_biases,computed_biases,was_pruned,no_weights
-models = {f.__name__:f for f in (*changed,*[wraps(f)(partial(net, f)) for f in uses])}
+models = {f.__name__:f for f in (*changed,*[functools.wraps(f)(partial(net, f)) for f in uses])}
 
 @pytest.mark.parametrize('name', models)
 def test_same_as_autocast(name): check(models[name], tol=.05, inference=name!='energy') # which computes gradients

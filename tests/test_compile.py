@@ -1,7 +1,7 @@
 """A compiled model: one graph for training and one for validation, as in float32, with no breaks and no recompiles
 
 The file takes long because models are compiled."""
-import pytest,torch._dynamo
+import torch._dynamo
 from torch._dynamo.utils import counters
 from learners import *
 from mp_callbacks import ways

@@ -1,7 +1,6 @@
 """A skipped step and an error put back buffers of every kind; what a model keeps from batch to batch is float32 between
 
 And hooks of parameters see the gradients."""
-import pytest
 from learners import *
 from states import *
 

@@ -4,7 +4,6 @@ What torchao's module swap breaks is here right: hooks, subclasses, interrupts, 
 import dataclasses
 from unittest.mock import patch as patched
 
-import learners,pytest
 from torch.nn.utils import parametrizations,prune
 from torch.utils.checkpoint import checkpoint
 
@@ -25,7 +24,7 @@ kernels = patched('mp_callbacks.fp8.check_fp8', lambda device: None)
 with kernels: emulations = [True] if not has_kernels() else [True,False] # PyTorch 2.6 has no kernel for a CPU
 each_emulation = pytest.mark.parametrize('emulate', emulations)
 
-def mlp(n=32): return learners.mlp(n=n)
+mlp = partial(mlp, n=32)
 def learner(model=None, **kwargs): return get_learner(mlp() if model is None else model, **kwargs)
 def in_fp8(learn, **kwargs): return learn.to_fp8(**{'emulate':True, **kwargs})
 
@@ -178,7 +177,7 @@ def test_refused():
     for error,match,call in (
         (ValueError, 'needs bfloat16 and rules=True', lambda: _half(fp8=Fp8(emulate=True))),
         (ValueError, 'needs bfloat16 and rules=True', lambda: _half(bf16, rules=False, fp8=Fp8())),
-        (ValueError, '24 is no multiple of 16', lambda: ways(mlp(24))),
+        (ValueError, '24 is no multiple of 16', lambda: ways(mlp(n=24))),
         (ValueError, 'there is none', lambda: ways(nn.Sequential(nn.Conv2d(1,1,1)))),
         (ValueError, "keep={'2': 'bfloat16'} leaves no layer", lambda: in_fp8(learner(), keep={'2':'bfloat16'})),
         (ValueError, "recipe='row' must be one of", lambda: learner().to_fp8('row')),
@@ -283,7 +282,7 @@ def test_the_cause_names_the_call():
 def test_plan(emulate):
     "FP8 keeps less for the backward pass"
     with kernels, patched('mp_callbacks.training_steps.check_fp8'):
-        table = learner(mlp(256), dls=get_dls(64)).to_fp8(emulate=emulate).precision_plan().table
+        table = learner(mlp(n=256), dls=get_dls(64)).to_fp8(emulate=emulate).precision_plan().table
     row = 'fp8, emulated' if emulate else 'fp8'
     assert [*table.index]==['float32','to_bf16','to_native_bf16',row]
     assert table.activations[row]<table.activations.to_bf16

@@ -2,7 +2,6 @@
 exception, in copies; how layers compute in it, and what it refuses"""
 import gc,weakref
 
-import pytest
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 

@@ -1,7 +1,5 @@
 "Odd models and data: what reaches model and loss, and the learner afterwards is an ordinary one in float32"
-from functools import lru_cache
-
-import cloudpickle,learners,pytest
+import cloudpickle,learners
 from mp_callbacks.flat import flat_steps
 from mp_callbacks.grads import prepare_grads
 from learners import *
@@ -116,7 +114,7 @@ def sketch(o):
     if isinstance(o, (Data,Frozen)): return type(o),sketch(o.a),sketch(o.b)
     return type(o),str(o)
 
-@lru_cache(None)
+@functools.lru_cache(None)
 def seen(inp, prediction, mode):
     "What model and loss are given in an epoch, and the weights at its end"
     (make_inp,get_inp),(make,get) = inputs[inp],predictions[prediction]

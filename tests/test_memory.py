@@ -1,7 +1,6 @@
 "What training in half precision needs in memory beside float32 training: almost nothing. Counted is what tensors hold."
-import gc,platform,subprocess
+import gc,platform
 
-import pytest
 from learners import *
 from mp_callbacks import cast
 from mp_callbacks.plan import LiveBytes

@@ -5,7 +5,6 @@ most three times autocast's. The database is a slow test, and makes the file tak
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-import pytest
 from learners import *
 from mp_callbacks.devices import support
 from mp_callbacks.dtypes import cast_tree,leaves

@@ -1,8 +1,6 @@
 "What our part of a batch asks of Python and PyTorch grows no faster than the number of modules"
 import gc
-from collections import Counter
 
-import pytest
 from learners import *
 
 @contextmanager

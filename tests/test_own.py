@@ -1,7 +1,7 @@
 """Own parameters: rounded where they meet half precision in a sum or a product, plain for everybody else
 
 And modules in float32: nothing that they pass on, write or attach is lost."""
-import pytest,torch._dynamo
+import torch._dynamo
 from torch._dynamo.utils import counters
 from torch.func import functional_call,grad,jacrev,vmap
 from learners import *

@@ -3,7 +3,6 @@
 Norms compute within rounding of float64, and layers whose weights are computed from others follow float32."""
 from fnmatch import fnmatch
 
-import pytest
 from torch.nn.utils import prune
 from learners import *
 from machines import machine,pretend

@@ -1,5 +1,4 @@
 "Threads: a second one damages no parameter, and each call computes what it would compute alone"
-import pytest
 from learners import *
 from states import *
 

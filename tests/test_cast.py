@@ -411,8 +411,7 @@ def ddp_grads(f, uses, **kwargs):
 
 def test_ddp_unused(one_process):
     "DDP's own error, not gradients of zeros"
-    with pytest.raises(RuntimeError, match='Expected to have finished reduction'):
-        ddp_grads(branches, [False]*3)
+    with pytest.raises(RuntimeError, match='Expected to have finished reduction'): ddp_grads(branches, [False]*3)
 
 def checkpointed(m, x): return m.c(checkpoint(m.b, m.a(x), use_reentrant=True))
 

@@ -7,8 +7,6 @@ from states import identical,same
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:load_learner')
 
-half_dtype = {o: torch.float16 if 'fp16' in o else torch.bfloat16 for o in modes}
-
 each_mode = pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','native_fp16')))
 
 def state(learn): return [p for p in learn.model.parameters()],weights(learn),list(learn.cbs)
@@ -34,8 +32,7 @@ def trains(learn):
 def test_partly_double(call):
     "A part of the model may be float64, and stays so"
     model = nn.Sequential(nn.Linear(8,8), Does(lambda m,x: x.double()), nn.Linear(8,1).double())
-    learn = getattr(get_learner(model), call)()
-    learn.fit(1)
+    learn = fitted(getattr(get_learner(model), call)())
     assert [p.dtype for p in learn.model.parameters()]==[torch.float32]*2+[torch.float64]*2
 
 def test_jagged_predictions():
@@ -87,7 +84,7 @@ def test_moved(mode):
         hook = learn.model[0].register_forward_hook(lambda m,i,o: seen.add((o.device.type, o.dtype)))
         learn.fit(1)
         hook.remove()
-        assert seen=={(device, half_dtype[mode])}
+        assert seen=={(device, f16 if 'fp16' in mode else bf16)}
 
 # --- Predictions and inputs of every structure
 

@@ -363,13 +363,12 @@ def test_copies(how):
 
 def test_texts():
     "`repr` is that of a parameter"
-    model,texts = Position(),[]
-    def look():
+    model = Position()
+    def texts():
         some = model.pos,model.gamma,model.gamma.data,model.gamma.detach()[:2]
-        texts.append([*map(repr, some),str(model.gamma),f'{model.gamma}'])
-    with half(model): look()
-    look()
-    assert texts[0]==texts[1]
+        return [*map(repr, some),str(model.gamma),f'{model.gamma}']
+    with half(model): inside = texts()
+    assert inside==texts()
 
 @pytest.mark.skipif(torch.__version__<'2.7', reason='torch.export of PyTorch 2.6 takes no function as `forward`')
 def test_exported_inside():

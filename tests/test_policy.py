@@ -306,8 +306,7 @@ class Rounded(Way):
 def test_way_of_ones_own(call):
     "One argument of the calls; the table and the report know it, and so does a copy"
     way = Rounded('mine')
-    learn = getattr(get_learner(), call)(way=lambda name, m: way if isinstance(m, nn.GELU) else None)
-    learn.fit(1)
+    learn = fitted(getattr(get_learner(), call)(way=lambda name, m: way if isinstance(m, nn.GELU) else None))
     assert way.calls==2*2*4 # two activations, in training and validation
     table = learn.mixed_precision.policy()
     assert list(table.way).count('rounded')==2 and {*table.why[table.way=='rounded']}=={'mine'}

@@ -110,6 +110,12 @@ def test_special_numbers(recipe, where):
         assert all(t.isfinite().all() for t in (res,dx,dw))
         assert not dict(x=res[rows], weight=res[:,rows], grad=dx[rows])[where].any()
 
+def test_empty():
+    "An expert without tokens: no result, and gradients of zero"
+    x,linear = torch.randn(0,32, requires_grad=True),nn.Linear(32,16)
+    fp8_linear(x, linear.weight, linear.bias, emulate=True).sum().backward()
+    assert x.grad.shape==x.shape and not linear.weight.grad.any()
+
 def test_frozen():
     "What nobody needs is not computed"
     for needs_x,needs_weight in ((True,False),(False,True)):

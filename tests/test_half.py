@@ -136,11 +136,12 @@ def test_model_no_longer_float32():
 
 # --- Autocast
 
-def test_users_autocast_around():
+@pytest.mark.parametrize('rules', [True,False])
+def test_users_autocast_around(rules):
     "Stays open, and keeps no casts of weights that a step has changed"
     def run(around):
         model,(x,y) = net(),data()
-        opt,half = torch.optim.SGD(model.parameters(), .1),half_precision(model, bf16)
+        opt,half = torch.optim.SGD(model.parameters(), .1),half_precision(model, bf16, rules=rules)
         with torch.autocast('cpu', f16) if around else nullcontext():
             for _ in range(3):
                 with half: pred = model(x)
@@ -410,6 +411,19 @@ def test_patched_class(cls, keeps_name, monkeypatch):
     want = model(x)
     for o in (half,half,new := half_precision(model, bf16),new):
         with o: assert torch.allclose(model(x), want, atol=.05)
+
+@pytest.mark.parametrize('layer', [nn.Linear(4,4),nn.LayerNorm(4),nn.Embedding(9,16)], ids=['layer','norm','lookup'])
+def test_forward_put_back(layer):
+    "A function in place of a layer's `forward` counts as long as it is there"
+    x = torch.arange(4) if isinstance(layer, nn.Embedding) else torch.randn(3,4)
+    half = half_precision(nn.Sequential(layer), bf16)
+    def out():
+        with half: return half.model(x)
+    want = out()
+    layer.forward = lambda x: 0*type(layer).forward(layer, x)
+    assert not out().any()
+    del layer.forward
+    assert same(out(), want)
 
 @pytest.mark.parametrize('keeps_name', [True,False])
 def test_convolution_with_weights_of_its_making(keeps_name):

@@ -324,6 +324,16 @@ def test_class_of_others(name):
     "Of what isn't rounded it is what it is under autocast"
     assert classes(half, others[name])==classes(autocast, others[name])
 
+def test_written_at_an_index():
+    "Of an image of fastai's: a tuple there doesn't mean the same as a list"
+    def write(x, w):
+        x = x.clone()
+        x[0,1] = w
+        return x
+    model,x = meets(write, 4),TensorImage(torch.zeros(2,3,4))
+    with half(model): res = model(x)
+    assert type(res) is TensorImage and same(res, model(x))
+
 # --- Plain for everybody else
 
 def tensors(o):

@@ -193,6 +193,18 @@ def way(learn, n=1, *cbs):
     return flat(weights(fitted(learn, n, *cbs)))-start
 def same_weights(learn, other): return all(map(torch.equal, weights(learn), weights(other)))
 def log_of(learn): return learn.precision_recorder.log
+def heard(f, *args, **kwargs):
+    "The warnings of `f` about steps that were not finite, and the error that it ended with, or None"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        try: e = f(*args, **kwargs) and None
+        except FloatingPointError as o: e = o
+    return [str(o.message) for o in told if 'not finite' in str(o.message)],e
+def note_of(f, *args, raises=RuntimeError):
+    "The note to the error that a call of `f` raises"
+    with pytest.raises(raises) as e: f(*args)
+    note, = e.value.__notes__
+    return note
 def skipped(learn): return int(learn.precision_recorder.log.skipped.sum())
 
 # pytest would run what fastai has in the way of `test_fail`

@@ -54,3 +54,9 @@ def assert_plain(model, what=None):
     assert {(p.dtype,type(p)) for p in model.parameters()}=={(torch.float32,nn.Parameter)}, what
     assert not torch.is_autocast_enabled('cpu') and torch.is_grad_enabled(), what
     assert F.linear(torch.ones(1,2), torch.ones(2,2)).dtype==torch.float32, what
+
+def assert_clean(model):
+    "Also nothing is left of a batch"
+    assert_plain(model)
+    assert all(p.isfinite().all() and p.grad is None for p in model.parameters())
+    assert all(b.isfinite().all() for b in model.buffers())

@@ -1,40 +1,24 @@
 "What a loss may do: look at the weights, call a part of the model or all of it, train one model against another"
-import functools,pytest
-from types import SimpleNamespace
 from fastai.vision.gan import GANLearner
 from torch.utils.checkpoint import checkpoint
 from learners import *
-from mp_callbacks import training_steps
-from mp_callbacks.grads import reached_leaves
 
 each_mode = pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','bf16','native_fp16')))
 
-@functools.cache
-def trained(mode, loss_func):
-    "A learner after a few epochs with `loss_func(learn)`, in `mode` or in float32"
-    learn = get_learner()
-    learn.loss_func = loss_func(learn)
-    if mode: modes[mode](learn)
-    learn.fit(3)
-    return learn
-
-def decay(learn):
-    def _loss(pred, y): return F.mse_loss(pred, y) + .1*sum((p-1).pow(2).sum() for p in learn.model.parameters())
-    return _loss
-
-def part(learn):
-    def _loss(pred, y): return F.mse_loss(pred, y) + learn.model[2](torch.ones(4,16)).pow(2).mean()
-    return _loss
-
-def whole(learn):
-    def _loss(pred, y): return F.mse_loss(pred, y) + F.mse_loss(pred, learn.model(torch.ones(len(pred),8)))
-    return _loss
+def plain_loss(learn, pred, y): return F.mse_loss(pred, y)
+def decay(learn, pred, y): return F.mse_loss(pred, y)+.1*sum((p-1).pow(2).sum() for p in learn.model.parameters())
+def part(learn, pred, y): return F.mse_loss(pred, y)+learn.model[2](torch.ones(4,16)).pow(2).mean()
+def whole(learn, pred, y): return F.mse_loss(pred, y)+F.mse_loss(pred, learn.model(torch.ones(len(pred),8)))
 
 @each_mode
 @pytest.mark.parametrize('loss_func', [decay,part,whole])
 def test_follows_float32(loss_func, mode):
-    start = flat(weights(get_learner()))
-    assert apart(trained(mode, loss_func), trained(None, loss_func), start) < (.1 if 'bf16' in mode else .02)
+    def train(mode):
+        learn = in_mode(mode)
+        learn.loss_func = partial(loss_func, learn)
+        return way(learn, 3)
+    got,want = train(mode),train(None)
+    assert (got-want).norm() < (.1 if 'bf16' in mode else .02)*want.norm()
 
 # --- Layers of its own, on activations that hooks have kept
 
@@ -57,26 +41,22 @@ adaptors = dict(layer=lambda: nn.Linear(16,4), deep=lambda: nn.Sequential(nn.GEL
 @pytest.mark.parametrize('kind', adaptors)
 def test_layers_of_a_loss(kind, mode):
     "They get float32, have gradients, and nothing of ours is left on them; a look computes the loss, too"
-    def train(to):
-        learn = get_learner()
+    def train(mode):
+        learn = in_mode(mode)
         with hook_output(learn.model[2], detach=False) as hook:
             learn.loss_func = loss = Hints(hook, adaptors[kind])
-            to(learn).fit(1)
-            grad = next(loss.parameters()).grad
+            grad = next(fitted(learn).loss_func.parameters()).grad
             assert learn.find_nonfinite().where=='nothing'
             assert not any(m._forward_pre_hooks for m in loss.modules())
         return grad
-    grad,want = train(modes[mode]),train(noop)
+    grad,want = train(mode),train(None)
     assert grad.dtype==torch.float32 and (grad-want).norm()<.1*want.norm()
 
 @each_mode
 def test_layers_of_loss_and_model(mode):
     "A loss that has the model as a part, as GANs do: in the model its layers compute in half precision"
-    class Holds(nn.Module):
-        def __init__(self, model): super().__init__(); self.model = model
-        def forward(self, pred, y): return F.mse_loss(pred, y)
-    learn,seen = modes[mode](get_learner()),set()
-    learn.loss_func = Holds(learn.model)
+    learn,seen = in_mode(mode, loss_func=nn.MSELoss()),set()
+    learn.loss_func.model = learn.model
     learn.model[2].register_forward_pre_hook(lambda m,args: seen.add(args[0].dtype))
     learn.fit(1)
     assert seen=={learn.mixed_precision.half_dtype}
@@ -119,8 +99,6 @@ class Hidden(Places):
     "A first hidden state that nobody detaches"
     def forward(self, x): return self.net(x+self.new(torch.zeros(1,8)))
 
-def plain_loss(learn, pred, y): return F.mse_loss(pred, y)
-
 def penalty_loss(learn, pred, y):
     "The gradient penalty of WGAN-GP, at interpolates"
     x = learn.model.new(.5*learn.x)
@@ -139,49 +117,40 @@ def feature_loss(learn, pred, y):
         learn.model.seen += learn.features.parameters()
     return F.mse_loss(learn.features(pred), learn.features(y))
 
-class Adversarial(Callback):
+def adversarial(learn):
     "A perturbation of the input, whose loss is added in `after_loss`"
-    def after_loss(self):
-        if not self.training: return
-        extra = F.mse_loss(self.model(self.x+self.model.new(torch.zeros_like(self.x))), self.y)
-        self.learn.loss_grad = self.loss_grad+extra
-        self.learn.loss = self.loss_grad.clone()
+    extra = F.mse_loss(learn.model(learn.x+learn.model.new(torch.zeros_like(learn.x))), learn.y)
+    learn.loss_grad = learn.loss_grad+extra
+    learn.loss = learn.loss_grad.clone()
 
-nobodys = dict(penalty=(Places,penalty_loss,[]), forces=(Forces,plain_loss,[]),
-               perturbed=(Places,plain_loss,[Adversarial]), total=(Places,running_loss,[]),
-               hidden=(Hidden,plain_loss,[]), features=(Places,feature_loss,[]))
-
-class Gradients(Callback):
-    "What the tensors in `model.seen` have as gradients, after each backward pass"
-    def before_fit(self): self.found = []
-    def after_backward(self): self.found.append([t.grad.clone() for t in self.model.seen if t.grad is not None])
+nobodys = dict(penalty=(Places,penalty_loss), forces=(Forces,plain_loss), total=(Places,running_loss),
+               perturbed=(Places,plain_loss,On('after_loss', adversarial)), hidden=(Hidden,plain_loss),
+               features=(Places,feature_loss))
 
 def nobodys_learner(kind, mode, *cbs):
-    make,loss,more = nobodys[kind]
-    learn = get_learner(make(), cbs=[*[o() for o in more],Gradients(),*cbs])
-    learn.loss_func = lambda pred, y: loss(learn, pred, y)
-    return modes[mode](learn) if mode else learn
+    make,loss,*more = nobodys[kind]
+    learn = in_mode(mode, make(), cbs=[*more,*cbs])
+    learn.loss_func = partial(loss, learn)
+    return learn
 
 @pytest.mark.parametrize('mode', ['fp16','native_fp16'])
 @pytest.mark.parametrize('kind', nobodys)
 def test_tensors_of_nobody(kind, mode):
     "Train as in float32, and their gradients are those of float32, in all batches"
-    learn,full = nobodys_learner(kind, mode),nobodys_learner(kind, None)
-    for o in (learn,full): o.fit(2)
+    def train(mode):
+        found = []
+        def keep(learn): found.append([t.grad.clone() for t in learn.model.seen if t.grad is not None])
+        return fitted(nobodys_learner(kind, mode), 2, On('after_backward', keep)),found
+    (learn,found),(full,wanted) = train(mode),train(None)
     assert apart(learn, full, flat(weights(get_learner())))<.1 and skipped(learn)==0
-    for got,want in zip(learn.gradients.found, full.gradients.found, strict=True):
+    for got,want in zip(found, wanted, strict=True):
         for a,b in zip(got, want, strict=True): assert (a-b).norm()<=.05*b.norm()+1e-4
 
 @pytest.mark.parametrize('mode', modes)
 def test_tensors_of_nobody_after_a_skipped_step(mode):
     "Have no gradient, as the parameters"
-    class Cleared(Callback):
-        order = 80
-        def after_batch(self):
-            if self.training and not self.learn.step_stats.finite: assert self.model.seen[-1].grad is None
-    learn = nobodys_learner('hidden', mode, InfiniteAt(1), Cleared())
-    learn.fit(1)
-    assert skipped(learn)==1
+    def cleared(learn): assert learn.step_stats.finite or learn.model.seen[-1].grad is None
+    assert skipped(fitted(nobodys_learner('hidden', mode, InfiniteAt(1), On('after_batch', cleared, 80))))==1
 
 # --- A `_backward` of one's own
 
@@ -191,16 +160,15 @@ def test_own_backward(which, mode):
     "Of the loss that has no scale: an error, before a step is made"
     class Own(Learner):
         def _backward(self): getattr(self, which).backward()
-    own,plain = get_learner(),modes[mode](get_learner())
+    own,plain = in_mode(mode),in_mode(mode)
     own.__class__ = Own
-    modes[mode](own)
     before = weights(own)
     if which=='loss' and 'fp16' in mode:
         with pytest.raises(RuntimeError, match=r'write self\.loss_grad\.backward\(\)'): own.fit(1)
         assert all(map(torch.equal, weights(own), before)) and all(p.grad is None for p in own.model.parameters())
     else:
         for o in (own,plain): o.fit(1)
-        assert all(map(torch.equal, weights(own), weights(plain)))
+        assert same_weights(own, plain)
 
 class Counted(torch.Tensor):
     "A tensor whose class has functions of its own"
@@ -220,31 +188,26 @@ def test_classes_in_the_backward_pass(mode):
     """Compute again as in the forward pass: `backward` of fastai's `TensorBase` would switch off what classes do, so it
     begins at a plain tensor. The loss is of its class at every event."""
     learn,seen = get_learner(nn.Sequential(Block(8,16), nn.Linear(16,1))),[]
-    class Look(Callback):
-        order = 20
-        def look(self): seen.append(self.learn.loss_grad)
-        before_backward = after_backward = before_step = after_step = look
+    events = 'before_backward','after_backward','before_step','after_step'
     Counted.calls = 0
-    modes[mode](learn).fit(1, cbs=Look())
+    modes[mode](learn).fit(1, cbs=[On(o, lambda learn: seen.append(learn.loss_grad), 20) for o in events])
     assert {type(o) for o in seen}=={TensorBase} and all(seen[i] is seen[i-i%4] for i in range(len(seen)))
     assert Counted.calls==3*4 # forward and again in four batches, and four of validation
 
 @pytest.mark.parametrize('mode', [None,'fp16','native_fp16','bf16'])
 def test_hessian_product(mode):
     "From `.grad`, after a backward pass that makes a graph"
-    class Curvature(Callback):
-        def after_backward(self):
-            p = self.model[0].weight
-            self.product, = torch.autograd.grad((p.grad*torch.ones_like(p)).sum(), p)
-            for o in self.model.parameters(): o.grad = o.grad.detach()
     class Graph(Learner):
         def _backward(self): self.loss_grad.backward(create_graph=True)
     def product(mode):
-        learn = get_learner(cbs=Curvature())
+        learn,found = in_mode(mode),[]
         learn.__class__ = Graph
-        if mode: modes[mode](learn)
-        learn.fit(1)
-        return learn.curvature.product
+        def curvature(learn):
+            p = learn.model[0].weight
+            found.extend(torch.autograd.grad((p.grad*torch.ones_like(p)).sum(), p))
+            for o in learn.model.parameters(): o.grad = o.grad.detach()
+        learn.fit(1, cbs=On('after_backward', curvature))
+        return found[-1]
     got,want = product(mode),product(None)
     assert (got-want).norm()<.1*want.norm()
 
@@ -270,10 +233,9 @@ def clamped():
 def first_gradient(model, find, mode):
     "Of what `find` returns, in the first step, and the step's loss scale"
     torch.manual_seed(2)
-    learn,found = get_learner(model()),[]
-    (modes[mode] if mode else noop)(learn)
-    learn.fit(1, cbs=Callback(after_backward=lambda cb: found.append(find(learn.model).grad.clone())))
-    return found[0],learn.precision_recorder.log.scale[0] if mode else 1
+    learn,found = in_mode(mode, model()),[]
+    learn.fit(1, cbs=On('after_backward', lambda learn: found.append(find(learn.model).grad.clone())))
+    return found[0],log_of(learn).scale[0] if mode else 1
 
 @pytest.mark.parametrize('mode', ['fp16','native_fp16','bf16'])
 @pytest.mark.parametrize('kind', ['auxiliary','clamped'])
@@ -297,9 +259,7 @@ def test_a_loss_without_graph(call):
         loss.calls += 1
         return torch.tensor(0., requires_grad=True) if loss.calls==2 else F.mse_loss(pred, y)
     loss.calls = 0
-    learn = getattr(get_learner(loss_func=loss), call)()
-    learn.fit(1)
-    assert len(learn.precision_recorder.log)==4
+    assert len(log_of(fitted(getattr(get_learner(loss_func=loss), call)())))==4
 
 kinds = dict(always=lambda i,y: True, later=lambda i,y: i>=2, fourth=lambda i,y: i%4==3,
              odd=lambda i,y: y[0].round()%2==1)
@@ -321,40 +281,23 @@ def test_a_tensor_that_joins_in(call, kind):
     few = dict(to_native_fp16=dict(init_scale=1024.)).get(call, {}) # so that no step is skipped
     assert centres(lambda learn: getattr(learn, call)(**few))==pytest.approx(centres(noop), rel=.05)
 
-class Node:
-    "A node of autograd's graph, which counts how often such nodes are asked for the ones before them"
-    asked = 0
-    def __init__(self, node): self.node = node
-    def __getattr__(self, name): return getattr(self.node, name)
-    def __eq__(self, other): return isinstance(other, Node) and self.node is other.node
-    def __hash__(self): return hash(self.node)
-    @property
-    def next_functions(self):
-        Node.asked += 1
-        return [(o and Node(o),i) for o,i in self.node.next_functions]
-
 @pytest.mark.parametrize('depth', [1,50])
 @pytest.mark.parametrize('mode', ['fp16','native_fp16','bf16'])
-def test_cost_of_the_search(mode, depth, monkeypatch):
+def test_cost_of_the_search(mode, depth):
     "Of the search for others that the loss leads to: its own six nodes; all of the model only in the first batch"
-    def in_graph(t): return SimpleNamespace(grad_fn=Node(t.grad_fn))
-    def counted(loss, beside=()):
-        Node.asked = 0
-        res = reached_leaves(in_graph(loss), [*map(in_graph, beside)])
-        asked.append(Node.asked)
-        return res
-    asked = []
-    monkeypatch.setattr(training_steps, 'reached_leaves', counted)
-    learn = modes[mode](get_learner(nn.Sequential(*[nn.Linear(8,8) for _ in range(depth)], nn.Linear(8,1))))
-    learn.fit(2)
-    for first,*others in (asked[:4],asked[4:]): assert first>4*depth and others==[6]*3
+    learn = in_mode(mode, nn.Sequential(*[nn.Linear(8,8) for _ in range(depth)], nn.Linear(8,1)))
+    lines,own = [],sys.gettrace()
+    def trace(frame, event, arg):
+        if frame.f_code.co_name!='reached_leaves': return
+        if event=='call': lines.append(0)
+        lines[-1] += event=='line'
+        return trace
+    sys.settrace(trace)
+    try: learn.fit(2)
+    finally: sys.settrace(own)
+    for first,*others in (lines[:4],lines[4:]): assert first>20*depth and len(others)==3 and max(others)<60
 
 # --- A callback's own loss function, as MixUp's
-
-class Weighted(nn.Module):
-    "A loss with a weight of its own"
-    def __init__(self): super().__init__(); self.w = nn.Parameter(torch.ones(1))
-    def forward(self, pred, y): return (self.w*F.mse_loss(pred, y)).sum()
 
 class Wraps(Callback):
     "Puts a method in place of the learner's loss function"
@@ -365,9 +308,7 @@ class Wraps(Callback):
 @pytest.mark.parametrize('call', ['to_fp16','to_native_fp16'])
 def test_parameters_behind_a_callback(call):
     "Have to be finite, too, and the loss function is found in what the callback keeps"
-    loss = Weighted()
-    learn = getattr(get_learner(cbs=Wraps()), call)()
-    learn.loss_func = loss
+    loss = ScaledLoss()
     loss.w.register_hook(lambda g: g*float('inf'))
-    learn.fit(1)
-    assert learn.precision_recorder.log.skipped.all() and loss.w.grad is None
+    learn = fitted(getattr(get_learner(cbs=Wraps(), loss_func=loss), call)())
+    assert log_of(learn).skipped.all() and loss.w.grad is None

@@ -1,21 +1,15 @@
 """What the calls refuse: the error comes before anything has changed, with a way out. And one precision is on at a time
 
 Models, devices, arguments, errors of the model, callbacks that were added by hand; calls after calls: test_pairs."""
-import re,warnings
 from contextlib import nullcontext
 
-import pytest
 from fastai.callback import fp16
 from torch.utils.checkpoint import CheckpointError,checkpoint
 from learners import *
 from machines import Fake,machine,pretend
 from test_inputs import state,trains,unchanged
 
-pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
-
 nan,inf = float('nan'),float('inf')
-each_call = pytest.mark.parametrize('call', calls)
-each_mode = pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','native_fp16')))
 
 # --- Models and devices
 
@@ -28,17 +22,16 @@ unfit = dict( # others: test_half
     half      = (lambda: mlp().half(), r'has no float32 parameters \(.*call model.float\(\) first, or use to_fp32'),
     offloaded = (offloaded, r"0.weight is on the device 'meta', without numbers.*cpu_offload"))
 
-@each_call
-@pytest.mark.parametrize('kind', unfit)
-def test_unfit_model(kind, call):
+@pytest.mark.parametrize('call', calls)
+@pytest.mark.parametrize('make,match', unfit.values(), ids=unfit)
+def test_unfit_model(make, match, call):
     "A model without float32 parameters, or without numbers, is refused at the call, with a way out"
-    make,match = unfit[kind]
     learn = get_learner(make())
     before = list(learn.cbs)
     with pytest.raises(ValueError, match=match): getattr(learn, call)()
     assert list(learn.cbs)==before
 
-@each_mode
+@pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','native_fp16')))
 def test_unsupported_device_later(mode):
     "The data may move after the call, to a device that can't: then the fit refuses, before anything has changed"
     learn = modes[mode](get_learner())
@@ -77,14 +70,12 @@ def test_bad_argument(call, name, value, others):
     assert re.search(r'\w\. \w', str(e.value)), e.value
     unchanged(learn, before)
 
+named = 'The name of the call says it'
 unknown = [('to_bf16','amp_mode',r'to_native_bf16\(\)'), ('to_bf16','headroom',r'to_fp16\(headroom'),
-           ('to_fp16','init_scale',r'to_native_fp16\(init_scale'), ('to_native_fp16','loss_scael',"'loss_scael'.$")]
-
-@pytest.mark.parametrize('call,name,match', unknown)
-def test_unknown_argument(call, name, match):
-    "The error names the call that takes it, if one does"
-    with pytest.raises(TypeError, match=rf'{call}\(\): got an unexpected keyword.*{match}'):
-        getattr(get_learner(), call)(**{name:2})
+           ('to_bf16','rescue',r'to_fp16\(rescue=…\)'), ('to_native_bf16','flat_master',r'to_bf16\(flat_master=…\)'),
+           ('to_native_fp16','flat_master',r'to_fp16\(flat_master=…\)'), ('to_fp16','dtype',named),
+           ('to_fp16','init_scale',r'to_native_fp16\(init_scale'), ('to_native_fp16','dtype',named),
+           ('to_native_fp16','loss_scael',"'loss_scael'.$")]
 
 said = dict( # a call, and what its error says
     clip      = (lambda: get_learner().to_bf16(clip='1.0'), r"clip='1.0' must be a number. Use clip=None for"),
@@ -92,12 +83,13 @@ said = dict( # a call, and what its error says
     callback  = (lambda: NativeMixedPrecision('bf16'), r"init_scale='bf16' is a dtype. .* takes dtype='bf16'"),
     dtype     = (lambda: get_learner().to_fp16('bf16'), r"loss_scale='bf16' is a dtype. The name of the call says it"),
     name_only = (lambda: half_precision(mlp(), keep=lambda name: True), 'keep=<lambda> must take the name and the mod'),
+    rescue    = (lambda: get_learner().to_fp16(rescue=1), 'rescue=1 must be True or False'),
+    only_half = (lambda: MixedPrecision(keep='0'), r'learn.to_fp16\(keep=…\)'),
     plan      = (lambda: get_learner().precision_plan().batch_size('16'), "gb='16' must be a positive number"))
 
-@pytest.mark.parametrize('kind', said)
-def test_said(kind):
+@pytest.mark.parametrize('call,match', said.values(), ids=said)
+def test_said(call, match):
     "What is wrong, and not something else"
-    call,match = said[kind]
     with pytest.raises((ValueError,TypeError), match=match): call()
 
 nothing = [(nn.Softmax,'Softmax'), ([nn.Softmax,nn.LSTM],'Softmax, LSTM'), (lambda name,m: name=='head','<lambda>')]
@@ -117,14 +109,18 @@ def test_each_name_of_a_dtype():
     for name in ('fp16','half','f16','float16',torch.float16): assert half_precision(mlp(), name).dtype==torch.float16
     for name in ('bf16','bfloat16'): assert NativeMixedPrecision(dtype=name).dtype==torch.bfloat16
 
-@pytest.mark.parametrize('name,call', [('AVX2',lambda: get_learner().to_bf16()), ('ARM',lambda: MixedPrecision(128.)),
-                                       ('ARM',lambda: get_learner().to_fp16(128.))])
-def test_warnings_show_the_caller(name, call):
+no_effect = 'loss_scale=128 has no effect beside dynamic' # code written for fastai runs, as there
+told_of = [('AVX2', lambda: get_learner().to_bf16(), 'only emulates'), ('ARM', lambda: MixedPrecision(128.), no_effect),
+           ('ARM', lambda: get_learner().to_fp16(128.), no_effect)]
+
+@pytest.mark.parametrize('name,call,match', told_of)
+def test_warnings_show_the_caller(name, call, match):
     "And no line of this package"
-    with pretend(machine(name)), pytest.warns(UserWarning) as told: call()
+    with pretend(machine(name)), pytest.warns(UserWarning, match=match) as told: call()
     assert told[0].filename==__file__
 
-without_effect = [
+refused = [ # a call, its arguments, and what it says instead: which call takes it, if one does
+    *[(call, {name:2}, rf'{call}\(\): got an unexpected keyword.*{match}') for call,name,match in unknown],
     ('to_fp16', dict(loss_scale='torch', scale_wait=100), r"as in DynamicLossScale\.preset\('torch', period=100\)"),
     ('to_fp16', dict(loss_scale='apex', scale_wait=100), r"as in DynamicLossScale\.preset\('apex', period=100\)"),
     ('to_fp16', dict(loss_scale='torch', dynamic=False), 'Leave it out'),
@@ -133,11 +129,11 @@ without_effect = [
     ('to_native_fp16', dict(init_scale='torch', growth_interval=100), 'period=100'),
     ('to_native_fp16', dict(init_scale=DynamicLossScale(), backoff_factor=.25), 'backoff=0.25')]
 
-@pytest.mark.parametrize('call,kwargs,match', without_effect)
+@pytest.mark.parametrize('call,kwargs,match', refused)
 def test_without_effect(call, kwargs, match):
     "An error that says what to write instead, and the learner is as before"
     learn = get_learner()
-    with pytest.raises(ValueError, match=match): getattr(learn, call)(**kwargs)
+    with pytest.raises((ValueError,TypeError), match=match): getattr(learn, call)(**kwargs)
     assert not hasattr(learn, 'mixed_precision')
 
 @pytest.mark.parametrize('callback', [MixedPrecision,NativeMixedPrecision])
@@ -145,10 +141,6 @@ def test_subclass_with_options_of_its_own(callback):
     class Preset(callback):
         def __init__(self): super().__init__('torch')
     assert Preset().initial==DynamicLossScale.preset('torch')
-
-def test_static_scale_of_a_dynamic_one():
-    "Code written for fastai runs, as there, but with a warning"
-    with pytest.warns(UserWarning, match='loss_scale=128 has no effect beside dynamic'): get_learner().to_fp16(128.)
 
 def test_settings_are_readable():
     "As those of fastai's callback, whatever names the loss scale"
@@ -161,9 +153,7 @@ def test_settings_are_readable():
 @pytest.mark.parametrize('scale,steps', [(StaticLossScale(8.),0), (DynamicLossScale(8.),4)])
 def test_scaler_of_pytorch(scale, steps):
     "`learn.scaler` has the scale, and how many steps it waits already, which a static one doesn't"
-    learn = get_learner().to_native_fp16(scale)
-    learn.fit(1)
-    numbers = learn.scaler.state_dict()
+    numbers = fitted(get_learner().to_native_fp16(scale)).scaler.state_dict()
     assert (numbers['scale'],numbers['_growth_tracker'])==(8.,steps)
 
 # --- Errors with a way out
@@ -178,16 +168,15 @@ class Breaks(nn.Linear):
     def forward(self, x): raise RuntimeError(self.text)
 
 ways_out = dict( # a layer between two others, a change of its input, and what the note has to say
-    double  = (lambda: nn.Linear(8,8), lambda x: x.double(), r'In 1 \(Linear\).* use x\.float\(\)'),
+    double  = (lambda: nn.Linear(8,8), torch.Tensor.double, r'In 1 \(Linear\).* use x\.float\(\)'),
     mask    = (Masks, noop, r"In 1 \(Masks\).*torch\.finfo\(x\.dtype\)\.min.* use to_bf16.*keep='1' computes it in"),
     device  = (lambda: Breaks('CUDA error: an illegal memory access; half'), noop, None),
     another = (lambda: Breaks('shapes do not fit'), noop, None))
 
 @has_notes
-@pytest.mark.parametrize('kind', ways_out)
-def test_way_out(kind):
+@pytest.mark.parametrize('make,change,match', ways_out.values(), ids=ways_out)
+def test_way_out(make, change, match):
     "The note to an error names the module and what helps; an error for another reason has none"
-    make,change,match = ways_out[kind]
     model = nn.Sequential(nn.Linear(8,8), make(), nn.Linear(8,1))
     model[1].register_forward_pre_hook(lambda m,args: (change(*args),))
     with pytest.raises(RuntimeError) as caught, half_precision(model, torch.float16): model(torch.ones(2,8))
@@ -237,9 +226,7 @@ class Whole(nn.Linear):
 @pytest.mark.parametrize('call', calls)
 def test_note_to_the_model_itself(call):
     "An error of its own `forward`, not of a module in it"
-    learn = getattr(get_learner(Whole(8,1)), call)()
-    with pytest.raises(RuntimeError) as e: learn.fit(1)
-    note, = e.value.__notes__
+    note = note_of(getattr(get_learner(Whole(8,1)), call)().fit, 1)
     assert note.startswith('In the model (Whole), with its operations in half precision: learn.to_fp32() computes')
 
 @has_notes
@@ -247,82 +234,65 @@ def test_note_outside_the_model():
     "A loss computes with an activation that a hook has kept"
     model,seen = nn.Sequential(nn.Linear(8,8), nn.Linear(8,1)),[]
     model[0].register_forward_hook(lambda m,args,out: seen.append(out))
-    def loss(pred, y): return (seen[-1]@torch.ones(8,1)).mean()+F.mse_loss(pred, y)
-    with pytest.raises(RuntimeError) as e: get_learner(model, loss_func=loss).to_bf16().fit(1)
-    note, = e.value.__notes__
-    assert note.startswith('In code outside the model, with operations in half precision: use x.float()')
-    def loss(pred, y): return (seen[-1].float()@torch.ones(8,1)).mean()+F.mse_loss(pred, y)
-    get_learner(model, loss_func=loss).to_bf16().fit(1)
-
-class Penalty(Callback):
-    "Asks for gradients before the backward pass, in the precision of the model or outside of it"
-    def __init__(self, inside): self.inside = inside
-    def after_loss(self):
-        if not self.training: return
-        with self.learn.mixed_precision.autocast if self.inside else nullcontext():
-            grads = torch.autograd.grad(self.learn.loss_grad, [*self.model.parameters()], retain_graph=True)
-        assert all(o.isfinite().all() for o in grads)
+    def fit(to):
+        def loss(pred, y): return (to(seen[-1])@torch.ones(8,1)).mean()+F.mse_loss(pred, y)
+        get_learner(model, loss_func=loss).to_bf16().fit(1)
+    assert note_of(fit, noop).startswith('In code outside the model, with operations in half precision: use x.float()')
+    fit(torch.Tensor.float)
 
 @has_notes
 @pytest.mark.parametrize('mode', ['fp16','native_bf16'])
 def test_gradients_through_checkpoints(mode):
-    "An error says how to compute them"
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(8,8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8,8))
-            self.head = nn.Linear(8,1)
-        def forward(self, x): return self.head(checkpoint(self.body, x, use_reentrant=False))
-    def _fit(inside): modes[mode](get_learner(Checkpointed()), keep=nn.GELU).fit(1, cbs=Penalty(inside))
-    with pytest.raises(CheckpointError) as e: _fit(False)
-    assert 'with learn.mixed_precision.autocast:' in e.value.__notes__[0]
+    "Before the backward pass, in the precision of the model; outside of it an error says how to compute them"
+    class Checkpointed(nn.Sequential):
+        def forward(self, x): return checkpoint(super().forward, x, use_reentrant=False)
+    def _fit(inside):
+        def penalty(learn):
+            with learn.mixed_precision.autocast if inside else nullcontext():
+                grads = torch.autograd.grad(learn.loss_grad, [*learn.model.parameters()], retain_graph=True)
+            assert all(o.isfinite().all() for o in grads)
+        body = Checkpointed(nn.Linear(8,8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8,8))
+        learn = in_mode(mode, nn.Sequential(body, nn.Linear(8,1)), dict(keep=nn.GELU))
+        learn.fit(1, cbs=On('after_loss', penalty))
+    assert 'with learn.mixed_precision.autocast:' in note_of(_fit, False, raises=CheckpointError)
     _fit(True)
 
 @has_notes
 @pytest.mark.parametrize('mode', ['fp16','native_bf16'])
 def test_optimizer_with_a_closure(mode):
-    learn = modes[mode](get_learner(opt_func=partial(OptimWrapper, opt=torch.optim.LBFGS)))
-    with pytest.raises(TypeError, match='closure') as e: learn.fit(1)
-    assert e.value.__notes__==["LBFGS computes the loss several times in a step, and asks for a function that does so. "
-                               "fastai's Learner passes none, in float32 either. Use an optimizer without a closure."]
+    learn = in_mode(mode, opt_func=partial(OptimWrapper, opt=torch.optim.LBFGS))
+    assert note_of(learn.fit, 1, raises=TypeError)==(
+        "LBFGS computes the loss several times in a step, and asks for a function that does so. "
+        "fastai's Learner passes none, in float32 either. Use an optimizer without a closure.")
 
 # --- Callbacks added by hand
-
-alone = [(ModelToHalf,'only together with MixedPrecision'),
-         (MixedPrecision, r'needs ModelToHalf: call learn.to_fp16\(\).*use NativeMixedPrecision')]
-
-@pytest.mark.parametrize('cb,match', alone)
-def test_one_of_two(cb, match):
-    "ModelToHalf and MixedPrecision need each other, and say so before anything has changed"
-    learn = get_learner(cbs=cb())
-    before = state(learn)
-    with pytest.raises(ValueError, match=match): learn.fit(1)
-    unchanged(learn, before)
-    trains(learn.to_bf16())
 
 @pytest.mark.parametrize('how', ['learner', 'fit'])
 def test_both_by_hand(how):
     "ModelToHalf and MixedPrecision through `cbs=` are to_fp16 to the bit, whichever comes first"
-    learn = modes['fp16'](get_learner(norm=True))
-    learn.fit(2)
+    learn = fitted(in_mode('fp16', norm=True), 2)
     def _mixed(): return MixedPrecision(max_loss_scale=2.**10)
     for cbs in ([ModelToHalf(),_mixed()], [_mixed(),ModelToHalf()]):
         other = get_learner(norm=True, cbs=cbs if how=='learner' else None)
         other.fit(2, cbs=None if how=='learner' else cbs)
-        assert all(map(torch.equal, weights(learn), weights(other)))
+        assert same_weights(learn, other)
     if how=='fit': assert not any(isinstance(cb, (PrecisionCallback,ModelToHalf)) for cb in other.cbs)
 
 made = dict(half=ModelToHalf, half2=lambda: ModelToHalf('bf16'), native=NativeMixedPrecision,
     mixed=lambda: MixedPrecision(max_loss_scale=2.**10), mixed2=lambda: MixedPrecision(dynamic=False),
     amp=fp16.MixedPrecision, non_native=fp16.NonNativeMixedPrecision)
 
-@pytest.mark.parametrize('names', ['mixed mixed2', 'mixed native', 'native mixed', 'native native',
-    'half mixed native', 'half half2 mixed', 'half native', 'amp mixed', 'native amp', 'half mixed non_native'])
+added = dict.fromkeys(['mixed mixed2', 'mixed native', 'native mixed', 'native native', 'half mixed native',
+    'half half2 mixed', 'half native', 'amp mixed', 'native amp', 'half mixed non_native'], r'to_fp16\(\)')
+added.update(half='only together with MixedPrecision', # and MixedPrecision only with it
+             mixed=r'needs ModelToHalf: call learn.to_fp16\(\).*use NativeMixedPrecision')
+
+@pytest.mark.parametrize('names', added)
 def test_two_precisions(names):
-    "Are refused when a fit begins, before anything has been converted"
+    "Or the half of one are refused when a fit begins, before anything has been converted"
     learn = get_learner()
     for o in names.split(): learn.add_cb(made[o]())
     before = state(learn)
-    with pytest.raises(ValueError, match=r'to_fp16\(\)'): learn.fit(1)
-    unchanged(learn, before, named=False)
+    with pytest.raises(ValueError, match=added[names]): learn.fit(1)
+    unchanged(learn, before, named=names in ('half','mixed'))
     trains(learn.to_bf16())

@@ -3,20 +3,12 @@ scale
 
 What is compared with is the rule without a `headroom`, from 2**24, as in fastai. The models have linear layers only:
 float16 convolutions are slow on a CPU."""
-import itertools,math
-
-import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 from learners import *
 from mp_callbacks.loss_scale import as_loss_scale,loss_scale_presets
 
-pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
-
-inf = math.inf
-
-class Residual(nn.Module):
-    def __init__(self, *layers): super().__init__(); self.layers = nn.Sequential(*layers)
-    def forward(self, x): return x+self.layers(x)
+class Residual(nn.Sequential):
+    def forward(self, x): return x+super().forward(x)
 
 def deep(*layers): return nn.Sequential(nn.Linear(8, 32), *layers, nn.Linear(32, 1))
 models = dict(mlp    = lambda: deep(nn.ReLU(), nn.Linear(32, 32), nn.ReLU()),
@@ -31,13 +23,10 @@ def make(name, n, k=1., to=Learner.to_fp16, cbs=None, **kwargs):
     learn = get_learner(models[name](), DataLoaders(data, data[:8]), loss_func=loss, lr=3e-3, cbs=cbs)
     return to(learn, **kwargs)
 
-def make_and_fit(*args, **kwargs):
-    learn = make(*args, **kwargs)
-    learn.fit(1)
-    return learn
-
-def log(learn): return learn.precision_recorder.log
-def before_training(learn): return [*log(learn).finite, True].index(True) # steps skipped before the first that was not
+def make_and_fit(*args, **kwargs): return fitted(make(*args, **kwargs))
+def before_training(learn):
+    "How many steps were skipped before the first that was not"
+    return [*log_of(learn).finite, True].index(True)
 
 # --- The start
 
@@ -55,28 +44,23 @@ def test_start(name, k):
 @each_model
 def test_where_it_goes(name):
     "To the largest power of two that leaves the headroom between the largest gradient of the first step and 65504"
-    seen = []
-    class Look(Callback):
-        order = 11
-        def before_step(self):
-            seen.append(max(p.grad.abs().max().item() for p in self.model.parameters() if p.grad is not None))
-    own = DynamicLossScale(2.**9, headroom=0)
+    seen,own = [],DynamicLossScale(2.**9, headroom=0)
+    def look(learn): seen.append(max(p.grad.abs().max().item() for p in learn.model.parameters()))
     for kwargs in (dict(), dict(flat_master=True), dict(headroom=5.), dict(loss_scale=own),
                    dict(to=Learner.to_native_fp16, init_scale=own)):
         seen.clear()
-        learn = make(name, 2, cbs=Look(), **kwargs)
+        learn = make(name, 2, **kwargs)
         room = learn.mixed_precision.scaling.headroom
         if not kwargs: assert room==6 # as pages say, for what bench/headroom.py has measured
-        learn.fit(1)
-        assert room<=math.log2(65504/(log(learn).scale[1]*seen[0]))<room+1
+        learn.fit(1, cbs=On('before_step', look, 11))
+        assert room<=math.log2(65504/(log_of(learn).scale[1]*seen[0]))<room+1
 
 def test_accumulated():
     "What is measured is what the optimizer gets, after the last of the batches that are accumulated"
     def scales(bs, cbs):
         x,y = numbers(96)
         learn = get_learner(dls=DataLoaders(list(zip(x.split(bs), y.split(bs))), []), cbs=cbs).to_fp16(headroom=2.)
-        learn.fit(1)
-        return log(learn).scale.tolist()
+        return log_of(fitted(learn)).scale.tolist()
     assert scales(8, GradientAccumulation(32))==scales(32, None)==[2**10]+[2**15]*2
 
 class Operations(TorchDispatchMode):
@@ -86,20 +70,12 @@ class Operations(TorchDispatchMode):
         self.n += 1
         return func(*args, **(kwargs or {}))
 
-class Overflow(Callback):
-    order = 5
-    def before_step(self):
-        if self.iter in (0,7,8,15): next(self.model.parameters()).grad.fill_(inf)
-
 def test_measured_when_it_must_be():
     "In the first step that is finite, and never again: then a step has the operations of one without a `headroom`"
     def operations(**kwargs):
-        learn,ends = make('mlp', 20, cbs=Overflow(), min_loss_scale=2.**8, max_loss_scale=2.**9, **kwargs),[]
-        class End(Callback):
-            order = 200
-            def after_batch(self):
-                if self.training: ends.append(ops.n)
-        with Operations() as ops: learn.fit(1, cbs=End())
+        learn,ends = make('mlp', 20, min_loss_scale=2.**8, max_loss_scale=2.**9, **kwargs),[]
+        end = On('after_batch', lambda learn: ends.append(ops.n), 200)
+        with Operations() as ops: learn.fit(1, cbs=[overflow(0,7,8,15),end])
         assert skipped(learn)==4
         return [b-a for a,b in itertools.pairwise(ends)]
     more = [a-b for a,b in zip(operations(), operations(headroom=None), strict=True)]

@@ -1,37 +1,31 @@
 "Optimizers of any kind, also several, train as in float32; they see no numbers of ours, which their files have"
-import pytest
 from learners import *
 from states import *
 from mp_callbacks.step import read_state
+from test_inputs import trains
 
-pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 each_mode = pytest.mark.parametrize('mode', modes)
 
 # --- Our numbers
 
-class StrictStep:
-    "A stepper as fastxtend's jitted ones: it takes what it knows"
-    def __call__(self, p, lr, wd, do_wd=True, force_train=None): p.data.add_(p.grad.data, alpha=-lr)
-
-def strict(params, lr, **kwargs): return Optimizer(params, [StrictStep()], lr=lr, wd=0.)
+def strict_step(p, lr, wd, do_wd=True, force_train=None): p.data.add_(p.grad.data, alpha=-lr)
+def strict(params, lr, **kwargs):
+    "With a stepper as fastxtend's jitted ones: it takes what it knows"
+    return Optimizer(params, [strict_step], lr=lr, wd=0.)
 
 @each_mode
 def test_steppers_see_no_numbers_of_ours(mode, tmp_path):
     "They are there before the step and after it, in files and after an error"
-    learn = modes[mode](get_learner(opt_func=strict, path=tmp_path, lr=1e-3))
     seen = []
-    class Look(Callback):
-        order = 100
-        def before_step(self): seen.append(read_state(self.learn.opt))
-        def after_step(self): seen.append(read_state(self.learn.opt))
-    learn.fit(1, cbs=Look())
+    def look(learn): seen.append(read_state(learn.opt))
+    learn = fitted(in_mode(mode, opt_func=strict, path=tmp_path, lr=1e-3), 1,
+                   On('before_step', look, 100), On('after_step', look, 100))
     assert len(seen)==8 and all(o.keys()>={'steps','skips'} for o in seen)
     assert [o['steps'] for o in seen]==[0,1,1,2,2,3,3,4]
     learn.save('now')
-    assert read_state(modes[mode](get_learner(opt_func=strict, path=tmp_path)).load('now').opt)==seen[-1]
-    class Fails(StrictStep):
-        def __call__(self, p, **kwargs): raise KeyboardInterrupt
-    learn.opt.cbs = L(Fails())
+    assert read_state(in_mode(mode, opt_func=strict, path=tmp_path).load('now').opt)==seen[-1]
+    def fails(p, **kwargs): raise KeyboardInterrupt
+    learn.opt.cbs = L(fails)
     with pytest.raises(KeyboardInterrupt): learn.fit(1)
     assert read_state(learn.opt)==seen[-1]
 
@@ -53,13 +47,12 @@ class Wrapped:
 def test_optimizer_of_another_class(mode, tmp_path):
     "It trains, is saved and loaded, and looks don't count as steps"
     def opt(params, **kwargs): return OptimWrapper(params, Wrapped, **kwargs)
-    learn = modes[mode](get_learner(opt_func=opt, path=tmp_path))
-    before = weights(learn)
-    learn.fit(1)
+    learn = in_mode(mode, opt_func=opt, path=tmp_path)
+    trains(learn)
     if mode=='fp16': learn.find_nonfinite(), learn.precision_report(), learn.precision_plan()
-    assert learn.mixed_precision.state.steps==4 and not any(map(torch.equal, weights(learn), before))
     learn.save('now')
-    assert modes[mode](get_learner(opt_func=opt, path=tmp_path)).load('now').mixed_precision.state.steps==4
+    loaded = in_mode(mode, opt_func=opt, path=tmp_path).load('now')
+    assert learn.mixed_precision.state.steps==loaded.mixed_precision.state.steps==8
 
 def in_backward(model, lr):
     "PyTorch's tutorial: an optimizer for each parameter, which steps as soon as the gradient is there"
@@ -70,15 +63,10 @@ def in_backward(model, lr):
 @pytest.mark.parametrize('mode', ['fp16','fp16_static','native_fp16'])
 def test_optimizer_in_the_backward_pass(mode):
     "With a loss scale an error that names both ways out; the first of them works"
-    learn = modes[mode](get_learner(mlp()))
-    in_backward(learn.model, 1e-3)
+    learn,other = in_mode(mode),in_mode('bf16')
+    for o in (learn,other): in_backward(o.model, 1e-3)
     with pytest.raises(RuntimeError, match='loss scale of .*to_bf16.*after the backward pass'): learn.fit(1)
-    learn = get_learner(mlp()).to_bf16()
-    in_backward(learn.model, 1e-3)
-    before = weights(learn)
-    learn.fit(1)
-    assert not any(map(torch.equal, weights(learn), before))
-    assert all(p.isfinite().all() for p in learn.model.parameters())
+    trains(other)
 
 @each_mode
 def test_second_optimizer(mode):
@@ -86,17 +74,9 @@ def test_second_optimizer(mode):
     model = mlp()
     head = [*model[-1].parameters()]
     learn = get_learner(model, splitter=lambda m: [[p for l in m[:-1] for p in l.parameters()]])
-    class Second(Callback):
-        order = 20
-        def before_fit(self): self.opt2 = torch.optim.SGD(head, lr=1e-3)
-        def after_step(self): self.opt2.step(); self.opt2.zero_grad()
-    class Spoil(Callback):
-        order = 5
-        def before_step(self):
-            if self.iter==1: head[0].grad[0,0] = float('inf')
-    modes[mode](learn)
+    opt2 = torch.optim.SGD(head, lr=1e-3)
+    def step(learn): opt2.step(); opt2.zero_grad()
     before = [p.detach().clone() for p in head]
-    learn.fit(1, cbs=[Second(),Spoil()])
-    log = learn.precision_recorder.log
+    log = log_of(fitted(modes[mode](learn), 1, On('after_step', step, 20), overflow(1, layer=-1)))
     assert [*log.skipped]==[False,True,False,False] and [*log.culprit]==['','4.weight','','']
     assert all(p.isfinite().all() for p in model.parameters()) and not any(map(torch.equal, head, before))

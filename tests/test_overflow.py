@@ -1,13 +1,11 @@
 """Gradients that are not finite: never a step, never silence, and never a scale out of its bounds
 
 Overflow for ever, and overflow now and then; in each precision."""
-import math,random,warnings
+from dataclasses import replace
+from itertools import accumulate
 
-import pytest
 from learners import *
 from states import *
-
-pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
 inf,nan = float('inf'),float('nan')
 def fp16_flat(learn, **kwargs): return modes['fp16'](learn, flat_master=True, clip=1., **kwargs)
@@ -31,47 +29,28 @@ def make(mode, n=1, **kwargs):
     learn = get_learner(model, dls=DataLoaders([batch]*n, [batch]), cbs=Callback(before_batch=_quiet))
     return precisions[mode](learn, **kwargs)
 
-class InSteps(Callback):
-    "Call `f` with the learner in `event` of the training steps `where`, counted over all fits"
-    def __init__(self, f, where=range(10**9), event='before_step', order=5):
-        self.f,self.where,self.n,self.order = f,where,0,order
-        setattr(self, event, self._at)
-    def _at(self):
-        if not self.training: return
-        if self.n in self.where: self.f(self.learn)
-        self.n += 1
-
-def fill(x):
-    "Put `x` into all gradients"
+def fill(x, at=None):
+    "Put `x` into all gradients, before they are checked"
     def _fill(learn):
         for p in learn.model.parameters(): p.grad.fill_(x)
-    return _fill
-
-def heard(f, *args, **kwargs):
-    "What `f` warned of, about steps, and what it raised, if anything"
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter('always')
-        try: f(*args, **kwargs); e = None
-        except FloatingPointError as o: e = o
-    return [str(o.message) for o in told if 'steps in a row' in str(o.message)],e
+    return On('before_step', _fill, 5, at)
 
 def healthy(learn):
     "A float32 learner in which nothing is left of a batch"
-    assert_plain(learn.model)
+    assert_clean(learn.model)
     assert identical(learn.model.parameters(), opt_params(learn))
-    assert all(p.isfinite().all() and p.grad is None for p in learn.model.parameters())
 
 # --- Overflow for ever
 
 def poison(x):
     def _poison(learn): learn.xb = (learn.xb[0].clone().index_fill_(0, torch.tensor([0]), x),)
-    return InSteps(_poison, event='before_batch', order=-20)
+    return On('before_batch', _poison, -20)
 
-def loud(): return InSteps(lambda learn: setattr(learn.model[2], 'on', True), event='before_batch', order=1)
+def loud(): return On('before_batch', lambda learn: setattr(learn.model[2], 'on', True), 1)
 
 def wrong_loss(x):
     def _wrong(learn): learn.loss,learn.loss_grad = learn.loss*x,learn.loss_grad*x
-    return InSteps(_wrong, event='after_loss', order=-20)
+    return On('after_loss', _wrong, -20)
 
 not_ours  = 'Precision is not the cause: in float32 it is the same.'
 no_inputs = 'The inputs of this batch have inf or nan, 8 in all.'
@@ -85,9 +64,9 @@ causes = dict( # and what is said of them
     inf_data = (lambda: poison(inf), no_inputs),
     big_data = (lambda: poison(1e38), large),
     inf_loss = (lambda: wrong_loss(inf), no_loss),
-    inf_grad = (lambda: InSteps(fill(inf)), no_grads),
+    inf_grad = (lambda: fill(inf), no_grads),
     # finite, but its squares are not; a bias of one number has no square
-    big_norm = (lambda: InSteps(fill(1e25)), no_grads.replace('bias','weight')))
+    big_norm = (lambda: fill(1e25), no_grads.replace('bias','weight')))
 turns = in_turns(causes, precisions)
 turns['big_data'] = 'fp16' # others have the range for it
 each_cause = pytest.mark.parametrize('cause,mode', turns.items())
@@ -119,11 +98,10 @@ def test_for_ever(mode, cause):
 def test_by_default():
     "A warning within 50 skipped steps, an error within 500, and neither before 25"
     learn,seen = make('fp16', 600),[]
-    count = InSteps(lambda learn: seen.append(len(told)), event='after_step')
+    count = On('after_step', lambda learn: seen.append(len(told)))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter('always')
-        with pytest.raises(FloatingPointError, match='steps in a row') as e:
-            learn.fit(1, cbs=[InSteps(fill(inf)), count])
+        with pytest.raises(FloatingPointError, match='steps in a row') as e: learn.fit(1, cbs=[fill(inf), count])
     assert 25<=seen.index(1)+1<=50 and seen[-1]==1
     assert 25<len(seen)+1<=500 and f'{len(seen)+1} steps in a row were skipped, since step 0, ' in str(e.value)
     for o in ('data','learning rate'): assert o in str(e.value) # what one can do there
@@ -131,8 +109,7 @@ def test_by_default():
 @some_modes
 def test_over_many_fits(mode):
     "Steps are counted over fits, validation and predictions: many short fits that never step don't pass unheard"
-    learn,cb = make(mode, 1, max_skips=34),InSteps(fill(inf))
-    learn.add_cb(cb)
+    learn = make(mode, 1, max_skips=34).add_cb(fill(inf))
     for i in range(1,35):
         told,e = heard(learn.fit, 1)
         if i%10==0: learn.validate(); learn.get_preds(dl=[batch])
@@ -150,7 +127,7 @@ def test_over_many_fits(mode):
 def test_a_good_step_between(mode):
     "Steps that are skipped now and then are no reason to speak"
     learn = make(mode, 90, max_skips=30)
-    assert heard(learn.fit, 1, cbs=InSteps(fill(inf), {i for i in range(90) if i%30!=29}))==([],None)
+    assert heard(learn.fit, 1, cbs=fill(inf, {i for i in range(90) if i%30!=29}))==([],None)
     assert learn.mixed_precision.state.skips==0
 
 def test_warnings_as_errors():
@@ -160,7 +137,7 @@ def test_warnings_as_errors():
     before = model_and_opt(learn)
     with warnings.catch_warnings():
         warnings.simplefilter('error', UserWarning)
-        with pytest.raises(UserWarning, match='32 steps in a row'): learn.fit(1, cbs=InSteps(fill(inf)))
+        with pytest.raises(UserWarning, match='32 steps in a row'): learn.fit(1, cbs=fill(inf))
     assert same(model_and_opt(learn), before)
     healthy(learn)
     assert heard(learn.fit, 1)==([],None) and not same(model_and_opt(learn), before)
@@ -173,50 +150,38 @@ def test_one_step(mode, cause):
     def run(where):
         learn,states = make(mode, 6, **no_measure.get(mode, {})),[]
         cb = causes[cause][0]()
-        cb.where = where
-        look = InSteps(lambda learn: states.append(model_and_opt(learn)), event='after_batch', order=90)
-        learn.fit(1, cbs=[cb, look])
-        return states,learn
+        cb.at = where
+        look = On('after_batch', lambda learn: states.append(model_and_opt(learn)), 90)
+        return states,fitted(learn, 1, cb, look)
     want,_ = run(())
     got,learn = run((2,3))
     for i,j in ((0,0),(1,1),(2,1),(3,1),(4,2),(5,3)):
         if mode not in dynamic or cause in ('inf_grad','big_norm') or i<4: assert same(got[i], want[j]), (i,j)
     assert all(map(math.isfinite, learn.recorder.losses))
 
-settings = [dict(), dict(init=2.**6, lo=2.**5, hi=2.**7), dict(init=2.**120, lo=2.**-126, hi=2.**127, period=1),
-            dict(init=3., lo=.7, hi=5., factor=10., backoff=.1)]
+def scale(init, lo=1., hi=2.**24, period=3, **kwargs):
+    return DynamicLossScale(init, min_loss_scale=lo, max_loss_scale=hi, period=period, **kwargs)
+scales = [scale(2.**10), scale(2.**6, 2.**5, 2.**7), scale(2.**120, 2.**-126, 2.**127, 1),
+          scale(3., .7, 5., factor=10., backoff=.1)]
 
-def reference(finite, init, lo, hi, factor, backoff, period):
-    "Scales before each step, and after the last: what is expected of a scale, in five lines"
-    scale,good,res = init,0,[init]
-    for ok in finite:
-        good = good+1 if ok else 0
-        if not ok: scale = max(scale*backoff, lo)
-        elif good==period: scale,good = min(scale*factor, hi),0
-        res.append(scale)
-    return res
-
-@pytest.mark.parametrize('i', range(len(settings)))
+@pytest.mark.parametrize('i', range(len(scales)))
 @pytest.mark.parametrize('mode', ['fp16_flat','native_fp16'])
 def test_random_sequences(mode, i):
-    "At each step the scale is what it should be: within floor and cap, grown only on successes in a row, a divisor"
-    o = {**dict(init=2.**10, lo=1., hi=2.**24, factor=2., period=3), **settings[i]}
-    native,rng = mode=='native_fp16',random.Random(i)
-    # ours starts at the cap and divides by what it multiplies with
-    if not native: o.update(init=o['hi'], backoff=1/o['factor'])
-    o.setdefault('backoff', .5)
-    p = (.1,.4,.7)[i%3]
-    finite = [rng.random()>p for _ in range(40)]
-    if native: kwargs = dict(init_scale=o['init'], growth_factor=o['factor'], backoff_factor=o['backoff'],
-                             growth_interval=o['period'])
-    else: kwargs = dict(div_factor=o['factor'], scale_wait=o['period'], headroom=None)
-    learn,seen = make(mode, 40, min_loss_scale=o['lo'], max_loss_scale=o['hi'], **kwargs),[]
-    look = InSteps(lambda learn: seen.append(learn.mixed_precision.loss_scale), event='before_batch')
-    fills = [InSteps(fill(x), {i for i,ok in enumerate(finite) if ok==o}) for x,o in ((0.,True), (inf,False))]
-    learn.fit(1, cbs=[*fills, look])
+    "At each step the scale is what it should be, by the rule that test_scalers and test_properties know"
+    s,rng,seen = scales[i],random.Random(i),[]
+    finite = [rng.random()>(.1,.4,.7)[i%3] for _ in range(40)]
+    kwargs = dict(min_loss_scale=s.min_loss_scale, max_loss_scale=s.max_loss_scale)
+    if mode=='native_fp16': kwargs.update(init_scale=s.loss_scale, growth_factor=s.factor, growth_interval=s.period,
+                                          backoff_factor=s.backoff or .5)
+    else: # starts at the cap, and divides by what it multiplies with
+        s = replace(s, loss_scale=s.max_loss_scale, backoff=None)
+        kwargs.update(div_factor=s.factor, scale_wait=s.period, headroom=None)
+    look = On('before_batch', lambda learn: seen.append(learn.mixed_precision.loss_scale))
+    fills = [fill(x, {i for i,ok in enumerate(finite) if ok==o}) for x,o in ((0.,True), (inf,False))]
+    learn = fitted(make(mode, 40, **kwargs), 1, *fills, look)
     seen.append(learn.mixed_precision.loss_scale)
-    assert seen==pytest.approx(reference(finite, **o), rel=1e-9)
-    assert all((1/torch.tensor(x)).isfinite() and o['lo']<=x<=o['hi'] for x in seen)
+    assert seen==[o.loss_scale for o in accumulate(finite, DynamicLossScale.adjust, initial=s)]
+    assert all((1/torch.tensor(x)).isfinite() for x in seen)
     assert all(p.isfinite().all() for p in learn.model.parameters())
     # the scale of a step is the one that its own gradients carried
     assert list(learn.precision_recorder.log.scale)==seen[:-1] and list(learn.precision_recorder.log.finite)==finite

@@ -1,29 +1,19 @@
 "Nothing is lost silently: what fastai and PyTorch pass over without a word is right here, or is said"
-import pytest
 from learners import *
 from states import *
 
-pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 halves = [o for o in modes if o!='fp16_static']
 some_halves = pytest.mark.parametrize('mode', crossed(halves, fast=lambda o: o in ('fp16','native_bf16')))
 
 # --- A loss that is not finite while its gradients are
-
-class InfiniteLoss(Callback):
-    "The loss is infinite in the training batches `at`; the gradients aren't"
-    order = -20
-    def __init__(self, *at): self.at = at
-    def after_loss(self):
-        if self.training and self.train_iter in self.at:
-            self.learn.loss,self.learn.loss_grad = self.loss+torch.inf,self.loss_grad+torch.inf
 
 @some_halves
 def test_infinite_loss_is_told(mode):
     """The step is made, as in PyTorch; log, summary, plot and the shown average say that its loss was infinite
 
     The average begins anew with the next epoch."""
-    learn = modes[mode](get_learner())
-    learn.fit(2, cbs=InfiniteLoss(2))
+    def infinite(learn): learn.loss,learn.loss_grad = learn.loss+torch.inf,learn.loss_grad+torch.inf
+    learn = fitted(in_mode(mode), 2, On('after_loss', infinite, -20, (2,)))
     recorder = learn.precision_recorder
     assert [*recorder.log.index[recorder.log.bad_loss]]==[2] and not recorder.log.skipped.any()
     assert 'The loss of 1 step was not finite, though the gradients were' in recorder.summary()
@@ -50,8 +40,7 @@ def test_infinite_predictions(call):
 @some_halves
 def test_by_hand(mode):
     "A batch outside of `one_batch` can't be undone after an exception, so training on it is refused"
-    learn = modes[mode](get_learner())
-    learn.fit(1)
+    learn = fitted(in_mode(mode))
     before = weights(learn)
     learn.model.train()
     learn.training = True
@@ -63,16 +52,11 @@ def test_by_hand(mode):
 @some_halves
 def test_missed_before_step(mode):
     "fastai takes a `StopIteration` for the end of the event, and ours don't hear of it: no step with scaled gradients"
-    stop = Callback(before_step=raises(StopIteration('as asked')))
-    stop.order = 5
+    stop = On('before_step', raises(StopIteration('as asked')), 5)
     def run(mode):
-        learn = get_learner(opt_func=SGD, lr=1e-3, cbs=stop)
-        start = flat(weights(learn))
-        if mode: modes[mode](learn)
-        try: learn.fit(1)
-        except RuntimeError: pass # to refuse is right, too
-        return (flat(weights(learn))-start).norm().item()
-    assert run(mode)<1.1*run(None)
+        try: return way(in_mode(mode, opt_func=SGD, lr=1e-3), 1, stop)
+        except RuntimeError: return torch.zeros(()) # to refuse is right, too
+    assert run(mode).norm()<1.1*run(None).norm()
 
 def test_names_in_the_model():
     "A model's attributes aren't taken for the learner's, of which fastai's `lr_find` and `ModelResetter` add some"
@@ -84,22 +68,10 @@ def test_names_in_the_model():
 
 def test_last_words():
     "The error comes although the fit ends with the step that was one too many"
-    def infinite(cb):
-        if cb.training and cb.iter: cb.learn.loss_grad = cb.learn.loss_grad*float('inf')
-    def stop(cb):
-        if cb.training and cb.iter==3: raise CancelFitException
+    stop = On('after_batch', raises(CancelFitException), at=(3,))
     learn = get_learner().to_native_fp16(2.**10, max_skips=3)
     with pytest.raises(FloatingPointError, match='3 steps in a row were skipped'):
-        learn.fit(1, cbs=[Callback(after_loss=infinite),Callback(after_batch=stop)])
-
-def test_hints_are_calls_that_work():
-    hints = [(r'learn\.to_bf16\(flat_master=…\)',   lambda: get_learner().to_native_bf16(flat_master=True)),
-             (r'learn\.to_fp16\(flat_master=…\)',   lambda: get_learner().to_native_fp16(flat_master=True)),
-             ('The name of the call says it',       lambda: get_learner().to_native_fp16(dtype='f16')),
-             ('The name of the call says it',       lambda: get_learner().to_fp16(dtype='f16')),
-             (r'learn.to_fp16\(keep=…\)',           lambda: MixedPrecision(keep='0'))]
-    for match,call in hints:
-        with pytest.raises(TypeError, match=match): call()
+        learn.fit(1, cbs=[overflow(1,2,3),stop])
 
 # --- Odd modules
 
@@ -113,13 +85,13 @@ class Casts(nn.Module):
 @some_halves
 def test_rounded_parameter(mode):
     "is named before a step, is float32 again, and `keep` is the cure"
-    def _learner(): return get_learner(nn.Sequential(nn.Linear(8,8), nn.Linear(8,8), Casts()))
-    learn = modes[mode](_learner())
+    def _learner(**options): return in_mode(mode, nn.Sequential(nn.Linear(8,8), nn.Linear(8,8), Casts()), options)
+    learn = _learner()
     before = weights(learn)[:-1]
     with pytest.raises(RuntimeError, match=r"turned the parameter 2.weight into torch.*keep='2'"): learn.fit(1)
     assert {p.dtype for p in learn.model.parameters()}=={torch.float32} and same(weights(learn)[:-1], before)
     assert all(p.grad is None for p in learn.model.parameters())
-    modes[mode](_learner(), keep='2').fit(1)
+    _learner(keep='2').fit(1)
 
 # --- Modules of an unusual kind
 
@@ -137,8 +109,7 @@ class Encoder(nn.Module):
 @some_halves
 def test_encoder_with_a_mask(mode):
     "trains and validates"
-    learn = modes[mode](get_learner(Encoder()))
-    learn.fit(1)
+    learn = fitted(in_mode(mode, Encoder()))
     assert math.isfinite(learn.recorder.values[-1][1]) and torch.backends.mha.get_fastpath_enabled()
 
 class Static(nn.Module):

@@ -3,7 +3,6 @@
 Each exception of the table at each place of the table, in each precision, and after each one all that a learner is for:
 `faults.py` says what is looked at. Each exception is met at each place, in one of the precisions. A learner is exported
 after one of its exceptions. The file takes long because each place has learners of its own."""
-import pytest
 from faults import *
 
 pytestmark = pytest.mark.filterwarnings('ignore')

@@ -1,5 +1,4 @@
 """One precision at a time: every ordered pair of calls that change it, fastai's own among them, once and twice"""
-import pytest
 from fastai.callback import fp16
 from fastai.callback.channelslast import ChannelsLast
 from mp_callbacks.precision import is_precision
@@ -36,13 +35,11 @@ def test_other_names():
 
 @pytest.mark.parametrize('a,b', pairs, ids=lambda o: str(o).replace(' ', '_'))
 def test_pair(a, b):
-    learn,plain = get_learner(norm=True),get_learner(norm=True)
+    learn,alone,plain = [get_learner(norm=True) for _ in range(3)]
     first,second = {**to, **foreign}[a],to[b]
-    first(learn); second(learn)
+    first(learn); second(learn); second(alone)
     once = kinds(learn)
     assert sum(o.endswith('Precision') for o in once)<=1, once
-    alone = get_learner(norm=True)
-    second(alone)
     if b.startswith('to_') and 'channels' not in b and 'contiguous' not in b:
         assert [o for o in once if 'Channels' not in o]==kinds(alone), once # nothing is left of the first
     # where channels last is on, fastai adds no precision

@@ -7,14 +7,8 @@ are √12·u/√3 = 2u of a gradient. Steps add up to the distance travelled as 
 weights should be within 2u of that distance from those of float32; `tolerance` allows twice as much, since optimizers
 amplify what differs where gradients are small. Measured: .5u to u, for each optimizer. The validation loss is held to
 the same tolerance, relative to its value."""
-from copy import deepcopy
-from functools import lru_cache
-
-import pytest
 from learners import *
 from states import *
-
-pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
 def wrapped(**kwargs): return partial(OptimWrapper, opt=partial(torch.optim.AdamW, **kwargs))
 
@@ -39,11 +33,9 @@ some_modes = pytest.mark.parametrize('mode', ['fp16','native_bf16'])
 def make(opt, mode=None, **kwargs):
     "A learner with batch norm that steps with `opt`, in `mode`, or in float32"
     opt_func,lr = optimizers[opt]
-    learn = get_learner(norm=True, opt_func=opt_func, lr=lr, **kwargs)
-    if mode is not None: modes[mode](learn)
-    return learn
+    return in_mode(mode, norm=True, opt_func=opt_func, lr=lr, **kwargs)
 
-@lru_cache(None)
+@functools.cache
 def in_float32(opt):
     "Weights at the start and after six epochs of float32, and the validation loss"
     learn = make(opt)
@@ -60,9 +52,8 @@ def quick_pair(opt, mode): return opt=='adam' or opt in quick and mode=='fp16'
 @pytest.mark.parametrize('opt,mode', crossed(optimizers, modes, fast=quick_pair, thin=4))
 def test_follows_float32(opt, mode):
     start,end,loss = in_float32(opt)
-    learn = make(opt, mode)
-    learn.fit(6)
-    assert skipped(learn)==0 and len(learn.precision_recorder.log)==24
+    learn = fitted(make(opt, mode), 6)
+    assert skipped(learn)==0 and len(log_of(learn))==24
     off = ((flat(weights(learn))-end).norm()/(end-start).norm()).item()
     assert roundoff[mode]/10<off<tolerance[mode] # nearer would not be half precision
     assert abs(learn.validate()[0]/loss-1)<tolerance[mode]
@@ -72,48 +63,31 @@ def test_follows_float32(opt, mode):
 @pytest.mark.parametrize('mode', modes)
 def test_clip(mode):
     "`clip=` does what fastai's GradientClip does, and the norms that are recorded are those before clipping"
-    a,b = make('sgd', cbs=GradientClip(.1)),make('sgd')
-    modes[mode](a)
-    modes[mode](b, clip=.1)
-    for o in (a,b): o.fit(2)
+    a,b = [fitted(make('sgd', mode, **o), 2) for o in (dict(cbs=GradientClip(.1)), dict(options=dict(clip=.1)))]
     assert torch.allclose(flat(weights(a)), flat(weights(b)), rtol=0, atol=1e-6)
-    assert (b.precision_recorder.log.norm>.1).all()
-    assert torch.allclose(*[torch.tensor(o.precision_recorder.log.norm.values) for o in (a,b)], rtol=1e-4)
+    assert (log_of(b).norm>.1).all() and np.allclose(log_of(a).norm, log_of(b).norm, rtol=1e-4)
 
 @some_modes
 def test_accumulation(mode):
     "Two batches of 16 with GradientAccumulation are one of 32, in half precision too"
-    def _make(bs, *cbs): return get_learner(opt_func=SGD, lr=.05, dls=get_dls(bs=bs), cbs=cbs)
-    learn,whole = _make(16, GradientAccumulation(32)),_make(32)
-    for o in (learn,whole):
-        start = flat(weights(o))
-        modes[mode](o).fit(4)
-    assert apart(learn, whole, start)<tolerance[mode]
-
-class StepsOff(Callback):
-    "Somebody's own accumulation: every other step only, decided where gradients are as the step will see them"
-    order = 15
-    def before_fit(self): self.count = 0
-    def before_step(self):
-        self.count += 1
-        if self.count%2: raise CancelBatchException
+    def _way(bs, *cbs): return way(in_mode(mode, opt_func=SGD, lr=.05, dls=get_dls(bs=bs)), 4, *cbs)
+    got,whole = _way(16, GradientAccumulation(32)),_way(32)
+    assert (got-whole).norm()<tolerance[mode]*whole.norm()
 
 @some_modes
 def test_own_accumulation(mode):
-    "A callback after ours may put a step off: gradients as they are then, unscaled, and what is added, scaled, fit"
-    learn,plain = [get_learner(opt_func=SGD, lr=.02, cbs=StepsOff()) for _ in range(2)]
-    start = flat(weights(learn))
-    modes[mode](learn)
-    for o in (learn,plain): o.fit(4)
-    assert apart(learn, plain, start)<tolerance[mode]
+    """A callback after ours may put every other step off: gradients as they are then, unscaled, and what is added,
+    scaled, fit"""
+    off = On('before_step', raises(CancelBatchException), 15, range(0, 16, 2))
+    got,plain = [way(in_mode(o, opt_func=SGD, lr=.02), 4, off) for o in (mode,None)]
+    assert (got-plain).norm()<tolerance[mode]*plain.norm()
 
 # --- Updates far below the resolution of half precision
 
 def crawl(mode):
     "Weights before and after twenty fits with a very small learning rate"
-    learn = get_learner(opt_func=SGD, lr=2.5e-7, dls=get_dls(n=32))
+    learn = in_mode(mode, opt_func=SGD, lr=2.5e-7, dls=get_dls(n=32))
     start = flat(weights(learn))
-    if mode: modes[mode](learn)
     for _ in range(20): learn.fit(1)
     return start,flat(weights(learn))
 
@@ -132,17 +106,10 @@ def test_tiny_updates(mode):
 
 # --- One flat tensor per group
 
-class Net(nn.Module):
-    "Three layers, two of them in the first of two groups, batch norm, and a layer that is not used"
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.body = nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16,16), nn.GELU())
-        self.unused = nn.Linear(3,3)
-        self.head = nn.Linear(16,1)
-    def forward(self, x): return self.head(self.body(x))
+class Unused(nn.Linear):
+    def forward(self, x): return x
 
-def halves(model): return [params(nn.ModuleList([model.body, model.unused])),params(model.head)]
+def halves(model): return [params(model[:-1]),params(model[-1])]
 
 elementwise = [o for o in optimizers if o not in ('lamb', 'adamw', 'foreach', 'fused')]
 flat_modes = [o for o in modes if 'native' not in o]
@@ -155,12 +122,13 @@ def in_both(learns, *fs):
         assert same(a.model.state_dict(), b.model.state_dict()) and same(a.opt.state_dict(), b.opt.state_dict())
         assert {*map(id, opt_params(b))}=={*map(id, b.model.parameters())}
 
-def twins(opt, mode, path, **kwargs):
-    "The same learner twice, the second with `flat_master=True`"
-    opt_func,lr = optimizers[opt]
-    kinds = (False,'each'),(True,'flat')
-    return [modes[mode](get_learner(Net(), path=path/name, opt_func=opt_func, lr=lr, wd=.1, splitter=halves),
-                        flat_master=is_flat, **kwargs) for is_flat,name in kinds]
+def twins(opt, mode, path):
+    """The same learner twice, the second with `flat_master=True`
+
+    It has a layer that is not used."""
+    def model(): return mlp(True).insert(5, Unused(3,3))
+    return [make(opt, mode, model=model(), path=path/name, wd=.1, splitter=halves, options=dict(flat_master=is_flat))
+            for is_flat,name in ((False,'each'),(True,'flat'))]
 
 def quick_flat(opt, mode): return (opt,mode) in (('adam','fp16'),('ranger','bf16'))
 
@@ -191,8 +159,7 @@ refused = dict(lamb=(Lamb, 'lamb_step'), larc=(Larc, 'larc_layer_lr'), adamw=(wr
 @pytest.mark.parametrize('opt,match', refused.values(), ids=refused)
 def test_flat_master_refused(opt, match, tmp_path):
     "Optimizers that need each parameter by itself, or have their own fast ways: a clear error, and all is as it was"
-    learn = get_learner(opt_func=opt, norm=True)
-    learn.fit(1)
+    learn = fitted(get_learner(opt_func=opt, norm=True))
     before,objects = model_and_opt(learn),list(learn.model.parameters())
     learn.to_bf16(flat_master=True)
     state = deepcopy(learn.opt.state_dict())

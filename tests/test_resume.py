@@ -4,30 +4,21 @@ Each run meets a batch that overflows, again and again, and a loss scale that fa
 step, each time in another place of the loop. Each file that it leaves is loaded, by this process or by one that has not
 seen the run, and trained to the end. Only while the optimizer is at work nothing can be exact: some weights have
 been stepped on then, and others not. And what is in a file: plain numbers, which plain fastai loads."""
-import inspect,io,warnings
 from contextlib import nullcontext
-from functools import lru_cache
 from multiprocessing import get_context
 
-import pytest
 from interpreters import paste
 from learners import *
 from states import *
-
-pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
 # --- Runs
 
 n_epoch,n_batch = 3,4
 n_steps = n_epoch*n_batch
 
-def make_batches():
-    "Four batches, the third of them useless"
-    x,y = numbers(8*n_batch)
-    x[16,0] = float('inf')
-    return list(zip(x.split(8), y.split(8)))
-
-batches = make_batches()
+x,y = numbers(8*n_batch)
+x[16,0] = math.inf # the third of the batches is useless
+batches = [*zip(x.split(8), y.split(8))]
 def make_dls(train): return DataLoaders(train, batches[:1])
 
 optimizers = dict(adam=Adam, ranger=ranger, adamw=partial(OptimWrapper, opt=torch.optim.AdamW))
@@ -49,21 +40,15 @@ def make(path, mode=None, opt='adam', **kwargs):
     learn = get_learner(norm=True, dls=make_dls(batches), opt_func=optimizers[opt], path=Path(path), **kwargs)
     return learn if mode is None else precisions[mode](learn)
 
-class From(Callback):
-    "Pass over the batches of `epoch` before number `i`"
-    order = -100
-    def __init__(self, epoch, i): self.done = epoch,i
-    def before_batch(self):
-        if self.training and self.epoch==self.done[0] and self.iter<self.done[1]: raise CancelBatchException
-
 def go_on(learn, way, k, *cbs):
     "Train from step `k` to the end: in a fit over the batches that are left, or in the one that was begun"
     if way=='fit':
         learn.dls = make_dls((batches*n_epoch)[k:])
         learn.fit(1, cbs=cbs)
     else:
-        epoch,i = divmod(k, n_batch)
-        learn.fit_one_cycle(n_epoch, 2e-2, cbs=[From(epoch, i), *cbs], start_epoch=epoch)
+        pass_over = On('before_batch', raises(CancelBatchException), -100, range(k))
+        learn.fit_one_cycle(n_epoch, 2e-2, cbs=[pass_over,*cbs], start_epoch=k//n_batch)
+    return learn
 
 def changes(xs, ys):
     "Names of what is not the same in `xs` and `ys`, which `leaves` returned"
@@ -71,23 +56,16 @@ def changes(xs, ys):
     names = [_name(i) for i,(x,y) in enumerate(zip(xs, ys)) if not same(x, y)]
     return names+(['how many'] if len(xs)!=len(ys) else [])
 
-class States(Callback):
-    "Remember everything, before the first step and after each"
-    order = 90
-    def before_fit(self): self.states = [everything(self.learn)]
-    def after_batch(self):
-        if self.training: self.states.append(everything(self.learn))
-
-@lru_cache(None)
+@functools.cache
 def whole(mode, opt, way):
-    "What a run that isn't stopped goes through"
-    learn,cb = make('unused', mode, opt),States()
+    "Everything, before the first step and after each, of a run that isn't stopped"
+    learn,states = make('unused', mode, opt),[]
     learn.create_opt()
-    go_on(learn, way, 0, cb)
-    log = learn.precision_recorder.log
+    def keep(learn): states.append(everything(learn))
+    log = log_of(go_on(learn, way, 0, On('before_fit', keep, 90), On('after_batch', keep, 90)))
     assert len(log)==n_steps and 3<=log.skipped.sum()<=n_steps-4
     if mode in dynamic: assert log.scale.min()<start and (log.scale.diff()>0).any()
-    return cb.states
+    return states
 
 # --- Stopping them
 
@@ -95,17 +73,9 @@ def whole(mode, opt, way):
 stops = [(e,o) for e in (*before_the_step,'after_step','after_batch') for o in (-50,80)
          if (e,o) not in (('before_step',80), ('after_step',-50))]
 
-class Stop(Callback):
-    "Interrupt step `k` of the run in `event`, when `before` steps were done before this fit"
-    def __init__(self, event, order, k, before=0):
-        self.order,self.at = order,k-before
-        setattr(self, event, self._stop)
-    def _stop(self):
-        if self.training and self.epoch*n_batch+self.iter==self.at: raise KeyboardInterrupt('as asked')
-
 def stopped(learn, way, k, event, order, at):
-    "Train `learn` from step `k` on; is it stopped on the way?"
-    try: go_on(learn, way, k, Stop(event, order, at, k if way=='fit' else 0))
+    "Train `learn` from step `k` on; is it stopped on the way, in `event` of step `at`?"
+    try: go_on(learn, way, k, On(event, raises(KeyboardInterrupt('as asked')), order, [at-k*(way=='fit')]))
     except KeyboardInterrupt: return True
 
 # --- Another process
@@ -115,12 +85,7 @@ def resume(path, mode, opt, way, files):
     default_device(False) # the CPU, as in the test's own process
     warnings.simplefilter('ignore')
     warnings.filterwarnings('error', 'Could not load|Saved file')
-    res = {}
-    for f,k in files.items():
-        learn = make(path, mode, opt)
-        learn.load(f)
-        go_on(learn, way, k)
-        res[f] = everything(learn)
+    res = {f:everything(go_on(make(path, mode, opt).load(f), way, k)) for f,k in files.items()}
     torch.save(res, Path(path)/'resumed')
 
 def assert_resumes(path, want, *args):
@@ -164,8 +129,7 @@ def test_stopped_at_each_step(mode, opt, way, tmp_path):
 def test_save_model_callback(mode, tmp_path):
     "What `SaveModelCallback` saves in the middle of a fit is whole too"
     states = whole(mode, 'adam', 'start_epoch')
-    learn = make(tmp_path, mode)
-    go_on(learn, 'start_epoch', 0, SaveModelCallback(every_epoch=True, with_opt=True))
+    learn = go_on(make(tmp_path, mode), 'start_epoch', 0, SaveModelCallback(every_epoch=True, with_opt=True))
     assert not changes(everything(learn), states[-1]) # it does no harm
     files = {f'model_{e}':(e+1)*n_batch for e in range(n_epoch-1)}
     assert sorted(o.name for o in (tmp_path/'models').iterdir())==sorted(f'model_{e}.pth' for e in range(n_epoch))
@@ -176,17 +140,14 @@ def test_best_model_with_its_scale(mode, tmp_path, capsys):
     "The best model, here that of the first epoch, comes back at the end of a fit, with its optimizer and its scale"
     states = whole(mode, 'adam', 'start_epoch')
     def never_better(p, y): return 0
-    learn = make(tmp_path, mode, metrics=never_better)
-    go_on(learn, 'start_epoch', 0, SaveModelCallback('never_better', with_opt=True))
+    best = SaveModelCallback('never_better', with_opt=True)
+    learn = go_on(make(tmp_path, mode, metrics=never_better), 'start_epoch', 0, best)
     assert not changes(everything(learn), states[n_batch])
     assert capsys.readouterr().out.count('Better model found')==1
 
 # --- What is in a file
 
-def finished(path, mode, opt='adam', **kwargs):
-    learn = make(path, mode, opt, **kwargs)
-    go_on(learn, 'fit', 0)
-    return learn
+def finished(path, mode, opt='adam'): return go_on(make(path, mode, opt), 'fit', 0)
 
 plain_code = f"""import sys,torch,warnings
 from fastai.basics import *
@@ -232,8 +193,7 @@ def test_files_without_optimizer(mode, tmp_path):
     learn.save('all')
     assert set(torch.load(tmp_path/'models/weights.pth'))==set(learn.model.state_dict())
     for file,with_opt in (('weights',True), ('weights',False), ('all',False)):
-        new = make(tmp_path, mode)
-        new.fit(1)
+        new = fitted(make(tmp_path, mode))
         before = leaves([opt_state(new), precision_state(new)])
         no_state = pytest.warns(UserWarning, match="doesn't contain an optimizer state")
         with no_state if with_opt else nullcontext(): new.load(file, with_opt=with_opt)
@@ -244,8 +204,7 @@ def test_files_without_optimizer(mode, tmp_path):
 def test_another_optimizer(mode, opt, other, tmp_path):
     "If the optimizer state can't be loaded, the scale isn't either"
     finished(tmp_path, mode, other).save('model')
-    learn = make(tmp_path, mode, opt)
-    learn.fit(1)
+    learn = fitted(make(tmp_path, mode, opt))
     before = precision_state(learn)
     with pytest.warns(UserWarning, match='Could not load the optimizer state'): learn.load('model')
     assert precision_state(learn)==before
@@ -258,8 +217,7 @@ def saved(path, scale=64., counter=1):
     "A learner with this loss scale, that has saved itself as 'model'"
     learn = make(path).to_fp16(max_loss_scale=scale, scale_wait=100, headroom=None)
     learn.dls = make_dls(batches[:1])
-    learn.fit(counter)
-    assert precision_state(learn)['counter']==counter
+    assert precision_state(fitted(learn, counter))['counter']==counter
     learn.save('model')
     return learn
 
@@ -267,46 +225,33 @@ def test_the_state_waits(tmp_path):
     "Loaded while no precision is on, the scale is for the next one, and saved until then; `to_fp32` forgets it"
     want = dict(loss_scale=64, counter=3, steps=3, skips=0)
     assert want.items()<=precision_state(saved(tmp_path, counter=3)).items()
-    learn = make(tmp_path)
-    learn.load('model')
+    learn = make(tmp_path).load('model')
     learn.save('again')
-    learn.to_fp16()
-    assert want.items()<=precision_state(learn).items()
+    assert want.items()<=precision_state(learn.to_fp16()).items()
     scaling = learn.mixed_precision.scaling
     assert scaling.max_loss_scale==2**24 and scaling.period==500 # settings are those of the call
     assert scale_of(learn.to_fp32().to_fp16(headroom=None))==2**24
-    other = make(tmp_path)
-    other.load('again')
+    other = make(tmp_path).load('again')
     assert scale_of(other.to_native_fp16())==64
-    other.load('again')
-    other.to_fp32()
-    assert scale_of(other.to_fp16(headroom=None))==2**24
+    assert scale_of(other.load('again').to_fp32().to_fp16(headroom=None))==2**24
 
-def test_kept_within_bounds(tmp_path):
-    "The bounds of this learner hold, whatever the file says"
-    saved(tmp_path)
-    for lo,hi,want in ((1,2**24,64), (1,32,32), (128,2**24,128)):
-        for to in (methodcaller('to_fp16', min_loss_scale=lo, max_loss_scale=hi),
-                   methodcaller('to_native_fp16', hi, min_loss_scale=lo, max_loss_scale=hi)):
-            learn,late = make(tmp_path),make(tmp_path)
-            to(learn).load('model')
-            late.load('model')
-            assert scale_of(learn)==scale_of(to(late))==want
-            learn.fit(1)
-
+bounds = {(1,2**24):64, (1,32):32, (128,2**24):128} # of the precision that follows a scale of 64
+bounded = [(methodcaller(call, *first, min_loss_scale=lo, max_loss_scale=hi), want) for (lo,hi),want in bounds.items()
+           for call,first in (('to_fp16',()), ('to_native_fp16',(hi,)))]
 # what a file from each of these says, and another precision makes of it. With a scale of 1, small gradients are lost.
 handed_on = dict(fp16=dict(fp16=64, fp16_static=512, fp16_flat=64, bf16=1, native_fp16=64, native_bf16=1),
                  bf16=dict(fp16=2**10, native_fp16=start, fp16_static=512))
 
-@pytest.mark.parametrize('mode,want', handed_on.items())
-def test_into_another_precision(mode, want, tmp_path):
-    "A dynamic scale goes over into another dynamic scale; a static one stays what it is; bfloat16 has none to hand on"
+@pytest.mark.parametrize('mode', handed_on)
+def test_into_another_precision(mode, tmp_path):
+    """A dynamic scale goes over into another dynamic scale, within the bounds of this one
+
+    A static one stays what it is; bfloat16 has none to hand on."""
     if mode=='fp16': saved(tmp_path)
     else: finished(tmp_path, mode).save('model')
-    for to,scale in want.items():
-        learn,late = make(tmp_path, to),make(tmp_path)
-        for o in (learn,late): o.load('model')
-        assert scale_of(learn)==scale_of(precisions[to](late))==scale, to
+    for to,scale in [(precisions[k],v) for k,v in handed_on[mode].items()]+bounded*(mode=='fp16'):
+        learn,late = to(make(tmp_path)).load('model'),to(make(tmp_path).load('model'))
+        assert scale_of(learn)==scale_of(late)==scale, to
         learn.fit(1)
 
 def test_links_and_open_files(tmp_path):

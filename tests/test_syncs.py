@@ -1,9 +1,6 @@
 "The host waits for the device once a step because of us: whatever reads a number from a tensor is counted, by who asks"
-import math,sys
 from collections import Counter
-import pytest
 import mp_callbacks.inside as inside
-from fastai.callback.training import GradientAccumulation
 from mp_callbacks.dtypes import map_tensors
 from mp_callbacks.grads import prepare_grads
 from learners import *
@@ -27,24 +24,17 @@ def ours(monkeypatch):
 @pytest.mark.parametrize('mode', modes)
 def test_one_per_step(mode, clip, ours):
     "One copy from the device, of the norms. The first step of a scale to be found has a second one."
-    learn = get_learner(norm=True)
-    modes[mode](learn, clip=clip)
-    learn.fit(1)
+    learn = fitted(in_mode(mode, norm=True, options=dict(clip=clip)))
     ours.clear()
-    learn.fit(2)
-    steps = 2*len(learn.dls.train)
+    steps = 2*len(fitted(learn, 2).dls.train)
     assert ours['tolist']==steps and {*ours}=={'tolist','item'} # `item` of fastai's average, on the CPU
 
 def test_skipped_steps(ours):
     "A skipped step has a second one, for the parameter that is to blame: the optimizer has nothing to do meanwhile"
-    class Infinite(Callback):
-        def before_batch(self): self.learn.xb = (self.x*float('inf'),)
-    learn = get_learner(cbs=Infinite()).to_bf16()
-    learn.fit(1) # the first fit measures the weights, once
+    learn = fitted(get_learner(cbs=InfiniteAt(*range(4))).to_bf16()) # the first fit measures the weights, once
     ours.clear()
     learn.fit(1)
-    steps = len(learn.dls.train)
-    assert ours['tolist']==2*steps
+    assert ours['tolist']==2*len(learn.dls.train)
 
 def test_several_dtypes(ours):
     ps = [nn.Parameter(torch.randn(10, dtype=o)) for o in (torch.float32,torch.float16,torch.float64,torch.bfloat16)]
@@ -57,19 +47,6 @@ def test_several_dtypes(ours):
 class Elsewhere(TensorBase):
     "A tensor that says that it is on a GPU"
     device = property(lambda self: torch.device('cuda'))
-
-class Events(Callback):
-    "Change the loss as `change` says, let it be on a GPU if it is to be `far`, and keep what callbacks see of it"
-    order = 60 # after fastai's recorder
-    def __init__(self, far, change): self.far,self.change,self.seen,self.handed = far,change,[],[]
-    def after_loss(self):
-        if not self.training: return
-        self.change(self.learn)
-        if self.far: self.learn.loss = self.learn.loss.as_subclass(Elsewhere)
-    def after_batch(self):
-        loss = self.learn.loss
-        if self.training: self.handed.append(not loss.requires_grad)
-        self.seen.append((str(loss.dtype),loss,self.smooth_loss))
 
 def penalty(learn): learn.loss_grad = learn.loss_grad+3.
 def negative(learn): learn.loss = learn.loss_grad = learn.loss_grad-100.
@@ -86,13 +63,24 @@ class Later(Callback):
         if self.training: self.learn.loss += 1.
 
 def told(mode, far, change=noop, *cbs):
-    "Curve, table, what callbacks see of the loss, and weights, as text; and in which batches the loss was handed over"
-    learn = get_learner(cbs=[events := Events(far, change),*[o() for o in cbs]], metrics=[mse,AvgLoss()], norm=True)
-    modes[mode](learn)
+    """Curve, table, what callbacks see of the loss, and weights, as text; and in which batches the loss was handed over
+
+    It is changed as `change` says, and on a GPU if it is to be `far`."""
+    seen,handed = [],[]
+    def move(learn):
+        change(learn)
+        if far: learn.loss = learn.loss.as_subclass(Elsewhere)
+    def look(cb):
+        if cb.training: handed.append(not cb.learn.loss.requires_grad)
+        seen.append((str(cb.learn.loss.dtype),cb.learn.loss,cb.smooth_loss))
+    see = Callback(after_batch=look)
+    see.order = 60 # after fastai's recorder
+    cbs = [On('after_loss', move, 60),see,*[o() for o in cbs]]
+    learn = in_mode(mode, cbs=cbs, metrics=[mse,AvgLoss()], norm=True)
     learn.recorder.train_metrics = True
     learn.fit(2)
-    res = learn.recorder.losses,learn.recorder.values,learn.recorder.smooth_loss.value,events.seen,weights(learn)
-    return repr(map_tensors(torch.Tensor.tolist, res)),events.handed
+    res = learn.recorder.losses,learn.recorder.values,learn.recorder.smooth_loss.value,seen,weights(learn)
+    return repr(map_tensors(torch.Tensor.tolist, res)),handed
 
 changes = [noop,penalty,negative,infinite,overflow]
 changed = crossed(modes, changes, fast=lambda mode,change: mode=='bf16' or change in (noop,overflow))

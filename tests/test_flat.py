@@ -2,7 +2,7 @@
 
 Each test has twins: the same parameters and the same optimizer twice, one stepped by fastai, one in `flat_steps`.
 Learners with `flat_master=True`, and what they refuse, are in `test_parity.py`."""
-import copy,io,random
+import copy,itertools,random
 
 import pytest,torch
 from torch import nn
@@ -60,6 +60,11 @@ class Twins:
         flat_step(self.opts[1])
         for i,(a,b) in enumerate(zip(*map(contents, self.opts), strict=True)): assert same(a, b), (what, i)
 
+    def steps(self, n):
+        for i in range(n):
+            self.each(new_grads)
+            self.step(f'step {i}')
+
 def new_grads(opt, none=0.):
     "A gradient for each parameter, some transposed, or none"
     for p in params(opt):
@@ -78,9 +83,7 @@ def test_sizes(name):
     twins = Twins(optimizers[name], [[nn.Parameter(torch.randn(n)) for n in ns] for ns in sizes])
     twins.each(flags)
     twins.each(lambda o: o.set_hyper('lr', [.01,.1]))
-    for i in range(7):
-        twins.each(new_grads)
-        twins.step(f'step {i}')
+    twins.steps(7)
     for t in [t for p in params(twins.opts[1]) for t in (p,*inner(twins.opts[1]).state[p].values())]:
         # a part of a model can be saved without the rest
         if isinstance(t, torch.Tensor): assert t.untyped_storage().nbytes()==t.numel()*t.element_size()
@@ -90,9 +93,7 @@ def test_listed_twice(group):
     "In one group or in two: fastai steps on it twice"
     twins = Twins(optimizers['momentum'], [[nn.Parameter(torch.randn(n)) for n in (3,4)] for _ in range(2)])
     twins.each(lambda o: o.param_lists[group].append(o.param_lists[0][1]))
-    for i in range(3):
-        twins.each(new_grads)
-        twins.step(f'step {i}')
+    twins.steps(3)
 
 # --- What happens between two steps
 
@@ -105,11 +106,6 @@ def param(dtypes=(torch.float32,)):
     else:
         x = torch.randn(random.choice([(), (0,), (1,), (3,), (7,), (17,), (5,3), (33,), (1000,), (2,0,3), (4,4)]))
     return nn.Parameter(x.to(dtype))
-
-def reload(opt):
-    f = io.BytesIO()
-    torch.save(opt.state_dict(), f); f.seek(0)
-    opt.load_state_dict(torch.load(f, weights_only=False))
 
 def change(opt):
     "Something about a random parameter or its state"
@@ -127,7 +123,7 @@ events = dict(
     freeze   = lambda o: o.freeze_to(random.randrange(len(o.param_lists))),
     unfreeze = lambda o: o.unfreeze(),
     clear    = lambda o: o.clear_state(),
-    reload   = reload,
+    reload   = lambda o: o.load_state_dict(copy.deepcopy(o.state_dict())),
     hypers   = lambda o: o.set_hypers(lr=random.random()*.1, wd=random.choice([0.,.1])),
     beta     = lambda o: o.set_hyper('beta', random.choice([0.,50.])) if 'beta' in o.hypers[0] else None,
     stepper  = lambda o: inner(o).cbs.insert(0, weight_decay),
@@ -156,13 +152,12 @@ def test_unusual_gradients():
     dtypes = [torch.float32]*3+[torch.complex64]
     twins = Twins(optimizers['sgd'], [[nn.Parameter(torch.randn(5,2, dtype=o)) for o in dtypes]])
     for _ in range(3):
-        for o in twins.opts:
+        for o,step in zip(twins.opts, (Optimizer.step,flat_step)):
             for p in params(o): p.grad = torch.ones_like(p)
             sparse,double,_,_ = params(o)
             sparse.grad = torch.sparse_coo_tensor([[1,3]], torch.ones(2,2), (5,2), check_invariants=True)
             double.data = double.data.double()
-        twins.opts[0].step()
-        flat_step(twins.opts[1])
+            step(o)
         for p,q in zip(*map(params, twins.opts)): assert torch.equal(p, q)
 
 def test_state_of_a_stepper():
@@ -176,9 +171,7 @@ def test_state_of_a_stepper():
     def prepare(opt):
         for p,state in zip(params(opt), states): opt.state[p].update(state)
     twins.each(prepare)
-    for i in range(3):
-        twins.each(new_grads)
-        twins.step(f'step {i}')
+    twins.steps(3)
     opt = Optimizer([nn.Parameter(torch.randn(3)) for _ in range(2)], [norm,sgd_step], lr=.1)
     new_grads(opt)
     was = [p.detach().clone() for p in params(opt)]
@@ -189,9 +182,7 @@ def test_state_of_a_stepper():
 
 def test_interrupt_anywhere():
     "A KeyboardInterrupt at any line: each parameter has been stepped on or it hasn't, and the optimizer can go on"
-    n = 0
-    while True:
-        n += 1
+    for n in itertools.count(1):
         torch.manual_seed(0)
         groups = [[nn.Parameter(torch.randn(o)) for o in shapes] for shapes in ((3,(2,2)),(5,))]
         twins = Twins(optimizers['ranger'], groups)
@@ -214,7 +205,4 @@ def test_interrupt_anywhere():
 @pytest.mark.parametrize('name', optimizers)
 def test_cuda(name):
     sizes = *range(1,20),1000,70001
-    twins = Twins(optimizers[name], [[nn.Parameter(torch.randn(n).to(d)) for n in sizes for d in ('cuda','cpu')]])
-    for i in range(7):
-        twins.each(new_grads)
-        twins.step(f'step {i}')
+    Twins(optimizers[name], [[nn.Parameter(torch.randn(n).to(d)) for n in sizes for d in ('cuda','cpu')]]).steps(7)

@@ -2,7 +2,7 @@
 
 The same examples each time. What is expected is computed another way: in float64, or by walking both structures."""
 from collections import OrderedDict
-from dataclasses import FrozenInstanceError,asdict,fields,is_dataclass,replace
+from dataclasses import asdict,fields,is_dataclass,replace
 
 import pytest,torch
 pytest.importorskip('hypothesis')
@@ -12,7 +12,7 @@ from hypothesis import HealthCheck,assume,given,settings,strategies as st
 from learners import Data,Frozen,Named
 from mp_callbacks.dtypes import cast_tree
 from mp_callbacks.grads import StepStats,prepare_grads
-from mp_callbacks.loss_scale import DynamicLossScale,StaticLossScale
+from mp_callbacks.loss_scale import DynamicLossScale
 from torch import nn
 
 def examples(n):
@@ -52,8 +52,6 @@ def walk(tree, path=()):
     yield path,type(tree)
     for k,o in inside: yield from walk(o, (*path,k))
 
-def is_tensor(o): return isinstance(o, torch.Tensor)
-
 @given(trees, st.sampled_from(floating),
        st.none() | st.sampled_from(floating) | st.lists(st.sampled_from(floating+other), max_size=3))
 @examples(100)
@@ -67,7 +65,7 @@ def test_cast_tree(tree, dtype, source):
     assert all(p==q and a is b for (p,a),(q,b) in zip(walk(tree), before, strict=True))
     for (p,a),(q,b) in zip(walk(res), before, strict=True):
         assert p==q
-        if is_tensor(b) and b.dtype.is_floating_point and b.dtype in sources and b.dtype!=dtype:
+        if isinstance(b, torch.Tensor) and b.dtype.is_floating_point and b.dtype in sources and b.dtype!=dtype:
             assert a.dtype==dtype and type(a) is type(b) and torch.equal(a, b.to(dtype))
             changed = True
         else: assert a is b
@@ -104,15 +102,6 @@ def test_scale(s, flags):
         assert type(new)(**asdict(new))==new and s.load_state_dict(new.state_dict())==new
         assert all(type(o) in (int,float,bool) for o in new.state_dict().values())
         s = new
-
-@pytest.mark.parametrize('kind', [DynamicLossScale,StaticLossScale])
-def test_scale_is_a_value(kind):
-    "Equal ones are one key, whatever the number was, and nobody changes one that others have"
-    s = kind(8.)
-    for number in map(kind, (8,torch.tensor(8),torch.ones((), dtype=torch.float16)*8)):
-        assert type(number.loss_scale) is float and number==s
-    assert {s:1, kind(8.):2}=={kind(8.):2} and s!=kind(4.)
-    with pytest.raises(FrozenInstanceError): s.loss_scale = 4.
 
 def ordinary(s): return replace(s, headroom=None, found=False)
 
@@ -187,9 +176,7 @@ def test_prepare_grads(made, scale, clip, twice):
         assert p.grad.dtype==p.dtype and p.grad.shape==p.shape
         assert ((dense(p.grad)-o*mult).abs()<=4*max(eps(p), 2**-20)*(o*mult).abs()+2*tiny(p)).all()
     assert where==[p.grad.data_ptr() for p in ps if p.grad is not None and not p.grad.is_sparse]
-    if clip:
-        norms = [dense(p.grad).norm() for p in ps if p.grad is not None]
-        assert torch.stack([*norms,torch.zeros(())]).norm()<=clip*1.01+1e-3
+    if clip: assert sum(dense(p.grad).norm()**2 for p in ps if p.grad is not None)**.5<=clip*1.01+1e-3
 
 @given(with_grads(), any_scale, any_clip, st.sampled_from([float('inf'),-float('inf'),float('nan')]),
        st.lists(st.integers(0,10**6), min_size=1, max_size=3))

@@ -1,9 +1,10 @@
 """Each preset of `DynamicLossScale` takes the steps of its library, on random overflows
 
-An oracle is a generator: it is sent whether a step was finite, and yields the scale of the next one. Each is written
-after its library's source, with mutable state and that library's counters, so that it has nothing in common with
-`adjust`; only its options have our names. For torch it is torch's own kernel. JMP, MPX, Flax and Keras are asked
-themselves where they are installed (the extra `peers`), and so are the oracles that stand in for them.
+An oracle is a generator: it is sent whether a step was finite, and yields the scale of the next one. It is written
+after a library's source, with mutable state and that library's counters, so that it has nothing in common with
+`adjust`; only its options have our names. Libraries with the same rule share one. For torch it is torch's own kernel.
+JMP, MPX, Flax and Keras are asked themselves where they are installed (the extra `peers`), and so are the oracles that
+stand in for them.
 
 The file takes long because periods of 2000 steps are compared over 20,000."""
 import inspect,math,os,random
@@ -13,8 +14,11 @@ from cases import *
 from functools import partial
 from mp_callbacks.loss_scale import DynamicLossScale,loss_scale_presets
 
-f32 = torch.finfo(torch.float32)
+f32,inf = torch.finfo(torch.float32),math.inf
 def _f32(x): return torch.tensor(x, dtype=torch.float32).item()
+def _grown(scale, factor):
+    new = _f32(scale*factor)
+    return new if math.isfinite(new) else scale
 
 # --- The oracles
 
@@ -24,37 +28,8 @@ def torch_(loss_scale=2.**16, period=2000, factor=2., backoff=.5):
         finite = yield scale.item()
         torch._amp_update_scale_(scale, tracker, torch.tensor(float(not finite)), factor, backoff, period)
 
-def apex(loss_scale=2.**16, period=2000, factor=2., min_loss_scale=None, max_loss_scale=2.**24):
-    scale,unskipped = loss_scale,0
-    while True:
-        finite = yield scale
-        if finite: unskipped += 1
-        else:
-            scale = max(min_loss_scale, scale/factor) if min_loss_scale else scale/factor
-            unskipped = 0
-        if unskipped==period:
-            scale = min(max_loss_scale, scale*factor)
-            unskipped = 0
-
-def apex_hysteresis(loss_scale=2.**16, period=2000, factor=2., backoff=.5, hysteresis=2):
-    scale,growth_tracker,hysteresis_tracker = loss_scale,0,hysteresis
-    while True:
-        finite = yield scale
-        if not finite:
-            hysteresis_tracker -= 1
-            growth_tracker = 0
-            if hysteresis_tracker>0: continue
-            scale = _f32(scale*backoff)
-        else:
-            successful = growth_tracker+1
-            if successful==period:
-                new = _f32(scale*factor)
-                if math.isfinite(new): scale = new
-                growth_tracker = 0
-            else: growth_tracker = successful
-            hysteresis_tracker = hysteresis
-
-def megatron(loss_scale=2.**32, period=1000, factor=2., backoff=.5, min_loss_scale=1., hysteresis=2):
+def megatron(loss_scale=2.**32, period=1000, factor=2., backoff=.5, min_loss_scale=1., hysteresis=2, refilled=False):
+    "With `refilled`, Apex's: each finite step refills the hysteresis"
     scale,growth_tracker,hysteresis_tracker = loss_scale,0,hysteresis
     while True:
         finite = yield scale
@@ -64,9 +39,8 @@ def megatron(loss_scale=2.**32, period=1000, factor=2., backoff=.5, min_loss_sca
             if hysteresis_tracker<=0: scale = max(_f32(scale*backoff), min_loss_scale)
         else:
             growth_tracker += 1
-            if growth_tracker==period:
-                growth_tracker,hysteresis_tracker = 0,hysteresis
-                scale = _f32(scale*factor)
+            if growth_tracker==period or refilled: hysteresis_tracker = hysteresis
+            if growth_tracker==period: growth_tracker,scale = 0,_grown(scale, factor)
 
 def deepspeed(loss_scale=2.**16, period=1000, min_loss_scale=1., hysteresis=2, at_min='raise', consecutive=False):
     scale,cur_iter,last_overflow,cur_hysteresis = loss_scale,0,-1,hysteresis
@@ -84,18 +58,6 @@ def deepspeed(loss_scale=2.**16, period=1000, min_loss_scale=1., hysteresis=2, a
                 scale = max(scale/2, min_loss_scale)
             else: cur_hysteresis -= 1
             last_overflow = cur_iter
-        cur_iter += 1
-
-def deepspeed_fused(loss_scale=2.**16, period=1000, min_loss_scale=1.):
-    scale,cur_iter,last_overflow = loss_scale,0,-1
-    while True:
-        finite = yield scale
-        if not finite:
-            scale = max(scale/2, min_loss_scale)
-            last_overflow = cur_iter
-        else:
-            stable = cur_iter-last_overflow-1
-            if stable>0 and stable%period==0: scale *= 2
         cur_iter += 1
 
 def fairseq(loss_scale=2.**7, period=2**14, min_loss_scale=1e-4, at_min='raise'):
@@ -117,61 +79,36 @@ def paddle(loss_scale=2.**16, period=2000, factor=2., backoff=.5, hysteresis=1):
     scale,incr_count,decr_count = loss_scale,0,0
     while True:
         finite = yield scale
-        if not finite:
-            incr_count = 0
-            decr_count += 1
-            if decr_count==hysteresis:
-                scale = _f32(scale*backoff)
-                decr_count = 0
-        else:
-            decr_count = 0
-            incr_count += 1
-            if incr_count==period:
-                scale = _f32(scale*factor)
-                incr_count = 0
+        incr_count,decr_count = (incr_count+1,0) if finite else (0,decr_count+1)
+        if incr_count==period: scale,incr_count = _f32(scale*factor),0
+        if decr_count==hysteresis: scale,decr_count = _f32(scale*backoff),0
 
-def _grown(scale, factor):
-    new = _f32(scale*factor)
-    return new if math.isfinite(new) else scale
-
-def jmp(loss_scale=2.**15, period=2000, factor=2, min_loss_scale=1., largest=math.inf):
+def jmp(loss_scale=2.**15, period=2000, factor=2, backoff=None, min_loss_scale=1., max_loss_scale=inf, grow=_grown):
     scale,counter = loss_scale,0
     while True:
         finite = yield scale
-        if not finite: scale = max(min_loss_scale, _f32(scale/factor))
-        elif counter==period-1: scale = min(_grown(scale, factor), largest)
+        if not finite: scale = max(min_loss_scale, _f32(scale*(backoff or 1/factor)))
+        elif counter==period-1: scale = min(grow(scale, factor), max_loss_scale)
         counter = (counter+1)%period*finite
 
-# These have JMP's rule, or torch's, with numbers of their own
-mpx       = partial(jmp, loss_scale=65504., largest=65504.)
-tf        = partial(jmp)
-mindspore = partial(jmp, loss_scale=2.**24)
-keras     = partial(torch_, loss_scale=2.**15)
-
-def flax(loss_scale=65536., period=2001, factor=2., backoff=.5):
-    scale,fin_steps = loss_scale,0
-    while True:
-        finite = yield scale
-        grow = fin_steps==period-1
-        if not finite: scale = max(_f32(scale*backoff), f32.tiny)
-        elif grow: scale = min(_f32(scale*factor), f32.max)
-        fin_steps = 0 if grow or not finite else fin_steps+1
-
-def emily(loss_scale=65536., period=2000, factor=2., backoff=.5, min_loss_scale=1.):
-    scale,counter = loss_scale,0
-    while True:
-        finite = yield scale
-        if not finite: scale,counter = max(min_loss_scale, scale*backoff),0
-        elif counter+1>=period: scale,counter = scale*factor,0
-        else: counter += 1
+# These have another library's rule, with numbers of their own
+mpx             = partial(jmp, loss_scale=65504., max_loss_scale=65504.)
+tf              = partial(jmp)
+mindspore       = partial(jmp, loss_scale=2.**24)
+emily           = partial(jmp, loss_scale=65536., backoff=.5)
+apex            = partial(jmp, loss_scale=2.**16, min_loss_scale=0., max_loss_scale=2.**24)
+flax            = partial(jmp, loss_scale=65536., period=2001, backoff=.5, min_loss_scale=f32.tiny,
+                          max_loss_scale=f32.max, grow=lambda scale,factor: _f32(scale*factor))
+keras           = partial(torch_, loss_scale=2.**15)
+apex_hysteresis = partial(megatron, loss_scale=2.**16, period=2000, min_loss_scale=0., refilled=True)
+deepspeed_fused = partial(deepspeed, hysteresis=1, at_min='clip')
 
 def fastai(loss_scale=2.**24, period=500, factor=2.):
     scale,count = loss_scale,0
     while True:
-        finite = yield scale
-        if finite: count += 1
+        if (yield scale): count += 1
         else: scale /= factor
-        if finite and count==period: scale,count = scale*factor,0
+        if count==period: scale,count = scale*factor,0
 
 # For each preset its oracle, and options to compare it with, besides its own: only powers of two, so that float32 and
 # Python's floats are the same, or nearly the largest number that float32 has
@@ -252,7 +189,7 @@ def test_default(name, shares):
 def test_changed(name, steps):
     "With short periods, with more or less hysteresis where the library has it, with other factors and bounds"
     oracle,*others = oracles[name]
-    has_hysteresis = 'hysteresis' in inspect.signature(oracle).parameters
+    has_hysteresis = name!='deepspeed_fused' and 'hysteresis' in inspect.signature(oracle).parameters
     more = [dict(hysteresis=h) for h in (1,2,3)] if has_hysteresis else [{}]
     for options in ({**o, **h, 'period':n} for o in ({}, *others) for h in more for n in (1,2,5,20)):
         s = DynamicLossScale.preset(name, **options)

@@ -83,10 +83,15 @@ def torchrun(rank):
     with patched.dict(os.environ, {k:str(v) for k,v in env.items()}):
         with patched.object(DistributedDL, '_broadcast', _broadcast): yield
 
-def fastai_ctx(learn, **ddp):
-    "As in a script for `torchrun` or `accelerate launch`. `SyncBatchNorm` doesn't work on a CPU."
+@contextmanager
+def together(learn, rank, engine='fastai', **ddp):
+    """Where processes train `learn` together: in fastai's context, as in a script for `torchrun` or `accelerate launch`
+
+    Or anywhere, if the model does it. `SyncBatchNorm` doesn't work on a CPU."""
+    if engine!='fastai': return (yield)
     from accelerate import DistributedDataParallelKwargs
-    return learn.distrib_ctx(sync_bn=False, cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(**ddp)])
+    options = DistributedDataParallelKwargs(**ddp)
+    with torchrun(rank), learn.distrib_ctx(sync_bn=False, cpu=True, kwargs_handlers=[options]): yield
 
 def mesh(): return dist.device_mesh.init_device_mesh('cpu', (dist.get_world_size(),))
 
@@ -118,5 +123,11 @@ def run_cases(path, cases, world=2):
     mp.start_processes(work, (world,path,cases), nprocs=world, start_method=start_method)
     errors = [f'Rank {o.name[-1]}: {o.read_text()}' for o in sorted(path.glob('error*'))]
     if errors: pytest.fail('\n'.join(errors), pytrace=False)
+
+def in_groups(quick, slow, four):
+    "Parametrize a test by `cases`, and `world`, the number of processes"
+    return pytest.mark.parametrize('cases,world', [
+        pytest.param(quick, 2, id='quick'), pytest.param(slow, 2, id='slow', marks=pytest.mark.slow),
+        pytest.param(four, 4, id='four', marks=pytest.mark.slow)])
 
 __all__ = [o for o in globals() if not o.startswith(('test','_'))]

@@ -20,23 +20,6 @@ def agreed(learn): agree(params(learn.model), read_state(learn.opt))
 
 # --- All ranks make the same steps
 
-def loop(rank, dtype):
-    "A loop by hand: a batch that overflows on one rank is skipped by all"
-    model = DistributedDataParallel(Net())
-    half,opt = half_precision(model, dtype, keep='head'),torch.optim.AdamW(model.parameters(), 1e-2)
-    (x,y),scale,log = rows(rank),2.**10 if dtype==torch.float16 else 1.,[]
-    for i in range(5):
-        xb,before = x[i*8:i*8+8]*(torch.inf if (i,rank)==(2,1) else 1),deepcopy(model.state_dict())
-        with half: (F.mse_loss(model(xb), y[i*8:i*8+8])*scale).backward()
-        stats = prepare_grads(model.parameters(), scale, clip=1.)
-        if stats.finite: opt.step()
-        else: model.load_state_dict(before) # the statistics of the batch norm
-        opt.zero_grad()
-        log.append((stats.finite, stats.norm if stats.finite else None))
-    assert [o for o,_ in log]==[True,True,False,True,True]
-    assert {p.dtype for p in model.parameters()}=={torch.float32}
-    agree(params(model), log)
-
 def own_steps(rank, dtype=torch.float16, net=Net, spoiled=2, **kwargs):
     "`TrainingSteps` in a loop by hand: what overflows on one rank is skipped by all"
     torch.manual_seed(0)
@@ -63,19 +46,19 @@ def trained(rank, mode, engine, net={}, ddp={}, accumulate=None, compiled=False,
     """Two fits, with a batch in each that overflows on one rank: all skip it, and make the same steps
 
     Also if the precision is changed to `then` between them."""
-    model,cbs,by_hand = Net(**net),[Spoil()]+([GradientAccumulation(accumulate)] if accumulate else []),engine=='hand'
+    model,cbs,by_hand = Net(**net),[Spoil(),*([GradientAccumulation(accumulate)] if accumulate else [])],engine=='hand'
     if by_hand: model = DistributedDataParallel(model, **ddp)
     if compiled: model = torch.compile(model, backend='eager')
     learn = get_learner(model, as_dls(*(rows(rank) if by_hand else all_rows())), cbs=cbs, opt_func=opt_func)
     modes[mode](learn, **kwargs)
     own = [*learn.model.parameters()]
-    with nullcontext() if by_hand else torchrun(rank), nullcontext() if by_hand else fastai_ctx(learn, **ddp):
+    with together(learn, rank, engine, **ddp):
         learn.fit(1)
         if then: modes[then](learn)
         learn.fit_one_cycle(1)
     assert identical(learn.model.parameters(), own)
     assert_plain(getattr(learn.model, '_orig_mod', learn.model)) # without torch.compile's wrapper
-    log = learn.precision_recorder.log
+    log = log_of(learn)
     assert [*log.finite]==[True,True,False,True]*2 if not accumulate else log.skipped.any()
     agreed(learn)
     agree([*log.finite], [*log.norm[log.finite]])
@@ -85,16 +68,14 @@ def whole_batch(rank, mode, engine, **net):
     "Two fits end where those of one process end that has the rows of all in each batch"
     n,world = 48,dist.get_world_size()
     x,y = all_rows(n)
-    def _fit(model, dls, mode, ctx=nullcontext):
+    def _fit(model, dls, mode, engine='one'):
         learn = get_learner(model, dls, opt_func=adamw)
         if mode!='float32': modes[mode](learn)
-        with ctx(learn): learn.fit(1); learn.fit_one_cycle(1)
+        with together(learn, rank, engine): learn.fit(1); learn.fit_one_cycle(1)
         return flat(whole(learn))
-    model = layer_normed(**net)
-    if engine=='fastai':
-        with torchrun(rank): several = _fit(model, as_dls(x, y), mode, fastai_ctx)
-    else:
-        several = _fit(DistributedDataParallel(model) if engine=='hand' else shard(model), as_dls(*rows(rank, n)), mode)
+    wrap = dict(hand=DistributedDataParallel, fsdp2=shard).get(engine, noop)
+    data = (x,y) if engine=='fastai' else rows(rank, n)
+    several = _fit(wrap(layer_normed(**net)), as_dls(*data), mode, engine)
     order = in_their_order(n*world)
     def _one(mode): return _fit(layer_normed(), as_dls(x[order], y[order], 16*world), mode)
     one,float32 = _one(mode),_one('float32')
@@ -111,7 +92,7 @@ def fine_tuned(rank, mode):
     def _groups(m): return [[*o.parameters()] for o in (nn.ModuleList([m.inp,m.bn]),m.blocks,m.head)]
     learn = modes[mode](get_learner(Net(), as_dls(*all_rows()), splitter=_groups))
     start = params(learn.model)
-    with torchrun(rank), fastai_ctx(learn):
+    with together(learn, rank):
         learn.fine_tune(1)
         tuned = params(learn.model)
         learn.freeze()
@@ -125,7 +106,7 @@ def predictions(rank, mode):
     "`validate` and `get_preds`: all get the predictions of all, in fastai's order, and they are those of one process"
     x,y = all_rows()
     learn = modes[mode](get_learner(Net(), as_dls(x, y)))
-    with torchrun(rank), fastai_ctx(learn):
+    with together(learn, rank):
         learn.fit(1)
         for b in learn.model.buffers(): dist.broadcast(b, 0) # each rank has statistics of its own
         valid,(preds,targs) = learn.validate(),learn.get_preds()
@@ -139,14 +120,12 @@ def saved(rank, mode):
     def _new(): return modes[mode](get_learner(layer_normed(), as_dls(*all_rows()), path=Path()))
     (learn,other),writes,write = (_new(),_new()),[],torch.save
     def _save(*args, **kwargs): writes.append(1); write(*args, **kwargs)
-    with torchrun(rank), patched('torch.save', _save):
-        with fastai_ctx(learn):
-            learn.fit(2)
-            learn.save('m')
+    with patched('torch.save', _save):
+        with together(learn, rank):
+            fitted(learn, 2).save('m')
             learn.fit(1)
-        with fastai_ctx(other):
-            other.load('m')
-            assert read_state(other.opt)['steps']==2*64//16
+        with together(other, rank):
+            assert read_state(other.load('m').opt)['steps']==2*64//16
             other.fit(1, reset_opt=False)
     assert len(writes)==(rank==0)
     assert same(params(learn.model), params(other.model)) and read_state(learn.opt)==read_state(other.opt)
@@ -154,17 +133,18 @@ def saved(rank, mode):
 
 # --- What is sent
 
-def accumulated(rank, spoiled=None):
+def accumulated(rank, spoiled=None, dtype=torch.bfloat16):
     "Two batches under `no_sync`, and one that sends: an overflow before it is in the sum, and so on both ranks"
     model,(x,y),grads = DistributedDataParallel(Net().eval()),rows(rank, 24),[]
-    half = half_precision(model, torch.bfloat16)
+    half = half_precision(model, dtype, keep='head')
     for i in range(3):
         xb = x[i*8:i*8+8]*(torch.inf if (i,rank)==(spoiled,1) else 1)
         with half, model.no_sync() if i<2 else nullcontext(): F.mse_loss(model(xb), y[i*8:i*8+8]).backward()
         grads.append(model.module.inp.weight.grad.clone())
     differ(grads[1])
-    if spoiled is None: agree(grads[2])
-    assert prepare_grads(model.parameters()).finite==(spoiled is None)
+    stats = prepare_grads(model.parameters(), clip=1.)
+    assert stats.finite==(spoiled is None)
+    if stats.finite: agree(grads[2], params(model), stats.norm, [p.grad for p in model.parameters()])
 
 def compressed(rank, dtype, hook):
     "Gradients that PyTorch's hook sends in half precision are the same on all ranks, and close to those in float32"
@@ -181,12 +161,12 @@ def compressed(rank, dtype, hook):
 
 def told(rank, mode, wrap=DistributedDataParallel, others='another process'):
     "All warn and stop at the same step; the rank that has the bad batch says so, and `others` send there"
-    always = Callback(before_batch=lambda cb: setattr(cb.learn, 'xb', (cb.xb[0]*(torch.inf if rank==1 else 1),)))
-    learn = get_learner(wrap(Net()), as_dls(*rows(rank)), cbs=always, opt_func=adamw)
+    learn = get_learner(wrap(Net()), as_dls(*rows(rank)), opt_func=adamw)
     modes[mode](learn, max_skips=5, warn_skips=3)
-    with pytest.warns(UserWarning, match='3 steps in a row'), pytest.raises(FloatingPointError) as e: learn.fit(2)
+    always = On('before_batch', lambda learn: setattr(learn, 'xb', (learn.x*(torch.inf if rank==1 else 1),)))
+    with pytest.warns(UserWarning, match='3 steps in a row'), pytest.raises(FloatingPointError) as e:
+        learn.fit(2, cbs=always)
     assert ('The inputs of this batch have inf or nan' if rank==1 else others) in str(e.value)
-    learn.remove_cb(always)
     learn.fit(1) # and training can go on
     assert read_state(learn.opt)['steps']==5+4
     agree(read_state(learn.opt))
@@ -208,14 +188,11 @@ def rescued(rank, alone=False):
     assert learn.mixed_precision.state.rescued==(() if alone and rank==0 else (('1',6),))
     if not alone: agree(params(learn.model), read_state(learn.opt), [*learn.mixed_precision.policy().why])
 
-class Average(Callback):
-    "What a callback may do instead of `DistributedDataParallel`"
-    def after_backward(self):
-        for p in self.model.parameters(): dist.all_reduce(p.grad); p.grad /= dist.get_world_size()
-
 def not_rescued(rank):
-    "Without `DistributedDataParallel` nobody can be asked: none is rescued, and the warning says so"
-    learn = overflowing(rank, noop, Average(), max_skips=8)
+    "Where a callback does what `DistributedDataParallel` does nobody can be asked: none is rescued, a warning says so"
+    def _average(learn):
+        for p in learn.model.parameters(): dist.all_reduce(p.grad); p.grad /= dist.get_world_size()
+    learn = overflowing(rank, noop, On('after_backward', _average), max_skips=8)
     with pytest.warns(UserWarning) as warned, pytest.raises(FloatingPointError): learn.fit(5)
     assert any("rescue=True does not keep ['1'] in float32" in str(o.message) for o in warned)==(rank==1)
     assert learn.mixed_precision.state.rescued==()
@@ -231,7 +208,7 @@ def asked(rank, engine):
     if rank==1: x[40] = torch.inf
     model = DistributedDataParallel(Net()) if engine=='hand' else Net()
     learn = get_learner(model, as_dls(x, y), opt_func=adamw).to_bf16()
-    with torchrun(rank), nullcontext() if engine=='hand' else fastai_ctx(learn):
+    with torchrun(rank), together(learn, rank, engine):
         learn.fit(1)
         before = params(learn.model)
         if rank==0:
@@ -267,7 +244,7 @@ def alone_first(rank, mode, engine, start_epoch=0):
     if rank==1: learn.fit(1, cbs=Spoil(1, 1))
     assert len(precision_state(learn))>1 and (learn.opt is None)==(rank==0)
     if engine=='hand': learn.model = DistributedDataParallel(learn.model)
-    with torchrun(rank), nullcontext() if engine=='hand' else fastai_ctx(learn):
+    with torchrun(rank), together(learn, rank, engine):
         learn.fit(2, start_epoch=start_epoch, cbs=[] if start_epoch else Spoil(0, 1))
     assert precision_state(learn)['steps']==(2-start_epoch)*len(learn.dls.train)//(2 if engine=='fastai' else 1)
     agree(params(learn.model), precision_state(learn))
@@ -284,25 +261,23 @@ def interrupted(rank, mode, event, engine, end='RuntimeError'):
     if mode!='float32': modes[mode](learn)
     def _spoil(learn): hooks.append(net.blocks[0].a.weight.register_hook(raises(e)))
     cb = Now('after_loss', _spoil) if event=='in_backward' else Now(event, raises(e), order=15)
-    def _ctx(): return nullcontext() if by_hand else fastai_ctx(learn)
     told = pytest.raises(RuntimeError, match='as asked') if end=='RuntimeError' else nullcontext()
     gc.disable()
     try:
         with torchrun(rank):
-            with _ctx(), told: learn.fit(1, cbs=cb)
+            with together(learn, rank, engine), told: learn.fit(1, cbs=cb)
             for o in hooks: o.remove()
             if rank==0: gc.collect()
             assert 'are finite' in str(learn.find_nonfinite())
-            with _ctx(): learn.fit(1)
+            with together(learn, rank, engine): learn.fit(1)
     finally: gc.enable()
     agree(params(learn.model), mode!='float32' and precision_state(learn))
 
 def synced(rank, mode):
     "`SyncBatchNorm`, for which PyTorch needs a GPU: both processes share one, and send by gloo"
     model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(Net()).cuda())
-    learn = modes[mode](get_learner(model, as_dls(*rows(rank)).cuda(), cbs=Spoil()))
-    learn.fit(2)
-    log = learn.precision_recorder.log
+    learn = fitted(modes[mode](get_learner(model, as_dls(*rows(rank)).cuda(), cbs=Spoil())), 2)
+    log = log_of(learn)
     with pytest.raises(RuntimeError, match='waits for all processes'): learn.find_nonfinite()
     assert [*log.finite]==[True,True,False,True]+[True]*4
     # its statistics are those of both, unlike those of `BatchNorm`
@@ -319,21 +294,21 @@ ways = itertools.cycle([('bf16','fastai'), ('fp16','hand'), ('native_bf16','hand
                         ('fp8','hand')])
 
 quick = [
-    case(loop, dtype=torch.bfloat16), case(own_steps), case(own_rescue),
+    case(own_steps), case(own_rescue), case(accumulated), case(accumulated, spoiled=1, dtype=torch.float16),
     case(trained, mode='fp16', engine='hand', net=dict(reentrant=True)),
     case(whole_batch, mode='fp16', engine='fastai'), case(saved, mode='native_fp16'), case(predictions, mode='bf16'),
-    case(accumulated), case(told, mode='fp16'), case(asked, engine='fastai'),
+    case(told, mode='fp16'), case(asked, engine='fastai'),
     case(alone_first, mode='fp16', engine='fastai'),
     case(interrupted, mode='fp16', event='after_loss', engine='fastai')]
 slow = [
-    case(loop, dtype=torch.float16), case(own_steps, dtype=torch.bfloat16),
+    case(own_steps, dtype=torch.bfloat16),
     *[case(trained, mode=m, engine=e, **o) for o,(m,e) in zip(options, ways)],
     *[case(whole_batch, mode=m, engine=e) for m,e in
       [('float32','hand'), ('native_fp16','hand'), ('native_bf16','fastai')]],
     case(whole_batch, mode='bf16', engine='hand', reentrant=False),
     case(whole_batch, mode='fp8', engine='hand', reentrant=True),
     case(fine_tuned, mode='native_bf16'), case(saved, mode='bf16'), case(told, mode='bf16'),
-    case(accumulated, spoiled=1), case(compressed, dtype=torch.float16, hook='bf16_compress_hook'),
+    case(compressed, dtype=torch.float16, hook='bf16_compress_hook'),
     case(compressed, dtype=torch.bfloat16, hook='fp16_compress_hook'), case(asked, engine='hand'), case(asked_gathers),
     case(rescued), case(rescued, alone=True), case(not_rescued),
     case(alone_first, mode='native_fp16', engine='hand'),
@@ -345,10 +320,7 @@ slow = [
 four = [case(trained, mode='native_bf16', engine='hand', net=dict(reentrant=False)),
         case(whole_batch, mode='fp16', engine='fastai')]
 
-groups = [pytest.param(quick, 2, id='quick'), pytest.param(slow, 2, id='slow', marks=pytest.mark.slow),
-          pytest.param(four, 4, id='four', marks=pytest.mark.slow)]
-
-@pytest.mark.parametrize('cases,world', groups)
+@in_groups(quick, slow, four)
 def test_ranks_are_equal(tmp_path, cases, world): run_cases(tmp_path, cases, world)
 
 @pytest.mark.cuda

@@ -3,13 +3,12 @@
 The processes train as `examples/distributed.py` does. They are real, and so are the faults: signals, a write that the
 system ends in the middle, data that don't come. The file takes long because each fault needs new
 processes, and one that hangs its time-out."""
-import importlib.util,os,re,signal,time
+import runpy,signal
 from datetime import timedelta
 from multiprocessing import get_context
+from types import SimpleNamespace
 
-import pytest,torch
 import torch.distributed as dist
-
 from interpreters import launch
 from learners import *
 from states import *
@@ -24,11 +23,7 @@ epochs = 3
 timeout,patience = 60,2 # seconds that gloo waits, and that it waits for a rank that is going to hang
 ctx = get_context(start_method)
 
-def load_example():
-    spec = importlib.util.spec_from_file_location('distributed_example', script)
-    mod = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mod)
-    return mod
+def load_example(): return SimpleNamespace(**runpy.run_path(script))
 
 # --- Faults
 
@@ -65,16 +60,15 @@ faults = dict( # name -> what to call, where and on which rank, and what that ra
     killed_in_save  = (Fault,     die_in_write, 'after_batch',  0, ''),
     full_disk       = (Fault,     fill_disk,    'after_batch',  0, 'Checkpoint.*after_train'))
 
-class Spoil(Callback):
-    "The second batch of rank 1 overflows, and both skip it: the checkpoint has a scale that has moved"
-    def before_batch(self):
-        if self.training and rank_distrib()==1 and (self.epoch,self.iter)==(0,1): self.learn.xb = (self.x*torch.inf,)
+def spoil(learn):
+    "A batch of rank 1 overflows, and both skip it: the checkpoint has a scale that has moved"
+    if rank_distrib()==1: learn.xb = (learn.x*torch.inf,)
 
 # --- Processes
 
 def train(resume, fault, wait=0):
     example = load_example()
-    cbs = [*L(fault),Spoil(),*([example.WaitForAll(wait)] if wait else [])]
+    cbs = [*L(fault),On('before_batch', spoil, at=[1]),*([example.WaitForAll(wait)] if wait else [])]
     return example.train('fp16', epochs, 128, 1e-2, 'no', resume, cbs)
 
 def work(rank, path, seconds, *args):

@@ -11,9 +11,9 @@ from test_distributed import case,modes,told,whole_batch
 
 pytestmark = pytest.mark.skipif(not fsdp2_runs, reason=no_fsdp2)
 
-def new_learner(rank, mode, model=None, **kwargs):
+def new_learner(rank, mode, model=None, options={}, **kwargs):
     model = shard(layer_normed()) if model is None else model
-    return modes[mode](get_learner(model, as_dls(*rows(rank)), **{'opt_func':adamw, **kwargs}))
+    return modes[mode](get_learner(model, as_dls(*rows(rank)), **{'opt_func':adamw, **kwargs}), **options)
 
 # --- Training
 
@@ -21,11 +21,10 @@ def trained(rank, mode, net={}, opt_func=adamw, policy=False, accumulate=None, *
     "A batch that overflows on one rank is skipped by all; the state of the optimizer stays in parts"
     from torch.distributed.fsdp import MixedPrecisionPolicy
     own = MixedPrecisionPolicy(torch.float16 if 'fp16' in mode else torch.bfloat16, torch.float32)
-    model,cbs = shard(Net(**net), **(dict(mp_policy=own) if policy else {})),[Spoil()]
-    if accumulate: cbs.append(GradientAccumulation(accumulate))
-    learn = get_learner(model, as_dls(*rows(rank)), cbs=cbs, opt_func=opt_func)
-    modes[mode](learn, **kwargs).fit(2)
-    log,first = learn.precision_recorder.log,learn.opt.param_lists[0][0]
+    cbs = [Spoil(),*([GradientAccumulation(accumulate)] if accumulate else [])]
+    model = shard(Net(**net), **(dict(mp_policy=own) if policy else {}))
+    learn = fitted(new_learner(rank, mode, model, kwargs, cbs=cbs, opt_func=opt_func), 2)
+    log,first = log_of(learn),learn.opt.param_lists[0][0]
     state = (learn.opt.opt if opt_func is adamw else learn.opt).state[first]
     sizes = {o.to_local().numel() for o in state.values() if hasattr(o, 'to_local')}
     assert sizes=={first.numel()//dist.get_world_size()}
@@ -47,15 +46,12 @@ def validated_first(rank, mode):
 
 def grad_scaler(rank):
     "After an inf in one shard no state changes, and the scale shrinks"
-    learn = get_learner(shard(layer_normed()), as_dls(*rows(rank)), opt_func=adamw).to_native_fp16(init_scale=2.)
-    learn.fit(0) # makes the optimizer
+    learn = fitted(new_learner(rank, 'native_fp16', options=dict(init_scale=2.)), 0) # makes the optimizer
     ps = learn.opt.param_lists[0]
     before = [p.to_local().clone() for p in ps]
-    def _spoil(cb):
+    def _spoil(learn):
         if rank==1: ps[0].grad.to_local()[0,0] = torch.inf
-    spoil = Callback(before_step=_spoil, after_batch=raises(CancelFitException()))
-    spoil.order = 9 # before the check
-    learn.fit(1, cbs=spoil)
+    learn.fit(1, cbs=[On('before_step', _spoil, 9),On('after_batch', raises(CancelFitException))]) # before the check
     assert same(before, [p.to_local() for p in ps]) and not learn.opt.opt.state
     assert learn.mixed_precision.loss_scale==1
 
@@ -123,20 +119,16 @@ def refused(rank, mode):
     fsdp1 = FullyShardedDataParallel(Net(), device_id=torch.device('cpu'))
     with pytest.raises(ValueError, match='flat shards'): half_precision(fsdp1, torch.bfloat16)
 
-class Unsent(Callback):
-    "Send the gradients of every second batch only"
-    order = 5
-    def before_batch(self):
-        if self.training: self.model.set_requires_gradient_sync(self.iter%2==1)
-
 def unsent(rank, mode):
-    "Gradients that aren't sent are kept back; with a loss scale that is an error, and the next fit trains"
-    learn,other = [new_learner(rank, mode, cbs=[*cbs,GradientAccumulation(32)]) for cbs in ([Unsent()],[])]
+    "Those of every second batch only are sent, others are kept back; with a loss scale an error, the next fit trains"
+    learn,other = [new_learner(rank, mode, cbs=GradientAccumulation(32)) for _ in range(2)]
+    send = On('before_batch', lambda learn: learn.model.set_requires_gradient_sync(learn.iter%2==1), 5)
     if 'fp16' in mode:
-        with pytest.raises(RuntimeError, match=r'gradient_sync\(False\) keeps the gradients back'): learn.fit(1)
-        learn.remove_cb(Unsent)
+        with pytest.raises(RuntimeError, match=r'gradient_sync\(False\) keeps the gradients back'):
+            learn.fit(1, cbs=send)
         learn.model.set_requires_gradient_sync(True)
-    for o in (learn,other): o.fit(1)
+    learn.fit(1, cbs=[] if 'fp16' in mode else send)
+    other.fit(1)
     assert all(torch.allclose(a, b, atol=1e-6) for a,b in zip(whole(learn), whole(other)))
     agree(whole(learn))
 
@@ -159,13 +151,10 @@ def interrupted(rank, mode, where, backward=True):
 def interrupted_before(rank):
     "A PyTorch that can't mend that: a warning"
     from torch.distributed.fsdp import FSDPModule
-    learn,reset = new_learner(rank, 'bf16'),FSDPModule.reset_iter_state
-    del FSDPModule.reset_iter_state
-    stop = Now('after_loss', raises(RuntimeError('as asked')))
-    try:
-        with pytest.warns(UserWarning, match="doesn't recover"), pytest.raises(RuntimeError, match='as asked'):
-            learn.fit(1, cbs=stop)
-    finally: FSDPModule.reset_iter_state = reset
+    learn,stop = new_learner(rank, 'bf16'),Now('after_loss', raises(RuntimeError('as asked')))
+    with pytest.MonkeyPatch.context() as m, pytest.warns(UserWarning, match="doesn't recover"):
+        m.delattr(FSDPModule, 'reset_iter_state')
+        with pytest.raises(RuntimeError, match='as asked'): learn.fit(1, cbs=stop)
 
 # --- Which cases run
 
@@ -184,8 +173,5 @@ slow = [
     case(interrupted, mode='fp16', where='blocks.1', backward=False), case(interrupted_before)]
 four = [case(trained, mode='native_bf16'), case(clipped), case(whole_batch, mode='fp16', engine='fsdp2')]
 
-groups = [pytest.param(quick, 2, id='quick'), pytest.param(slow, 2, id='slow', marks=pytest.mark.slow),
-          pytest.param(four, 4, id='four', marks=pytest.mark.slow)]
-
-@pytest.mark.parametrize('cases,world', groups)
+@in_groups(quick, slow, four)
 def test_shards(tmp_path, cases, world): run_cases(tmp_path, cases, world)

@@ -1,21 +1,10 @@
 "The formulas of the page on scale, against what processes hold in memory and hand to collectives"
-import json,warnings
-from datetime import timedelta
-from pathlib import Path
-
-import pytest,torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook,bf16_compress_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy,fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import *
-from learners import fsdp2_runs,no_fsdp2,start_method
-from mp_callbacks.half import half_precision
 from mp_callbacks.plan import plan_memory
+from ranks import *
 
 page = Path(__file__).parent.parent/'nbs/explanations/scale.ipynb'
 
@@ -32,15 +21,13 @@ class Sent(TorchDispatchMode):
     "Inside a `with`, count the bytes that this process hands to collectives, by kind"
     def __init__(self):
         super().__init__()
-        self.bytes = {}
+        self.bytes = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.__name__.partition('.')[0]
         if func.namespace=='c10d' and name in ('allreduce_','_allgather_base_','_reduce_scatter_base_'):
             # the whole message: what is gathered into, what is reduced
-            whole = args[0] if name!='_reduce_scatter_base_' else args[1]
-            tensors = whole if isinstance(whole, (list,tuple)) else [whole]
-            self.bytes[name] = self.bytes.get(name, 0)+sum(t.nbytes for t in tensors)
+            self.bytes[name] += sum(t.nbytes for t in L(args[name=='_reduce_scatter_base_']))
         return func(*args, **(kwargs or {}))
 
 def make():
@@ -61,22 +48,18 @@ def step(model, opt, rules=True):
         opt.step()
     return sent.bytes
 
-def work(rank, world, path):
-    torch.set_num_threads(1)
-    warnings.simplefilter('ignore')
-    dist.init_process_group('gloo', init_method=f'file://{path}/init', rank=rank, world_size=world,
-                            timeout=timedelta(seconds=60))
+def measured(rank, path):
+    "For each way to train together the bytes that the process holds, and those of messages"
     res,reduced,all_reduce = {},[],dist.all_reduce
     def _counted(tensor, *args, **kwargs):
         reduced.append(tensor.nbytes)
         return all_reduce(tensor, *args, **kwargs)
-    dist.all_reduce = _counted # which PyTorch's hooks call
     for name,hook in dict(ddp=allreduce_hook, ddp_bf16=bf16_compress_hook).items():
         model = DistributedDataParallel(make())
         model.register_comm_hook(None, hook)
         opt = torch.optim.Adam(model.parameters())
         reduced.clear()
-        step(model, opt)
+        with patched.object(dist, 'all_reduce', _counted): step(model, opt) # which PyTorch's hooks call
         res[name] = held(opt),sum(reduced)
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     for name,policy in dict(fsdp=MixedPrecisionPolicy(), fsdp_policy=policy).items():
@@ -85,14 +68,13 @@ def work(rank, world, path):
         opt = torch.optim.Adam(model.parameters())
         sent = step(model, opt, rules=False)
         res[name] = held(opt),sent
-    if rank==0: torch.save(res, f'{path}/res')
-    dist.destroy_process_group()
+    if rank==0: torch.save(res, path)
 
 @pytest.mark.skipif(not fsdp2_runs, reason=no_fsdp2)
 @pytest.mark.parametrize('world', crossed([1,2,4], fast=lambda o: o==2))
 def test_processes(world, tmp_path):
     "States per process, and the messages of a step, whose share (N-1)/N is sent by a ring"
-    mp.start_processes(work, (world,str(tmp_path)), nprocs=world, start_method=start_method)
+    run_cases(tmp_path, [partial(measured, path=tmp_path/'res')], world)
     res = torch.load(tmp_path/'res', weights_only=False)
     n,ring = sum(p.numel() for p in make().parameters()),(world-1)/world
     assert res['ddp'][0]==memory(n, 1, False, False, 0) # DDP's buffer of 4 bytes per parameter is its own

@@ -1,8 +1,6 @@
 """What the calls refuse: the error comes before anything has changed, with a way out. And one precision is on at a time
 
 Models, devices, arguments, errors of the model, callbacks that were added by hand; calls after calls: test_pairs."""
-from contextlib import nullcontext
-
 from fastai.callback import fp16
 from torch.utils.checkpoint import CheckpointError,checkpoint
 from learners import *

@@ -4,7 +4,6 @@ Also what one rank does alone, and what becomes of the others: an overflow, a fi
 exception. The page about several GPUs promises it. The file takes long because its cases train one after the other, in
 two processes that share the cores."""
 import gc,itertools
-from contextlib import nullcontext
 
 from mp_callbacks.grads import prepare_grads
 from mp_callbacks.step import read_state

@@ -6,7 +6,6 @@ processes, and one that hangs its time-out."""
 import runpy,signal
 from datetime import timedelta
 from multiprocessing import get_context
-from types import SimpleNamespace
 
 import torch.distributed as dist
 from interpreters import launch

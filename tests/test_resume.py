@@ -4,7 +4,6 @@ Each run meets a batch that overflows, again and again, and a loss scale that fa
 step, each time in another place of the loop. Each file that it leaves is loaded, by this process or by one that has not
 seen the run, and trained to the end. Only while the optimizer is at work nothing can be exact: some weights have
 been stepped on then, and others not. And what is in a file: plain numbers, which plain fastai loads."""
-from contextlib import nullcontext
 from multiprocessing import get_context
 
 from interpreters import paste

@@ -1,5 +1,4 @@
 "The host waits for the device once a step because of us: whatever reads a number from a tensor is counted, by who asks"
-from collections import Counter
 import mp_callbacks.inside as inside
 from mp_callbacks.dtypes import map_tensors
 from mp_callbacks.grads import prepare_grads

@@ -294,3 +294,17 @@ def test_two_precisions(names):
     with pytest.raises(ValueError, match=added[names]): learn.fit(1)
     unchanged(learn, before, named=names in ('half','mixed'))
     trains(learn.to_bf16())
+
+# --- Arguments
+
+begin = dict( # what those of a call begin with
+    to_fp16        = dict(loss_scale=512, flat_master=False, dynamic=True, max_loss_scale=2.**24, div_factor=2.,
+                          scale_wait=500, clip=None),
+    to_bf16        = dict(flat_master=False, clip=None),
+    to_native_fp16 = dict(init_scale=65536., growth_factor=2., backoff_factor=.5, growth_interval=2000, enabled=True),
+    to_fp8         = dict(recipe='tensorwise', clip=None))
+
+@pytest.mark.parametrize('name', begin)
+def test_signature(name):
+    _,*params = inspect.signature(getattr(Learner, name)).parameters.values()
+    assert [(o.name,o.default) for o in params][:len(begin[name])]==[*begin[name].items()]

@@ -5,6 +5,14 @@ from faults import *
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 
+def test_validation_in_a_skipped_step():
+    "Has the loss of the model, not that of the steps before"
+    learn = get_learner().to_bf16()
+    class Look(Callback):
+        def after_cancel_step(self): self.found = self.learn.validate()
+    learn.fit(1, cbs=[InfiniteAt(3),look := Look()])
+    assert look.found[0]==learn.validate()[0]
+
 def by_hand(learn):
     with torch.no_grad(): learn.model(learn.xb[0])
 

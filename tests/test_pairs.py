@@ -1,6 +1,5 @@
 """One precision at a time: every ordered pair of calls that change it, fastai's own among them, once and twice"""
 from fastai.callback import fp16
-from fastai.callback.channelslast import ChannelsLast
 from mp_callbacks.precision import is_precision
 from learners import *
 from states import *

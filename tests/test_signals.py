@@ -1,8 +1,8 @@
 "Ctrl-C in a dozen places of our own code; and in the middle of a batch a file"
 import signal
 
-from mp_callbacks import half,modules,training_steps
 from faults import *
+from mp_callbacks import half,modules,training_steps
 from test_inputs import trains
 from tracing import interrupted
 

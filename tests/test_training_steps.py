@@ -202,6 +202,8 @@ def make_inside(steps):
         steps.backward(mse(steps.model, *data[0]))
         steps.make()
 
+def backward_outside(steps): steps.backward(torch.ones((), requires_grad=True))
+
 def no_batch(steps):
     with steps.batch(): pass
 
@@ -210,6 +212,8 @@ def another_optimizer(steps): steps.opt = adamw(steps.model.parameters())
 @pytest.mark.parametrize('f,e,match', [
     (backward_alone, RuntimeError, 'steps.backward.loss. instead of loss.backward'),
     (make_inside, RuntimeError, 'Call it after the `with`'),
+    (TrainingSteps.make, RuntimeError, 'First compute a batch'),
+    (backward_outside, RuntimeError, 'belongs into `with steps.batch'),
     (no_batch, ValueError, 'Use steps.batch.xb, yb.'),
     (another_optimizer, AttributeError, 'no setter|can.t set')])
 def test_refused(f, e, match):
@@ -241,3 +245,7 @@ def test_loaded_in_the_middle():
 def test_bad_argument(kwargs):
     (name,value), = kwargs.items()
     with pytest.raises(ValueError, match=f'{name}={value!r} must be'): make(**kwargs)
+
+def test_rescue_needs_the_loss():
+    with pytest.raises(ValueError, match='rescue=True needs compute_loss='):
+        TrainingSteps(model := mlp(), adamw(model.parameters()), rescue=True)

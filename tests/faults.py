@@ -7,7 +7,6 @@ from unittest.mock import patch as patched
 
 import mp_callbacks.flat
 from learners import *
-from states import *
 
 def asked(kind): return lambda: kind('as asked')
 

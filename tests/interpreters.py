@@ -1,11 +1,16 @@
 "Interpreters that know nothing of the tests, for code that users paste or start"
-import os,subprocess,sys
+import json,os,subprocess,sys
 from contextlib import contextmanager
 from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
 env = {**os.environ, 'MPLBACKEND':'agg', 'OMP_NUM_THREADS':'1', 'PYTHONPATH':str(root)}
 python = [sys.executable, '-W', 'ignore', '-c']
+
+def cells_of(page, kind):
+    "Sources of the cells of a `kind` in the notebook nbs/`page`"
+    cells = json.loads((root/'nbs'/page).read_text(encoding='utf-8'))['cells']
+    return [''.join(o['source']) for o in cells if o['cell_type']==kind]
 
 def paste(code, folder):
     "What a plain interpreter prints that runs `code` in `folder`"

@@ -1,21 +1,25 @@
 "Small learners for the tests: one line of data, one model, and every precision that we have"
-import csv,functools,inspect,io,itertools,json,math,os,pickle,random,re,subprocess,sys,threading,time,warnings
+import csv,functools,gc,inspect,io,itertools,json,math,os,pickle,random,re,subprocess,sys,threading,time,warnings
 import matplotlib.pyplot as plt,numpy as np,pandas as pd,pytest,torch
 from collections import Counter,OrderedDict,namedtuple
 from contextlib import contextmanager,nullcontext
 from copy import copy,deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass,replace
 from types import SimpleNamespace
-from multiprocessing import set_forkserver_preload
+from multiprocessing import get_context,set_forkserver_preload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from typing import Any
+from weakref import ref
 
 from fastai.basics import *
 from fastai.callback.all import *
+from fastai.callback.fp16 import MixedPrecision as FastaiPrecision
 from mp_callbacks.all import *
 from mp_callbacks.precision import PrecisionCallback
 from cases import *
-from interpreters import root
-from states import precision_state
+from interpreters import cells_of,root
+from states import *
 
 modes = dict( # the scale starts where nothing overflows, so that no step is skipped and trajectories can be compared
     fp16         = lambda learn, **kwargs: learn.to_fp16(**{'max_loss_scale':2.**10, **kwargs}),
@@ -108,7 +112,7 @@ class Now(Callback):
         self.f,self.order,self.where = f,order,(training,1) if event in in_batch else None
         setattr(self, event, self._now)
     def _now(self):
-        if self.where not in (None,(self.training,self.iter)): return
+        if self.where and self.where!=(self.training,self.iter): return
         f,self.f = self.f,noop
         f(self.learn)
 

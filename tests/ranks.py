@@ -10,12 +10,10 @@ from unittest.mock import patch as patched
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from fastai.distributed import DistributedDL
 from learners import *
 from sick_models import Softmax
-from states import *
 
 def everywhere(x):
     "`x` of all ranks, in a list"

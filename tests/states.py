@@ -1,4 +1,6 @@
 "What a learner is made of, to compare before and after"
+from contextlib import contextmanager
+
 import torch
 from fastcore.foundation import L
 from torch import nn
@@ -36,6 +38,13 @@ def same(xs, ys):
     if isinstance(xs, dict): return xs.keys()==ys.keys() and all(same(xs[k], ys[k]) for k in xs)
     if isinstance(xs, (list,tuple,L)): return len(xs)==len(ys) and all(map(same, xs, ys))
     return xs==ys
+
+@contextmanager
+def stays(state, *args):
+    "What `state` of `args` returns is the same after the `with` as before"
+    before = state(*args)
+    yield
+    assert same(state(*args), before)
 
 def identical(xs, ys):
     "Are they the same objects, in the same order?"

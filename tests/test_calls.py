@@ -2,14 +2,12 @@
 
 Models, devices, arguments, errors of the model, callbacks that were added by hand; calls after calls: test_pairs."""
 from fastai.callback import fp16
-from torch.utils.checkpoint import CheckpointError,checkpoint
+from torch.utils.checkpoint import CheckpointError
 from learners import *
 from machines import Fake,machine,pretend
 from test_inputs import state,trains,unchanged
 
 nan,inf = float('nan'),float('inf')
-
-# --- Models and devices
 
 def offloaded():
     from accelerate import cpu_offload
@@ -25,9 +23,7 @@ unfit = dict( # others: test_half
 def test_unfit_model(make, match, call):
     "A model without float32 parameters, or without numbers, is refused at the call, with a way out"
     learn = get_learner(make())
-    before = list(learn.cbs)
-    with pytest.raises(ValueError, match=match): getattr(learn, call)()
-    assert list(learn.cbs)==before
+    with stays(list, learn.cbs), pytest.raises(ValueError, match=match): getattr(learn, call)()
 
 @pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','native_fp16')))
 def test_unsupported_device_later(mode):
@@ -83,7 +79,9 @@ said = dict( # a call, and what its error says
     name_only = (lambda: half_precision(mlp(), keep=lambda name: True), 'keep=<lambda> must take the name and the mod'),
     rescue    = (lambda: get_learner().to_fp16(rescue=1), 'rescue=1 must be True or False'),
     only_half = (lambda: MixedPrecision(keep='0'), r'learn.to_fp16\(keep=…\)'),
-    plan      = (lambda: get_learner().precision_plan().batch_size('16'), "gb='16' must be a positive number"))
+    plan      = (lambda: get_learner().precision_plan().batch_size('16'), "gb='16' must be a positive number"),
+    no_items  = (lambda: get_learner().precision_plan(([torch.rand(3,4,4)]*2,torch.rand(2,1))), # a list of images
+                 r'first dimensions of the tensors of this batch are \[2, 3\]'))
 
 @pytest.mark.parametrize('call,match', said.values(), ids=said)
 def test_said(call, match):
@@ -160,16 +158,12 @@ class Masks(nn.Module):
     "Has no parameters, and a number that float16 can't hold"
     def forward(self, x): return x.masked_fill(x>1, -1e9).softmax(-1)
 
-class Breaks(nn.Linear):
-    "An error of `text`, which of a device surfaces in an innocent module"
-    def __init__(self, text): super().__init__(8, 1); self.text = text
-    def forward(self, x): raise RuntimeError(self.text)
-
 ways_out = dict( # a layer between two others, a change of its input, and what the note has to say
     double  = (lambda: nn.Linear(8,8), torch.Tensor.double, r'In 1 \(Linear\).* use x\.float\(\)'),
     mask    = (Masks, noop, r"In 1 \(Masks\).*torch\.finfo\(x\.dtype\)\.min.* use to_bf16.*keep='1' computes it in"),
-    device  = (lambda: Breaks('CUDA error: an illegal memory access; half'), noop, None),
-    another = (lambda: Breaks('shapes do not fit'), noop, None))
+    # an error of a device surfaces in an innocent module
+    device  = (lambda: Lambda(raises(RuntimeError('CUDA error: an illegal memory access; half'))), noop, None),
+    another = (lambda: Lambda(raises(RuntimeError('shapes do not fit'))), noop, None))
 
 @has_notes
 @pytest.mark.parametrize('make,change,match', ways_out.values(), ids=ways_out)
@@ -180,13 +174,6 @@ def test_way_out(make, change, match):
     with pytest.raises(RuntimeError) as caught, half_precision(model, torch.float16): model(torch.ones(2,8))
     notes = ' '.join(getattr(caught.value, '__notes__', []))
     assert re.search(match, notes) if match else not notes
-
-class Apply(nn.Module):
-    "Computes `f`, with a parameter of its own"
-    def __init__(self, f):
-        super().__init__()
-        self.f,self.w = f,nn.Parameter(torch.outer(torch.linspace(0, 1, 8), torch.linspace(1, 2, 8)))
-    def forward(self, x): return self.f(x, self.w)
 
 def swapped(x, w): return torch.sparse.mm(torch.sparse_coo_tensor([[0,1],[1,0]], torch.ones(2), (2,2)), x)
 def correlated(x, w): return x@torch.linalg.cholesky(w@w.T+1e-5*torch.eye(8))
@@ -208,24 +195,23 @@ def test_notes_are_true(kind):
     "What the note says of float32 is so, and what it advises helps"
     f,cure,words = notes[kind]
     def error(f, dtype=None, keep=()):
-        model = nn.Sequential(nn.Linear(8,8), Apply(f), nn.Identity())
+        own = torch.outer(torch.linspace(0, 1, 8), torch.linspace(1, 2, 8))
+        model = nn.Sequential(nn.Linear(8,8), Does(lambda m, x: f(x, m.w), w=own), nn.Identity())
         try:
             with half_precision(model, dtype, keep) if dtype else nullcontext(): model(torch.eye(2,8)).sum().backward()
         except (RuntimeError,TypeError) as e: return e
     note, = error(f, torch.bfloat16).__notes__
-    assert words in note and (kind=='sparse' or note.startswith('In 1 (Apply), with its operations in half'))
+    assert words in note and (kind=='sparse' or note.startswith('In 1 (Does), with its operations in half'))
     assert ('float32 fails, too' in note)==(error(f) is not None)
     assert error(cure or f, torch.bfloat16, () if cure else '1') is None
-
-class Whole(nn.Linear):
-    def forward(self, x): return in_place(super().forward(x), torch.ones(1,1))
 
 @has_notes
 @pytest.mark.parametrize('call', calls)
 def test_note_to_the_model_itself(call):
     "An error of its own `forward`, not of a module in it"
-    note = note_of(getattr(get_learner(Whole(8,1)), call)().fit, 1)
-    assert note.startswith('In the model (Whole), with its operations in half precision: learn.to_fp32() computes')
+    model = Does(lambda m, x: in_place(m.layer(x), torch.ones(1,1)), layer=nn.Linear(8,1))
+    note = note_of(getattr(get_learner(model), call)().fit, 1)
+    assert note.startswith('In the model (Does), with its operations in half precision: learn.to_fp32() computes')
 
 @has_notes
 def test_note_outside_the_model():
@@ -263,8 +249,6 @@ def test_optimizer_with_a_closure(mode):
         "LBFGS computes the loss several times in a step, and asks for a function that does so. "
         "fastai's Learner passes none, in float32 either. Use an optimizer without a closure.")
 
-# --- Callbacks added by hand
-
 @pytest.mark.parametrize('how', ['learner', 'fit'])
 def test_both_by_hand(how):
     "ModelToHalf and MixedPrecision through `cbs=` are to_fp16 to the bit, whichever comes first"
@@ -294,8 +278,6 @@ def test_two_precisions(names):
     with pytest.raises(ValueError, match=added[names]): learn.fit(1)
     unchanged(learn, before, named=names in ('half','mixed'))
     trains(learn.to_bf16())
-
-# --- Arguments
 
 begin = dict( # what those of a call begin with
     to_fp16        = dict(loss_scale=512, flat_master=False, dynamic=True, max_loss_scale=2.**24, div_factor=2.,

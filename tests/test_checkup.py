@@ -1,7 +1,4 @@
 "`checkup`: each line is true, each has its explanation on the page, and the learner is as it was"
-from itertools import count
-
-from fastai.callback.fp16 import MixedPrecision as FastaiPrecision
 from learners import *
 from machines import machine,pretend
 from mp_callbacks import checkup,looks,precision
@@ -9,7 +6,7 @@ from mp_callbacks.checkup import Checkup,Line
 from mp_callbacks.devices import emulation
 from mp_callbacks.looks import BatchTimes
 from sick_models import Overflows
-from test_looks import assert_untouched,folder,whole_world
+from test_looks import folder,untouched
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 titles = ['Machine','Versions','Precision','Modules','Last fit','Batches','Memory','Speed','To do']
@@ -19,8 +16,6 @@ def lines(report):
     "Title -> text; for 'To do' heading -> text"
     todo = [o for o in report.lines if o.title=='To do']
     return {o.title:o.text for o in report.lines if o not in todo},{o.about:o.text for o in todo}
-
-# --- Nothing changes, and all lines are there
 
 def check_float32(texts):
     assert texts['Precision'].startswith('float32') and texts['Last fit'].startswith('Not recorded')
@@ -35,9 +30,7 @@ def test_any_precision(mode, fitted, capsys):
     learn = all_modes[mode](get_learner(path=Path('.')))
     if fitted: learn.fit(1)
     capsys.readouterr()
-    before = whole_world(learn)
-    report = learn.precision_checkup()
-    assert_untouched(learn, before)
+    with untouched(learn): report = learn.precision_checkup()
     assert capsys.readouterr()==('','')
     texts,todo = lines(report)
     assert list(dict.fromkeys(o.title for o in report.lines))==titles and 'Not asked' not in str(report)
@@ -52,7 +45,7 @@ def test_any_precision(mode, fitted, capsys):
 
 def test_within_a_minute(monkeypatch):
     "It looks at as many batches as a minute has, and says so; `find_nonfinite` looks at all"
-    clock = count(0, 31)
+    clock = itertools.count(0, 31)
     monkeypatch.setattr(looks, 'perf_counter', lambda: next(clock))
     learn = get_learner().to_fp16()
     texts,_ = lines(learn.precision_checkup())
@@ -254,12 +247,12 @@ def test_batch_times(mode, monkeypatch):
     dls = DataLoaders.from_dsets(clock, clock, bs=16, num_workers=0, device='cpu')
     learn = all_modes[mode](get_learner(dls=dls))
     learn.model.register_forward_pre_hook(clock.forward)
-    batch,before = dls.one_batch(),whole_world(learn)
-    assert looks.batch_times(learn)==(3000,None,8000)
-    assert looks.batch_times(learn, batch)==(3000,None,None)
-    monkeypatch.setattr(looks, 'fit_device', lambda learn: torch.device('cuda'))
-    assert looks.batch_times(learn)==(3000,1500,8000)
-    assert_untouched(learn, before)
+    batch = dls.one_batch()
+    with untouched(learn):
+        assert looks.batch_times(learn)==(3000,None,8000)
+        assert looks.batch_times(learn, batch)==(3000,None,None)
+        monkeypatch.setattr(looks, 'fit_device', lambda learn: torch.device('cuda'))
+        assert looks.batch_times(learn)==(3000,1500,8000)
 
 @pytest.mark.cuda
 def test_on_a_gpu():
@@ -268,8 +261,6 @@ def test_on_a_gpu():
     times = looks.batch_times(learn)
     assert 0<times.gpu<times.compute and times.load>0
     assert lines(learn.precision_checkup())[0]['Speed'].startswith('A batch takes')
-
-# --- What can't be asked
 
 def test_not_asked(tmp_path):
     "The line has the error, and nobody says that there is nothing to do"
@@ -289,12 +280,9 @@ def test_not_asked(tmp_path):
     texts,todo = lines(get_learner(cbs=MixedPrecision()).precision_checkup()) # the next fit would say the same
     assert texts['Batches'].startswith('Not asked: ValueError: MixedPrecision of mp_callbacks needs ModelToHalf')
 
-# --- Text and table
-
 def test_links():
     "Each line that there can be has an explanation, on the page where the links lead"
-    cells = json.loads((root/'nbs/12a_checkup.ipynb').read_text(encoding='utf-8'))['cells']
-    text = '\n'.join(''.join(o['source']) for o in cells if o['cell_type']=='markdown')
+    text = '\n'.join(cells_of('12a_checkup.ipynb', 'markdown'))
     found = [o.lower().replace(' ', '-') for o in re.findall('^#+ (.*)$', text, re.M)]
     urls = re.findall('<a href="(.*?)">', get_learner().to_fp16().precision_checkup()._repr_html_())
     assert len(urls)>=len(titles) and {o.partition('#')[0] for o in urls}=={checkup.page}

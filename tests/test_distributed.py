@@ -3,8 +3,6 @@
 Also what one rank does alone, and what becomes of the others: an overflow, a fit, a question to the doctor, an
 exception. The page about several GPUs promises it. The file takes long because its cases train one after the other, in
 two processes that share the cores."""
-import gc
-
 from mp_callbacks.grads import prepare_grads
 from mp_callbacks.step import read_state
 from mp_callbacks.training_steps import TrainingSteps
@@ -16,8 +14,6 @@ precisions = [o for o in modes if o!='fp16_static']
 modes = {**modes, 'fp8': lambda learn, **kwargs: learn.to_fp8(emulate=True, **kwargs)}
 
 def agreed(learn): agree(params(learn.model), read_state(learn.opt))
-
-# --- All ranks make the same steps
 
 def loop(rank, dtype):
     "`prepare_grads` in a loop by hand: a batch that overflows on one rank is skipped by all"
@@ -172,8 +168,6 @@ def compressed(rank, dtype, hook):
     agree(got)
     assert 0<(got[0]-got[1]).norm()/got[0].norm()<=(2.**-8 if hook.startswith('bf16') else 2.**-11)
 
-# --- Skips in a row
-
 def told(rank, mode, wrap=DistributedDataParallel, others='another process'):
     "All warn and stop at the same step; the rank that has the bad batch says so, and `others` send there"
     learn = get_learner(wrap(Net()), as_dls(*rows(rank)), opt_func=adamw)
@@ -225,14 +219,14 @@ def asked(rank, engine):
     learn = get_learner(model, as_dls(x, y), opt_func=adamw).to_bf16()
     with torchrun(rank), together(learn, rank, engine):
         learn.fit(1)
-        before = params(learn.model)
-        if rank==0:
-            for f,options in looks.items(): getattr(learn, f)(**options)
-        found = learn.find_nonfinite()
-        assert (found.where=='inputs') if rank==1 else str(found)=='All 4 batches of dls.train are finite.'
-        if rank==1:
-            with pytest.raises(ValueError, match='find_nonfinite'): learn.precision_report()
-        assert type(learn.dls.train) is not DistributedDL and same(params(learn.model), before)
+        with stays(params, learn.model):
+            if rank==0:
+                for f,options in looks.items(): getattr(learn, f)(**options)
+            found = learn.find_nonfinite()
+            assert (found.where=='inputs') if rank==1 else str(found)=='All 4 batches of dls.train are finite.'
+            if rank==1:
+                with pytest.raises(ValueError, match='find_nonfinite'): learn.precision_report()
+        assert type(learn.dls.train) is not DistributedDL
 
 def asked_gathers(rank):
     "A loss that gathers: an error before anything waits, also if one process asks alone"
@@ -242,11 +236,9 @@ def asked_gathers(rank):
         return loss
     learn = get_learner(DistributedDataParallel(Net()), as_dls(*rows(rank)), loss_func=_gathering).to_bf16()
     learn.fit(1)
-    before = params(learn.model)
-    if rank==0:
-        for f,options in looks.items():
-            with pytest.raises(RuntimeError, match='allreduce_ waits for all processes'): getattr(learn, f)(**options)
-    assert same(params(learn.model), before)
+    for f,options in looks.items() if rank==0 else ():
+        told = pytest.raises(RuntimeError, match='allreduce_ waits for all processes')
+        with stays(params, learn.model), told: getattr(learn, f)(**options)
     learn.fit(1)
     agree(params(learn.model))
 

@@ -5,12 +5,10 @@ system ends in the middle, data that don't come. The file takes long because eac
 processes, and one that hangs its time-out."""
 import runpy,signal
 from datetime import timedelta
-from multiprocessing import get_context
 
 import torch.distributed as dist
 from interpreters import launch
 from learners import *
-from states import *
 
 try: import resource
 except ImportError: pytest.skip('needs limits of the size of files', allow_module_level=True)
@@ -23,8 +21,6 @@ timeout,patience = 60,2 # seconds that gloo waits, and that it waits for a rank 
 ctx = get_context(start_method)
 
 def load_example(): return SimpleNamespace(**runpy.run_path(script))
-
-# --- Faults
 
 def fail(): raise ValueError('as asked')
 def interrupt(): signal.raise_signal(signal.SIGINT)
@@ -63,8 +59,6 @@ def spoil(learn):
     "A batch of rank 1 overflows, and both skip it: the checkpoint has a scale that has moved"
     if rank_distrib()==1: learn.xb = (learn.x*torch.inf,)
 
-# --- Processes
-
 def train(resume, fault, wait=0):
     example = load_example()
     cbs = [*L(fault),On('before_batch', spoil, at=[1]),*([example.WaitForAll(wait)] if wait else [])]
@@ -96,8 +90,6 @@ def run(path, resume=False, fault=None, *args):
     return codes,[(path/f'{rank}.txt').read_text() for rank in range(2)]
 
 def load(path): return torch.load(path, weights_only=False)
-
-# --- Tests
 
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory):
@@ -135,8 +127,6 @@ def test_rank_ends(name, tmp_path, whole):
 def test_late_rank_is_named(tmp_path):
     "By the example's `WaitForAll`: rank 0 names all that don't come"
     fault_run(tmp_path, 'killed', 'Ranks 1 failed to pass', patience)
-
-# --- Started by Accelerate
 
 accelerate = '-m accelerate.commands.launch --multi_gpu --num_processes 2'.split()
 

@@ -13,8 +13,6 @@ def new_learner(rank, mode, model=None, options={}, **kwargs):
     model = shard(layer_normed()) if model is None else model
     return modes[mode](get_learner(model, as_dls(*rows(rank)), **{'opt_func':adamw, **kwargs}), **options)
 
-# --- Training
-
 def trained(rank, mode, net={}, opt_func=adamw, policy=False, accumulate=None, **kwargs):
     "A batch that overflows on one rank is skipped by all; the state of the optimizer stays in parts"
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -69,14 +67,9 @@ def clipped(rank, clip=.01):
     assert (got-want).norm()<1e-5*want.norm()
     agree(stats.norm, stats.amax)
 
-# --- Files and refusals
-
-page = Path(__file__).resolve().parent.parent/'nbs/howto/several_gpus.ipynb'
-
 def of_page(name):
     "The code on the page about several GPUs that has `name` in it"
-    cells = json.loads(page.read_text(encoding='utf-8'))['cells']
-    text = '\n'.join(''.join(o['source']) for o in cells if o['cell_type']=='markdown')
+    text = '\n'.join(cells_of('howto/several_gpus.ipynb', 'markdown'))
     res, = [o for o in re.findall(r'^```python\n(.*?)^```', text, re.S|re.M) if name in o]
     return res
 
@@ -129,8 +122,6 @@ def unsent(rank, mode):
     other.fit(1)
     assert all(torch.allclose(a, b, atol=1e-6) for a,b in zip(whole(learn), whole(other)))
     agree(whole(learn))
-
-# --- An exception in the middle of a batch
 
 def interrupted(rank, mode, where, backward=True):
     "The next fit trains all parameters"

@@ -110,8 +110,6 @@ def check(name, n, dtype, rules, scale):
     assert (report.keep==[])==(err<=report.tolerance)
     return table
 
-# --- The table
-
 @pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
 @pytest.mark.parametrize('rules', [True,False])
 @pytest.mark.parametrize('name', makes)
@@ -138,8 +136,6 @@ def test_learner(mode):
     want = report_of(learn.model, batches, cb.half_dtype, not mode.startswith('native'), cb.loss_scale)
     pd.testing.assert_frame_equal(report.table, want.table)
     assert str(report)==str(want) and report.scale==cb.loss_scale
-
-# --- Error and keep
 
 def works(model, batch, keep, tolerance, dtype=torch.float16, scale=1.):
     try: full,half = run_both(model, batch, dtype, True, scale, keep)
@@ -235,8 +231,6 @@ def test_few_runs(n):
         return len(tried)
     assert all(_runs(str(o))<=2*math.log2(n)+2 for o in (0, n//3, n-1)) and _runs('1', '1')==1
     assert fewest(range(n), lambda names: {1,5}<={*names})==[1,5]
-
-# --- Texts and picture
 
 def test_text():
     "What is kept already stays; the numbers of the text are among the outputs that the notebook has saved"

@@ -3,7 +3,6 @@ scale
 
 What is compared with is the rule without a `headroom`, from 2**24, as in fastai. The models have linear layers only:
 float16 convolutions are slow on a CPU."""
-from torch.utils._python_dispatch import TorchDispatchMode
 from learners import *
 from mp_callbacks.loss_scale import as_loss_scale,loss_scale_presets
 
@@ -27,8 +26,6 @@ def make_and_fit(*args, **kwargs): return fitted(make(*args, **kwargs))
 def before_training(learn):
     "How many steps were skipped before the first that was not"
     return [*log_of(learn).finite, True].index(True)
-
-# --- The start
 
 @pytest.mark.parametrize('name,k', crossed(models, [1e-6,1e-3,1.,1e3,1e6], fast=lambda name,k: (name=='mlp')==(k!=1)))
 def test_start(name, k):
@@ -80,8 +77,6 @@ def test_measured_when_it_must_be():
         return [b-a for a,b in itertools.pairwise(ends)]
     more = [a-b for a,b in zip(operations(), operations(headroom=None), strict=True)]
     assert more[0]>0 and not any(more[1:])
-
-# --- And then
 
 @each_model
 def test_later(name):

@@ -1,7 +1,6 @@
 """`looks`: questions to a learner leave it as it was, in everything, and refuse what they can't answer
 
 The file takes long because it trains two learners for each of a hundred cases."""
-from fastai.callback.fp16 import MixedPrecision as FastaiPrecision
 from fastai.callback.tensorboard import TensorBoardCallback
 from fastai.text.all import AWD_LSTM,LMDataLoader,awd_lstm_lm_config,get_language_model
 from learners import *
@@ -17,8 +16,6 @@ each_look = pytest.mark.parametrize('look', looks)
 def folder(tmp_path, monkeypatch):
     "An empty folder to be in: `whole_world` reads all files in that of the learner"
     monkeypatch.chdir(tmp_path)
-
-# --- Everything there is of a learner
 
 def frozen(o):
     "A copy of `o` that compares with =="
@@ -56,18 +53,16 @@ def whole_world(learn):
         rng       = frozen([torch.get_rng_state(), *np.random.get_state(), random.getstate()]),
         files     = {str(o):o.read_bytes() for o in sorted(Path(learn.path).rglob('*')) if o.is_file()})
 
-def assert_untouched(learn, before):
+@contextmanager
+def untouched(learn):
+    "Nothing of the `whole_world` changes inside the `with`"
+    before = whole_world(learn)
+    yield
     after = whole_world(learn)
     assert not [k for k in before if before[k]!=after[k]]
 
 def looked(learn, look):
-    "The same learner, looked at; nothing has changed"
-    before = whole_world(learn)
-    res = looks[look](learn)
-    assert_untouched(learn, before)
-    return res
-
-# --- Learners
+    with untouched(learn): looks[look](learn)
 
 class Jitter:
     "Rows with noise from random number generators of its own"
@@ -134,8 +129,6 @@ turns,kinds = in_turns(makes, modes),in_turns(makes, looks)
 cases = crossed(makes, modes, looks, fast=lambda k, *o: o==(turns[k],kinds[k]), thin=3) # nearly all pairs are there
 cases = [o for o in cases if 'fp32' not in o.values or 'report' not in o.values] # the report needs a precision
 
-# --- Nothing changes
-
 @pytest.mark.parametrize('name,mode,look', cases)
 def test_nothing_changes(name, mode, look):
     "Before the first fit, between two fits, and after one that was stopped; training goes on as if nobody had looked"
@@ -151,10 +144,9 @@ def test_nothing_changes(name, mode, look):
     set_seed(4)
     other.fit(1)
     other.fit(2)
-    assert all(map(torch.equal, weights(learn), weights(other)))
-    assert learn.recorder.values[0][:2]==other.recorder.values[0][:2]
+    assert same_weights(learn, other) and learn.recorder.values[0][:2]==other.recorder.values[0][:2]
     assert frozen([*learn.model.buffers()])==frozen([*other.model.buffers()])
-    if mode!='fp32': pd.testing.assert_frame_equal(learn.precision_recorder.log, other.precision_recorder.log)
+    if mode!='fp32': pd.testing.assert_frame_equal(log_of(learn), log_of(other))
 
 @each_look
 @pytest.mark.parametrize('mode,event', [('fp16','after_backward'), ('native_bf16','after_pred')])
@@ -176,9 +168,7 @@ def test_interrupted_look(e, at, fitted, look):
     if fitted: learn.fit(1)
     calls = iter([noop]*(at-1)+[raises(e)])
     model[1].register_forward_hook(lambda *args: next(calls, noop)())
-    before = whole_world(learn)
-    with pytest.raises(type(e)): looks[look](learn)
-    assert_untouched(learn, before)
+    with untouched(learn), pytest.raises(type(e)): looks[look](learn)
     assert not any(isinstance(o, StandIn) for m in model.modules() for o in vars(m).values())
     learn.fit(1)
 
@@ -215,8 +205,6 @@ def test_writes_nothing(fitted, look, tmp_path, capsys):
     learn.fit(1)
     assert len(pd.read_csv(tmp_path/'history.csv'))==1 and capsys.readouterr()!=('','')
 
-# --- What is asked for
-
 def test_wrong_arguments():
     "The error says what is needed"
     learn = get_learner().to_fp16()
@@ -236,9 +224,7 @@ def test_no_batch(look):
         learn = get_learner().to_bf16()
         learn.dls = DataLoaders(batches, batches)
         learn.dls.n_inp = 1
-        before = whole_world(learn)
-        with pytest.raises(ValueError, match='no batch with targets.*dls.train'): looks[look](learn)
-        assert_untouched(learn, before)
+        with untouched(learn), pytest.raises(ValueError, match='no batch with targets.*dls.train'): looks[look](learn)
     with pytest.raises(ValueError, match='no batch with targets'): get_learner().to_bf16().find_nonfinite((x[:16],))
 
 @each_look
@@ -248,13 +234,6 @@ def test_in_the_middle_of_a_batch(mode, look):
     words = 'trains in float32' if (mode,look)==('fp32','report') else 'in the middle of a batch'
     with pytest.raises((RuntimeError,ValueError), match=words): learn.fit(1, cbs=Now('after_loss', looks[look]))
     learn.fit(1)
-
-# --- What a look leaves as it was, and what it needs
-
-def test_plan_needs_items_first():
-    "A list of images has other first dimensions"
-    with pytest.raises(ValueError, match=r'first dimensions of the tensors of this batch are \[2, 3\]'):
-        get_learner().to_bf16().precision_plan(([torch.rand(3,4,4) for _ in range(2)],torch.rand(2,1)))
 
 def test_strict_steppers():
     "A stepper that takes only its own arguments never sees the loss scale"

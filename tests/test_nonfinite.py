@@ -71,8 +71,6 @@ def test_healthy(name, to):
     report = learn.precision_report()
     assert report.keep==[] and report.error<.05
 
-# --- Parts
-
 def net_and_loss(factor):
     "A net in which one layer's output is 10,000 times as large in `factor` 1e5"
     model = nn.Sequential(nn.Linear(8,16), nn.Linear(16,16), nn.ReLU(), nn.Linear(16,16), nn.Linear(16,1))
@@ -135,7 +133,6 @@ def test_compiled():
 @pytest.mark.parametrize('reentrant', [False,True])
 def test_checkpointing(reentrant):
     "Modules that compute again in the backward pass are looked at once"
-    from torch.utils.checkpoint import checkpoint
     class Checkpointed(nn.Sequential):
         def forward(self, x): return checkpoint(super().forward, x, use_reentrant=reentrant)
     model,xb = Checkpointed(*net_and_loss(1.)[0]),torch.randn(4,8,requires_grad=True)

@@ -1,11 +1,7 @@
 """Gradients that are not finite: never a step, never silence, and never a scale out of its bounds
 
 Overflow for ever, and overflow now and then; in each precision."""
-from dataclasses import replace
-from itertools import accumulate
-
 from learners import *
-from states import *
 
 inf,nan = float('inf'),float('nan')
 def fp16_flat(learn, **kwargs): return modes['fp16'](learn, flat_master=True, clip=1., **kwargs)
@@ -39,8 +35,6 @@ def healthy(learn):
     "A float32 learner in which nothing is left of a batch"
     assert_clean(learn.model)
     assert identical(learn.model.parameters(), opt_params(learn))
-
-# --- Overflow for ever
 
 def poison(x):
     def _poison(learn): learn.xb = (learn.xb[0].clone().index_fill_(0, torch.tensor([0]), x),)
@@ -180,7 +174,7 @@ def test_random_sequences(mode, i):
     fills = [fill(x, {i for i,ok in enumerate(finite) if ok==o}) for x,o in ((0.,True), (inf,False))]
     learn = fitted(make(mode, 40, **kwargs), 1, *fills, look)
     seen.append(learn.mixed_precision.loss_scale)
-    assert seen==[o.loss_scale for o in accumulate(finite, DynamicLossScale.adjust, initial=s)]
+    assert seen==[o.loss_scale for o in itertools.accumulate(finite, DynamicLossScale.adjust, initial=s)]
     assert all((1/torch.tensor(x)).isfinite() for x in seen)
     assert all(p.isfinite().all() for p in learn.model.parameters())
     # the scale of a step is the one that its own gradients carried

@@ -1,7 +1,4 @@
 "`plan`: the planned memory of a step is what training takes, and which batch size fits"
-import gc
-
-from torch.utils.checkpoint import checkpoint
 from learners import *
 from mp_callbacks.plan import LiveBytes,plan_memory
 
@@ -15,8 +12,7 @@ tasks = dict( # the models of bench, with fewer and smaller layers
     vit      = Task('vit',      lambda: ViT(32, 4, 48, 192, 3, 4, 10),    (3,32,32), 10,  16),
     conv     = Task('conv',     lambda: conv(16, 4, 10),                  (3,32,32), 10,  32),
     gpt      = Task('gpt',      lambda: GPT(500, 32, 32, 128, 2, 2),      (32,),     500, 8))
-opts = dict(fused  = lambda params, **kwargs: OptimWrapper(params, torch.optim.AdamW, fused=True, **kwargs),
-            fastai = Adam)
+opts = dict(fused=partial(OptimWrapper, opt=torch.optim.AdamW, fused=True), fastai=Adam)
 calls = dict(float32=noop, to_bf16=lambda o: o.to_bf16(), to_native_bf16=lambda o: o.to_native_bf16())
 
 def some(batch, n): return [t[torch.arange(n)%len(t)] for t in batch]
@@ -110,8 +106,6 @@ def test_any_batch_size(n):
         for t in (*model.parameters(),*model.buffers()): live.add(t)
         _loss(n).backward()
     assert max(live.log)==planned(plan, n)
-
-# --- What it says
 
 def test_batch_size():
     "The largest that fits: one more item doesn't"

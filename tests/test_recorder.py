@@ -11,8 +11,6 @@ def recorder(run):
     res.rows = [*runs[run]]
     return res
 
-# --- The log
-
 @pytest.mark.parametrize('mode', modes)
 def test_log(mode):
     "A row for each step says what `step_stats` said; its loss is what fastai's own recorder has after the batch"
@@ -76,8 +74,6 @@ def test_without_fastais_recorder():
     log = log_of(fitted(table(mode='bf16').remove_cb(Recorder)))
     assert len(log)==4 and log.loss.isna().all()
 
-# --- The picture
-
 runs = dict(
     none = [],
     one = [row(0)],
@@ -111,8 +107,6 @@ def test_plot_on_axes():
     with pytest.raises(ValueError, match='axs has 2 axes, and needs 3: for training loss, gradient norm, loss scale'):
         recorder('fp16').plot(axs[:2])
     plt.close('all')
-
-# --- In sentences
 
 def test_summary():
     def said(run): return recorder(run).summary().split('\n')
@@ -209,8 +203,6 @@ def test_tensorboard(columns, tmp_path):
     else: assert not {'skipped','loss_scale'}&{*read}
     assert read['mp_loss_scale_0'][:-1]==log_of(learn).scale[1:].tolist() # the next step's
     assert np.allclose(read['train_loss'], log_of(learn).loss) and len(read['valid_loss'])==2
-
-# --- Tensors
 
 def tensor_log(learn): return learn.precision_recorder.tensor_log
 

@@ -4,13 +4,8 @@ Each run meets a batch that overflows, again and again, and a loss scale that fa
 step, each time in another place of the loop. Each file that it leaves is loaded, by this process or by one that has not
 seen the run, and trained to the end. Only while the optimizer is at work nothing can be exact: some weights have
 been stepped on then, and others not. And what is in a file: plain numbers, which plain fastai loads."""
-from multiprocessing import get_context
-
 from interpreters import paste
 from learners import *
-from states import *
-
-# --- Runs
 
 n_epoch,n_batch = 3,4
 n_steps = n_epoch*n_batch
@@ -66,8 +61,6 @@ def whole(mode, opt, way):
     if mode in dynamic: assert log.scale.min()<start and (log.scale.diff()>0).any()
     return states
 
-# --- Stopping them
-
 # After the check of the gradients nobody sees a step that is skipped. Before us in `after_step` it is half done.
 stops = [(e,o) for e in (*before_the_step,'after_step','after_batch') for o in (-50,80)
          if (e,o) not in (('before_step',80), ('after_step',-50))]
@@ -76,8 +69,6 @@ def stopped(learn, way, k, event, order, at):
     "Train `learn` from step `k` on; is it stopped on the way, in `event` of step `at`?"
     try: go_on(learn, way, k, On(event, raises(KeyboardInterrupt('as asked')), order, [at-k*(way=='fit')]))
     except KeyboardInterrupt: return True
-
-# --- Another process
 
 def resume(path, mode, opt, way, files):
     "Load each of `files`, go on from the step that stands beside its name, and write down where that leads"
@@ -94,8 +85,6 @@ def assert_resumes(path, want, *args):
     process.join()
     assert not process.exitcode
     for f,res in torch.load(path/'resumed').items(): assert not changes(res, want), f
-
-# --- Exact resume
 
 in_short = [('fp16_flat','ranger','fit'), ('native_fp16','adam','start_epoch')]
 slowly = [('fp16_value','adam','fit'), ('native_bf16','ranger','fit'), ('bf16','adamw','fit'),
@@ -178,10 +167,8 @@ def test_plain_fastai(tmp_path):
         model,state = torch.load(tmp_path/opt)
         assert same(model, dict(learn.model.state_dict()))
         assert all(state[k]==repr(v) for k,v in opt_state(learn).items())
-        before = precision_state(learn)
-        learn.fit(1)
-        learn.load('plain_'+opt)
-        assert precision_state(learn)==before and not torch.equal(learn.model[0].weight, model['0.weight'])
+        with stays(precision_state, learn): fitted(learn).load('plain_'+opt)
+        assert not torch.equal(learn.model[0].weight, model['0.weight'])
         learn.fit(1)
 
 @some_modes
@@ -193,20 +180,18 @@ def test_files_without_optimizer(mode, tmp_path):
     assert set(torch.load(tmp_path/'models/weights.pth'))==set(learn.model.state_dict())
     for file,with_opt in (('weights',True), ('weights',False), ('all',False)):
         new = fitted(make(tmp_path, mode))
-        before = leaves([opt_state(new), precision_state(new)])
         no_state = pytest.warns(UserWarning, match="doesn't contain an optimizer state")
-        with no_state if with_opt else nullcontext(): new.load(file, with_opt=with_opt)
-        assert not changes(weights(new), weights(learn))
-        assert not changes(leaves([opt_state(new), precision_state(new)]), before)
+        with stays(lambda: leaves([opt_state(new), precision_state(new)])), no_state if with_opt else nullcontext():
+            new.load(file, with_opt=with_opt)
+        assert same_weights(new, learn)
 
 @pytest.mark.parametrize('mode,opt,other', [('fp16','adam','adamw'), ('native_fp16','adamw','adam')])
 def test_another_optimizer(mode, opt, other, tmp_path):
     "If the optimizer state can't be loaded, the scale isn't either"
     finished(tmp_path, mode, other).save('model')
     learn = fitted(make(tmp_path, mode, opt))
-    before = precision_state(learn)
-    with pytest.warns(UserWarning, match='Could not load the optimizer state'): learn.load('model')
-    assert precision_state(learn)==before
+    told = pytest.warns(UserWarning, match='Could not load the optimizer state')
+    with stays(precision_state, learn), told: learn.load('model')
 
 # --- Into other settings
 

@@ -1,17 +1,14 @@
 "The formulas of the page on scale, against what processes hold in memory and hand to collectives"
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook,bf16_compress_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy,fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mp_callbacks.plan import plan_memory
 from ranks import *
 
-page = Path(__file__).parent.parent/'nbs/explanations/scale.ipynb'
-
 def formulas():
     "The functions that the page defines"
-    cells,res = json.loads(page.read_text(encoding='utf-8'))['cells'],{}
-    for source in (''.join(c['source']) for c in cells if c['cell_type']=='code'):
+    res = {}
+    for source in cells_of('explanations/scale.ipynb', 'code'):
         if source.startswith('def '): exec(source, res)
     return res['memory'],res['messages']
 

@@ -36,8 +36,6 @@ def test_weights_that_were_nan():
     learn.mixed_precision.max_skips = 3
     assert "In which step they became so isn't known." in error(learn)
 
-# --- In the wrong place
-
 @pytest.mark.parametrize('call', [*calls,'to_fp32'])
 @pytest.mark.parametrize('event', in_batch)
 @pytest.mark.parametrize('before', ['to_fp32','to_fp16',slow_unless(False, 'to_native_bf16')])
@@ -61,8 +59,6 @@ def test_names_that_a_call_adds():
         with pytest.raises(AttributeError, match=match): getattr(get_learner(), name)
     learn = get_learner().to_fp16()
     assert [hasattr(learn, o) for o in said]==[True,True,False,False,False]
-
-# --- An autograd.Function of one's own
 
 class Swish(torch.autograd.Function):
     "Its backward pass mixes dtypes"

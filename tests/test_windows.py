@@ -1,14 +1,7 @@
 "Steps of several batches, and what changes between them: the precision, the optimizer, the parameters, the buffers"
 from learners import *
-from states import *
 
 pytestmark = pytest.mark.filterwarnings('ignore')
-
-def switch(to, event='after_epoch'):
-    "Another precision in `event` of the first epoch"
-    def _switch(learn):
-        if learn.epoch==0: precisions[to](learn)
-    return On(event, _switch)
 
 precisions = dict(modes, float32=lambda o: o.to_fp32())
 
@@ -29,7 +22,7 @@ def test_switch_while_accumulating(first, to):
     "The gradients of before and after the switch add up as if there had been one precision, and momentum stays"
     def _trained(first, to):
         # 4 batches of 16: the second step's gradients come from both epochs
-        cbs = [GradientAccumulation(40),switch(to)]
+        cbs = [GradientAccumulation(40),Now('after_epoch', precisions[to], 0)]
         return trained(mlp(), precisions[first], lambda o: o.fit(2, cbs=cbs), opt_func=partial(SGD, mom=.9))
     assert_same_way(_trained(first, to), _trained('float32', 'float32'))
 
@@ -37,7 +30,7 @@ def test_switch_while_accumulating(first, to):
 def test_switched_on_in_a_fit(then):
     "and there are gradients left at its end, which the next fit finds as plain fastai's would be"
     def _trained(on, then):
-        cbs = [GradientAccumulation(10**6),switch(on, 'before_epoch')]
+        cbs = [GradientAccumulation(10**6),Now('before_epoch', precisions[on], 0)]
         return trained(mlp(), noop, lambda o: o.fit(1, cbs=cbs), precisions[then], lambda o: o.fit(1))
     assert_same_way(_trained('native_fp16', then), _trained('float32', 'float32'))
 
@@ -110,8 +103,6 @@ def test_overflow_in_a_window(mode, bad):
     assert list(log_of(learn).finite)==[True,False,True]
     assert same(want.model.state_dict(), learn.model.state_dict())
 
-# --- Unfinished steps
-
 @pytest.mark.parametrize('mode', ['bf16','native_fp16'])
 def test_overflow_in_an_unfinished_step(mode):
     "The last batch of the epoch overflows, and its step doesn't come: validation sees statistics from before the step"
@@ -131,8 +122,6 @@ def test_load_after_an_unfinished_step(tmp_path):
     see = Callback(after_cancel_step=lambda cb: seen.append(norm.running_mean.clone()))
     learn.fit(1, cbs=[InfiniteAt(0),see])
     assert torch.equal(seen[0], torch.full_like(seen[0], 7.))
-
-# --- Buffers and copies
 
 class Table(nn.Linear):
     "Shares a buffer with another one like it"

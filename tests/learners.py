@@ -78,6 +78,14 @@ class Does(nn.Module):
         for k,v in parts.items(): setattr(self, k, nn.Parameter(v) if type(v) is torch.Tensor else v)
     def forward(self, *args, **kwargs): return self.function(self, *args, **kwargs)
 
+class Operations(TorchDispatchMode):
+    "Call `see` with each operation that PyTorch computes meanwhile, its arguments, and what it returns"
+    def __init__(self, see): super().__init__(); self.see = see
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        res = func(*args, **(kwargs or {}))
+        self.see(func, args, res)
+        return res
+
 def returned(module):
     "A list, to which each call of `module` adds what it returns"
     res = []

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastai.distributed import DistributedDL
 from learners import *
-from sick_models import Softmax
+from sick_models import Softmax,net
 
 def everywhere(x):
     "`x` of all ranks, in a list"

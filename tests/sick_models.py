@@ -78,6 +78,11 @@ def set_to(value, i):
     def _change(xy): xy[i][20] = value
     return _change
 
+def fails(learn, epochs=30):
+    "The error that training ends with"
+    with pytest.raises(FloatingPointError) as e: learn.fit(epochs)
+    return str(e.value)
+
 sgd = partial(OptimWrapper, opt=torch.optim.SGD)
 sick = dict(
     attention     = Sick(lambda: learner(net(Attention)),                                  'forward', '1', True),

@@ -34,8 +34,6 @@ def test_unsupported_device_later(mode):
     with t4, pytest.raises(ValueError, match="device=cpu doesn't compute in"): learn.fit(1)
     unchanged(learn, before)
 
-# --- Arguments
-
 bad = dict( # call -> argument -> values
     to_fp16 = dict(loss_scale=[0,nan,'auto'], max_loss_scale=[0,inf,'2**24',None,.5], min_loss_scale=[0,2.**25,'low'],
                    div_factor=[1,inf,None], scale_wait=[0,1.5,True], clip=[0,nan,'1',True], headroom=[-1.,31,True],
@@ -88,9 +86,8 @@ def test_said(call, match):
     "What is wrong, and not something else"
     with pytest.raises((ValueError,TypeError), match=match): call()
 
-nothing = [(nn.Softmax,'Softmax'), ([nn.Softmax,nn.LSTM],'Softmax, LSTM'), (lambda name,m: name=='head','<lambda>')]
-
-@pytest.mark.parametrize('keep,name', nothing)
+@pytest.mark.parametrize('keep,name', [
+    (nn.Softmax,'Softmax'), ([nn.Softmax,nn.LSTM],'Softmax, LSTM'), (lambda name,m: name=='head','<lambda>')])
 def test_keep_selects_nothing(keep, name):
     "A warning, as a callback may add such a module later"
     with pytest.warns(UserWarning, match=f'keep={name} selects no module. The model has .*Linear, GELU') as told:
@@ -106,10 +103,9 @@ def test_each_name_of_a_dtype():
     for name in ('bf16','bfloat16'): assert NativeMixedPrecision(dtype=name).dtype==torch.bfloat16
 
 no_effect = 'loss_scale=128 has no effect beside dynamic' # code written for fastai runs, as there
-told_of = [('AVX2', lambda: get_learner().to_bf16(), 'only emulates'), ('ARM', lambda: MixedPrecision(128.), no_effect),
-           ('ARM', lambda: get_learner().to_fp16(128.), no_effect)]
-
-@pytest.mark.parametrize('name,call,match', told_of)
+@pytest.mark.parametrize('name,call,match', [
+    ('AVX2', lambda: get_learner().to_bf16(), 'only emulates'), ('ARM', lambda: MixedPrecision(128.), no_effect),
+    ('ARM', lambda: get_learner().to_fp16(128.), no_effect)])
 def test_warnings_show_the_caller(name, call, match):
     "And no line of this package"
     with pretend(machine(name)), pytest.warns(UserWarning, match=match) as told: call()
@@ -152,15 +148,10 @@ def test_scaler_of_pytorch(scale, steps):
     numbers = fitted(get_learner().to_native_fp16(scale)).scaler.state_dict()
     assert (numbers['scale'],numbers['_growth_tracker'])==(8.,steps)
 
-# --- Errors with a way out
-
-class Masks(nn.Module):
-    "Has no parameters, and a number that float16 can't hold"
-    def forward(self, x): return x.masked_fill(x>1, -1e9).softmax(-1)
-
 ways_out = dict( # a layer between two others, a change of its input, and what the note has to say
     double  = (lambda: nn.Linear(8,8), torch.Tensor.double, r'In 1 \(Linear\).* use x\.float\(\)'),
-    mask    = (Masks, noop, r"In 1 \(Masks\).*torch\.finfo\(x\.dtype\)\.min.* use to_bf16.*keep='1' computes it in"),
+    mask    = (lambda: Lambda(lambda x: x.masked_fill(x>1, -1e9)), noop, # a number that float16 can't hold
+               r"In 1 \(Lambda\).*torch\.finfo\(x\.dtype\)\.min.* use to_bf16.*keep='1' computes it in"),
     # an error of a device surfaces in an innocent module
     device  = (lambda: Lambda(raises(RuntimeError('CUDA error: an illegal memory access; half'))), noop, None),
     another = (lambda: Lambda(raises(RuntimeError('shapes do not fit'))), noop, None))

@@ -55,8 +55,6 @@ def test_within_a_minute(monkeypatch):
     learn = get_learner(nn.Sequential(nn.Linear(8,16), Overflows(16,1))).to_fp16()
     assert learn.find_nonfinite(seconds=0).where=='forward' # what is found in time is named
 
-# --- What to do
-
 @contextmanager
 def on_gpu(name, times=BatchTimes(10., 9., .5)):
     "The learners are on the GPU called `name`, on which a batch takes `times`"
@@ -155,7 +153,6 @@ def test_last_fit():
 # --- What makes it slow
 
 fast = partial(get_learner, opt_func=fused_adam)
-def plain_adamw(params, **kwargs): return OptimWrapper(params, torch.optim.AdamW, **kwargs)
 def conv_net():
     return nn.Sequential(nn.Unflatten(1, (2,2,2)), nn.Conv2d(2,8,3,padding=1), nn.Flatten(), nn.Linear(32,1))
 def sized(n): return nn.Sequential(nn.Linear(8,n), nn.Linear(n,8), nn.Linear(8,1))
@@ -172,7 +169,7 @@ slow = [ # heading, a part of what is said or '' for not a word, a learner, and 
     ('Fused optimizer', 'opt=torch.optim.Adam, fused=True).',
         lambda: get_learner(opt_func=partial(Adam, decouple_wd=False)), quick),
     ('Fused optimizer', f"AdamW of PyTorch isn't fused here: {adamw.replace('torch.optim.', '')}",
-        lambda: get_learner(opt_func=plain_adamw), quick),
+        lambda: get_learner(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), quick),
     ('The GPU waits', "The GPU works 4 of the 10 ms that a batch takes, and else waits for the host: larger batches, "
                       "or learn.model.compile(mode='reduce-overhead').", lambda: fast().to_bf16(), waits),
     ('Loading', 'To load a batch takes 2 ms, to compute it 10, with num_workers=0: dataloaders(…, num_workers=',

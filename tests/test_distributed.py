@@ -50,8 +50,7 @@ def own_steps(rank, dtype=torch.float16, net=Net, spoiled=2, **kwargs):
 
 def own_rescue(rank):
     "What one rank can't compute is kept in float32 by all"
-    def net(): return nn.Sequential(nn.Linear(8,16), Softmax(), nn.Linear(16,1))
-    assert own_steps(rank, net=net, spoiled=None, rescue=True, warn_skips=3).rescued==[('1',3)]
+    assert own_steps(rank, net=partial(net, Softmax), spoiled=None, rescue=True, warn_skips=3).rescued==[('1',3)]
 
 def trained(rank, mode, engine, net={}, ddp={}, accumulate=None, compiled=False, then=None, opt_func=Adam, **kwargs):
     """Two fits, with a batch in each that overflows on one rank: all skip it, and make the same steps
@@ -182,10 +181,8 @@ def told(rank, mode, wrap=DistributedDataParallel, others='another process'):
 
 def overflowing(rank, wrap=DistributedDataParallel, callback=None, **kwargs):
     "A learner of which only rank 1 sees batches that float16 can't compute"
-    torch.manual_seed(0)
     x,y = rows(rank)
-    net = wrap(nn.Sequential(nn.Linear(8,16), Softmax(), nn.Linear(16,1)))
-    learn = get_learner(net, as_dls(x*(1 if rank==1 else .01), y), opt_func=adamw, cbs=callback)
+    learn = get_learner(wrap(net(Softmax)), as_dls(x*(1 if rank==1 else .01), y), opt_func=adamw, cbs=callback)
     learn.to_fp16(rescue=True, warn_skips=6, **kwargs)
     return learn
 

@@ -14,8 +14,7 @@ try: import resource
 except ImportError: pytest.skip('needs limits of the size of files', allow_module_level=True)
 pytest.importorskip('accelerate', reason='needs the distributed extra')
 
-here = Path(__file__).resolve().parent
-script = here.parent/'examples/distributed.py'
+script = root/'examples/distributed.py'
 epochs = 3
 timeout,patience = 60,2 # seconds that gloo waits, and that it waits for a rank that is going to hang
 ctx = get_context(start_method)

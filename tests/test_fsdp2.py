@@ -38,8 +38,6 @@ def validated_first(rank, mode):
     assert not any(map(same, before, after))
     agree(after)
 
-# --- The gradients of all shards
-
 def grad_scaler(rank):
     "After an inf in one shard no state changes, and the scale shrinks"
     learn = fitted(new_learner(rank, 'native_fp16', options=dict(init_scale=2.)), 0) # makes the optimizer

@@ -142,9 +142,8 @@ def works(model, batch, keep, tolerance, dtype=torch.float16, scale=1.):
     except ValueError: return True # everything is float32
     return math.isfinite(half[0]) and off(full, half, scale)<=tolerance
 
-def inner(): return nn.Sequential(nn.Tanh(), SmallVariance())
 troubled = dict(variance = lambda: net(SmallVariance),
-                inside   = lambda: net(inner, nn.GELU),
+                inside   = lambda: net(lambda: nn.Sequential(nn.Tanh(), SmallVariance()), nn.GELU),
                 both     = lambda: net(SmallVariance, middle, SmallVariance))
 
 @pytest.mark.parametrize('name,keep', [('variance',['1']), ('inside',['1.1']), ('both',['1','3'])])
@@ -167,14 +166,6 @@ def test_tolerance(tolerance, n):
     assert len(report.keep)==n and (report.error>tolerance)==(n>0)
     assert works(model, batch, report.keep, tolerance, torch.bfloat16)
     for o in report.keep: assert not works(model, batch, [k for k in report.keep if k!=o], tolerance, torch.bfloat16)
-
-def test_no_keep_helps():
-    "If the error comes from outside all modules"
-    model,(xb,yb) = net(),batches[0]
-    report,half = PrecisionReport(torch.float16),half_precision(model, torch.float16)
-    def loss(): return F.mse_loss(model(xb), yb)*(2 if 'forward' in vars(model) else 1)
-    measure_precision(report, model, loss, half)
-    assert report.keep is None and 'No keep brings the difference under 10%' in str(report)
 
 def test_keep_of_several_batches():
     "Each batch may add modules"

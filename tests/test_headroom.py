@@ -6,12 +6,10 @@ float16 convolutions are slow on a CPU."""
 from learners import *
 from mp_callbacks.loss_scale import as_loss_scale,loss_scale_presets
 
-class Residual(nn.Sequential):
-    def forward(self, x): return x+super().forward(x)
-
+def residual(*layers): return Does(lambda m, x: x+m.inner(x), inner=nn.Sequential(*layers))
 def deep(*layers): return nn.Sequential(nn.Linear(8, 32), *layers, nn.Linear(32, 1))
 models = dict(mlp    = lambda: deep(nn.ReLU(), nn.Linear(32, 32), nn.ReLU()),
-              resmlp = lambda: deep(*[Residual(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)) for _ in range(6)]))
+              resmlp = lambda: deep(*[residual(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)) for _ in range(6)]))
 each_model = pytest.mark.parametrize('name', models)
 
 def make(name, n, k=1., to=Learner.to_fp16, cbs=None, **kwargs):
@@ -23,9 +21,6 @@ def make(name, n, k=1., to=Learner.to_fp16, cbs=None, **kwargs):
     return to(learn, **kwargs)
 
 def make_and_fit(*args, **kwargs): return fitted(make(*args, **kwargs))
-def before_training(learn):
-    "How many steps were skipped before the first that was not"
-    return [*log_of(learn).finite, True].index(True)
 
 @pytest.mark.parametrize('name,k', crossed(models, [1e-6,1e-3,1.,1e3,1e6], fast=lambda name,k: (name=='mlp')==(k!=1)))
 def test_start(name, k):
@@ -33,7 +28,8 @@ def test_start(name, k):
     rule skips as many or more"""
     bounds = dict(min_loss_scale=2.**-20) if k>1 else {} # a loss of millions overflows with every scale above 1
     learn,other = (make_and_fit(name, 24, k, **kwargs, **bounds) for kwargs in ({}, dict(headroom=None)))
-    late,late_other = map(before_training, (learn,other))
+    # how many steps were skipped before the first that was not
+    late,late_other = [[*log_of(o).finite, True].index(True) for o in (learn,other)]
     assert late<=(k>1) and late<=late_other and (k<1 or late_other>=3)
     assert skipped(learn)<=late+1 and skipped(learn)<=skipped(other)
     assert not learn.mixed_precision.scaling.wants_amax
@@ -60,19 +56,12 @@ def test_accumulated():
         return log_of(fitted(learn)).scale.tolist()
     assert scales(8, GradientAccumulation(32))==scales(32, None)==[2**10]+[2**15]*2
 
-class Operations(TorchDispatchMode):
-    "How many PyTorch computes"
-    n = 0
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n += 1
-        return func(*args, **(kwargs or {}))
-
 def test_measured_when_it_must_be():
     "In the first step that is finite, and never again: then a step has the operations of one without a `headroom`"
     def operations(**kwargs):
-        learn,ends = make('mlp', 20, min_loss_scale=2.**8, max_loss_scale=2.**9, **kwargs),[]
-        end = On('after_batch', lambda learn: ends.append(ops.n), 200)
-        with Operations() as ops: learn.fit(1, cbs=[overflow(0,7,8,15),end])
+        learn,ops,ends = make('mlp', 20, min_loss_scale=2.**8, max_loss_scale=2.**9, **kwargs),[],[]
+        end = On('after_batch', lambda learn: ends.append(len(ops)), 200)
+        with Operations(lambda func, *args: ops.append(func)): learn.fit(1, cbs=[overflow(0,7,8,15),end])
         assert skipped(learn)==4
         return [b-a for a,b in itertools.pairwise(ends)]
     more = [a-b for a,b in zip(operations(), operations(headroom=None), strict=True)]

@@ -187,8 +187,6 @@ def test_inside_a_fit():
     assert len(found)==4 and all(map(torch.equal, weights(learn), weights(other)))
     assert learn.recorder.losses==other.recorder.losses and learn.recorder.hps==other.recorder.hps
 
-# --- Files, bars and words
-
 @each_look
 @pytest.mark.parametrize('fitted', [False,True])
 def test_writes_nothing(fitted, look, tmp_path, capsys):

@@ -18,11 +18,6 @@ told = dict( # what the text has, besides the name of the module
     learning_rate = ['Training has diverged', 'Lower the learning rate'])
 later = 'growing','learning_rate' # finite at the start
 
-def fails(learn, epochs=30):
-    "The error that training ends with"
-    with pytest.raises(FloatingPointError) as e: learn.fit(epochs)
-    return str(e.value)
-
 def says(name, text): return [o for o in told[name] if o not in text]==[]
 
 turns = in_turns(sick, ['to_fp16','to_native_fp16'])

@@ -12,15 +12,10 @@ no_measure = {o: dict(headroom=None) for o in ('fp16','fp16_flat')} # a start th
 
 batch = [o[:8] for o in numbers()]
 
-class Loud(nn.Module):
-    "Too large for any dtype, while it is `on`"
-    on = False
-    def forward(self, x): return x*1e30*1e30 if self.on else x
-
 def make(mode, n=1, **kwargs):
-    "A learner whose epoch is `n` batches, all the same, and whose module 2 may be `Loud`"
+    "A learner whose epoch is `n` batches, all the same; module 2 is too large for any dtype while it is `on`"
     model = mlp(True)
-    model.insert(2, Loud())
+    model.insert(2, Does(lambda m, x: x*1e30*1e30 if m.on else x, on=False))
     def _quiet(cb): model[2].on = False
     learn = get_learner(model, dls=DataLoaders([batch]*n, [batch]), cbs=Callback(before_batch=_quiet))
     return precisions[mode](learn, **kwargs)
@@ -30,11 +25,6 @@ def fill(x, at=None):
     def _fill(learn):
         for p in learn.model.parameters(): p.grad.fill_(x)
     return On('before_step', _fill, 5, at)
-
-def healthy(learn):
-    "A float32 learner in which nothing is left of a batch"
-    assert_clean(learn.model)
-    assert identical(learn.model.parameters(), opt_params(learn))
 
 def poison(x):
     def _poison(learn): learn.xb = (learn.xb[0].clone().index_fill_(0, torch.tensor([0]), x),)
@@ -49,7 +39,7 @@ def wrong_loss(x):
 not_ours  = 'Precision is not the cause: in float32 it is the same.'
 no_inputs = 'The inputs of this batch have inf or nan, 8 in all.'
 large     = 'The inputs have values up to 1e+38, float16 ends at 65504: normalize them.'
-no_preds  = '2 (Loud) was the first module that returned inf or nan, from inputs up to '
+no_preds  = '2 (Does) was the first module that returned inf or nan, from inputs up to '
 no_loss   = f"The model's predictions are finite, but the loss is not. {not_ours}"
 no_grads  = 'The gradient of 6.bias was the first that was not finite. Computed again, this batch is finite. '
 causes = dict( # and what is said of them
@@ -82,7 +72,8 @@ def test_for_ever(mode, cause):
     assert (not_ours in str(e))==(cause in ('forward','inf_loss'))
     assert not learn.step_stats.finite and not math.isfinite(learn.step_stats.norm)
     assert same(model_and_opt(learn), before)
-    healthy(learn)
+    assert_clean(learn.model)
+    assert identical(learn.model.parameters(), opt_params(learn))
     assert learn.mixed_precision.scaling==learn.mixed_precision.initial # it starts anew
     learn.dls = DataLoaders([batch]*3, [batch])
     assert heard(learn.fit, 1)==([],None)
@@ -133,10 +124,8 @@ def test_warnings_as_errors():
         warnings.simplefilter('error', UserWarning)
         with pytest.raises(UserWarning, match='32 steps in a row'): learn.fit(1, cbs=fill(inf))
     assert same(model_and_opt(learn), before)
-    healthy(learn)
+    assert_clean(learn.model)
     assert heard(learn.fit, 1)==([],None) and not same(model_and_opt(learn), before)
-
-# --- Overflow now and then
 
 @each_cause
 def test_one_step(mode, cause):

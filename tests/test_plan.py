@@ -15,11 +15,9 @@ tasks = dict( # the models of bench, with fewer and smaller layers
 opts = dict(fused=partial(OptimWrapper, opt=torch.optim.AdamW, fused=True), fastai=Adam)
 calls = dict(float32=noop, to_bf16=lambda o: o.to_bf16(), to_native_bf16=lambda o: o.to_native_bf16())
 
-def some(batch, n): return [t[torch.arange(n)%len(t)] for t in batch]
-
 def plan_for(model, batch, opt, loss_func=loss_func):
     def _loss(n):
-        x,y = some(batch, n)
+        x,y = [t[torch.arange(n)%len(t)] for t in batch]
         return loss_func(model(x), y)
     return plan_memory(model, _loss, opt, len(batch[0]))
 
@@ -45,8 +43,6 @@ def test_peak(name, opt):
     plan = plan_for(model, task.data('cpu'), opts[opt]([*model.parameters()], lr=1e-6))
     errors = {k:planned(plan, task.batch, k)/trained_peak(task, opt, call)-1 for k,call in calls.items()}
     assert max(map(abs, errors.values()))<.01, errors
-
-# --- What is counted
 
 def sizes(plan, name='float32'): return [*plan.table.loc[name, ['weights','gradients','optimizer']]*2**20]
 def sgd(model): return torch.optim.SGD(model.parameters(), .1)

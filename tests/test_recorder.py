@@ -124,8 +124,6 @@ def test_summary():
                                  'The first skipped step was 1, the last 9. The longest run has length 3.']
     assert 'The loss of 1 step was not finite, though the gradients were' in recorder('streaks').summary()
 
-# --- Columns of fastai's table
-
 def table(columns=True, mode='fp16', **kwargs):
     return in_mode(mode, cbs=PrecisionRecorder(columns=columns), **kwargs)
 

@@ -14,19 +14,6 @@ def formulas():
 
 memory,messages = formulas()
 
-class Sent(TorchDispatchMode):
-    "Inside a `with`, count the bytes that this process hands to collectives, by kind"
-    def __init__(self):
-        super().__init__()
-        self.bytes = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.__name__.partition('.')[0]
-        if func.namespace=='c10d' and name in ('allreduce_','_allgather_base_','_reduce_scatter_base_'):
-            # the whole message: what is gathered into, what is reduced
-            self.bytes[name] += sum(t.nbytes for t in L(args[name=='_reduce_scatter_base_']))
-        return func(*args, **(kwargs or {}))
-
 def make():
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(64,64) for _ in range(4)])
@@ -39,11 +26,17 @@ def held(opt):
     return sum(_local(t).nbytes for p in params for t in (p,p.grad))+sum(_local(t).nbytes for t in states)
 
 def step(model, opt, rules=True):
-    half = half_precision(model, torch.bfloat16, rules=rules)
-    with Sent() as sent:
+    "Bytes that this process hands to collectives, by kind"
+    half,sent = half_precision(model, torch.bfloat16, rules=rules),Counter()
+    def _count(func, args, res):
+        name = func.__name__.partition('.')[0]
+        if func.namespace=='c10d' and name in ('allreduce_','_allgather_base_','_reduce_scatter_base_'):
+            # the whole message: what is gathered into, what is reduced
+            sent[name] += sum(t.nbytes for t in L(args[name=='_reduce_scatter_base_']))
+    with Operations(_count):
         with half: model(torch.ones(8,64)).mean().backward()
         opt.step()
-    return sent.bytes
+    return sent
 
 def measured(rank, path):
     "For each way to train together the bytes that the process holds, and those of messages"

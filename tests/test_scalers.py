@@ -20,8 +20,6 @@ def _grown(scale, factor):
     new = _f32(scale*factor)
     return new if math.isfinite(new) else scale
 
-# --- The oracles
-
 def torch_(loss_scale=2.**16, period=2000, factor=2., backoff=.5):
     scale,tracker = torch.tensor(loss_scale),torch.tensor(0, dtype=torch.int32)
     while True:
@@ -91,18 +89,6 @@ def jmp(loss_scale=2.**15, period=2000, factor=2, backoff=None, min_loss_scale=1
         elif counter==period-1: scale = min(grow(scale, factor), max_loss_scale)
         counter = (counter+1)%period*finite
 
-# These have another library's rule, with numbers of their own
-mpx             = partial(jmp, loss_scale=65504., max_loss_scale=65504.)
-tf              = partial(jmp)
-mindspore       = partial(jmp, loss_scale=2.**24)
-emily           = partial(jmp, loss_scale=65536., backoff=.5)
-apex            = partial(jmp, loss_scale=2.**16, min_loss_scale=0., max_loss_scale=2.**24)
-flax            = partial(jmp, loss_scale=65536., period=2001, backoff=.5, min_loss_scale=f32.tiny,
-                          max_loss_scale=f32.max, grow=lambda scale,factor: _f32(scale*factor))
-keras           = partial(torch_, loss_scale=2.**15)
-apex_hysteresis = partial(megatron, loss_scale=2.**16, period=2000, min_loss_scale=0., refilled=True)
-deepspeed_fused = partial(deepspeed, hysteresis=1, at_min='clip')
-
 def fastai(loss_scale=2.**24, period=500, factor=2.):
     scale,count = loss_scale,0
     while True:
@@ -110,28 +96,34 @@ def fastai(loss_scale=2.**24, period=500, factor=2.):
         else: scale /= factor
         if count==period: scale,count = scale*factor,0
 
-# For each preset its oracle, and options to compare it with, besides its own: only powers of two, so that float32 and
-# Python's floats are the same, or nearly the largest number that float32 has
+# For each preset its oracle, which may be another library's with other numbers, and options to compare it with, besides
+# its own: only powers of two, so that float32 and Python's floats are the same, or nearly the largest of float32
 nearly_max = dict(loss_scale=3*2.**120, factor=4)
 oracles = dict(
     torch                 = (torch_, dict(loss_scale=256., factor=4, backoff=.25),
                              dict(loss_scale=3*2.**125, backoff=2.**-8)),
-    apex                  = (apex, dict(loss_scale=2.**9, min_loss_scale=8., max_loss_scale=2.**13)),
-    apex_hysteresis       = (apex_hysteresis,),
+    apex                  = (partial(jmp, loss_scale=2.**16, min_loss_scale=0., max_loss_scale=2.**24),
+                             dict(loss_scale=2.**9, min_loss_scale=8., max_loss_scale=2.**13)),
+    apex_hysteresis       = (partial(megatron, loss_scale=2.**16, period=2000, min_loss_scale=0., refilled=True),),
     megatron              = (megatron, dict(loss_scale=2.**20, min_loss_scale=4., factor=4.)),
     deepspeed             = (deepspeed, dict(loss_scale=2.**40, at_min='clip'),
                              dict(loss_scale=2.**10, min_loss_scale=16.)),
     deepspeed_consecutive = (partial(deepspeed, consecutive=True),),
-    deepspeed_fused       = (deepspeed_fused, dict(loss_scale=2.**16, min_loss_scale=.25)),
+    deepspeed_fused       = (partial(deepspeed, hysteresis=1, at_min='clip'),
+                             dict(loss_scale=2.**16, min_loss_scale=.25)),
     fairseq               = (fairseq, dict(loss_scale=100.), dict(min_loss_scale=.25, at_min='clip')),
     paddle                = (paddle, dict(loss_scale=2.**30, backoff=.25)),
     jmp                   = (jmp, dict(loss_scale=2.**10, factor=4, min_loss_scale=2.)),
-    mpx                   = (mpx, dict(loss_scale=2.**10, factor=2, min_loss_scale=4.)),
-    flax                  = (flax, dict(nearly_max, backoff=2.**-8)),
-    keras                 = (keras,),
-    tf                    = (tf, nearly_max),
-    mindspore             = (mindspore, dict(loss_scale=2.**8, factor=4)),
-    emily                 = (emily, dict(loss_scale=2.**8, factor=4, min_loss_scale=2.**-3)),
+    mpx                   = (partial(jmp, loss_scale=65504., max_loss_scale=65504.),
+                             dict(loss_scale=2.**10, factor=2, min_loss_scale=4.)),
+    flax                  = (partial(jmp, loss_scale=65536., period=2001, backoff=.5, min_loss_scale=f32.tiny,
+                                     max_loss_scale=f32.max, grow=lambda scale,factor: _f32(scale*factor)),
+                             dict(nearly_max, backoff=2.**-8)),
+    keras                 = (partial(torch_, loss_scale=2.**15),),
+    tf                    = (jmp, nearly_max),
+    mindspore             = (partial(jmp, loss_scale=2.**24), dict(loss_scale=2.**8, factor=4)),
+    emily                 = (partial(jmp, loss_scale=65536., backoff=.5),
+                             dict(loss_scale=2.**8, factor=4, min_loss_scale=2.**-3)),
     fastai                = (fastai, dict(loss_scale=512., factor=4)))
 
 # --- What they are compared on
@@ -205,8 +197,6 @@ def test_known_differences():
     assert next(oracle)==8
     with pytest.raises(FloatingPointError): oracle.send(False)
     assert s.adjust(False).loss_scale==4
-
-# --- Values
 
 @pytest.mark.parametrize('name,value,need', [
     ('period',0,'an int, at least 1'), ('hysteresis',1.5,'an int, at least 1'), ('counter',-1,'an int, at least 0'),

@@ -1,8 +1,8 @@
 "Nothing is lost silently: what fastai and PyTorch pass over without a word is right here, or is said"
 from learners import *
 
-halves = [o for o in modes if o!='fp16_static']
-some_halves = pytest.mark.parametrize('mode', crossed(halves, fast=lambda o: o in ('fp16','native_bf16')))
+some_halves = pytest.mark.parametrize('mode', crossed([o for o in modes if o!='fp16_static'],
+                                                      fast=lambda o: o in ('fp16','native_bf16')))
 
 @some_halves
 def test_infinite_loss_is_told(mode):
@@ -70,7 +70,7 @@ def test_rounded_parameter(mode):
     assert all(p.grad is None for p in learn.model.parameters())
     _learner(keep='2').fit(1)
 
-@pytest.mark.parametrize('forward', [staticmethod(lambda x: x*2),classmethod(lambda cls, x: x*2)], ids=['static','class'])
+@pytest.mark.parametrize('forward', [staticmethod(lambda x: x*2),classmethod(lambda cls, x: x*2)], ids=type)
 def test_static_forward(forward):
     "In a model, and of a model"
     kind = type('Twice', (nn.Module,), dict(forward=forward))

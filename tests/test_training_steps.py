@@ -3,7 +3,7 @@
 Any optimizer of `torch.optim`; accumulation; Ctrl-C at any line; warnings, errors and rescue. DDP: test_distributed."""
 from mp_callbacks.training_steps import TrainingSteps
 from learners import *
-from sick_models import Softmax
+from sick_models import Softmax,net
 from tracing import interrupted
 
 data = [*zip(*[o.split(16) for o in numbers()])]
@@ -166,9 +166,7 @@ def test_warns_and_stops():
 
 def test_rescues():
     "As a learner: the module stays in float32, also after a restart"
-    def new(**kwargs):
-        torch.manual_seed(0)
-        return make(model=nn.Sequential(nn.Linear(8,16), Softmax(), nn.Linear(16,1)), scale=None, **kwargs)
+    def new(**kwargs): return make(model=net(Softmax), scale=None, **kwargs)
     steps = new(rescue=True, warn_skips=6)
     (text,),e = heard(train, steps, data*4)
     assert e is None and "Kept in float32 from step 6: ['1']. To do so from the start: keep='1'." in text

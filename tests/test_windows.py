@@ -143,12 +143,8 @@ def test_shared_buffer(mode, view):
 def test_copies_of_a_learner(flat_master):
     "A copy trains as the first one"
     copies = []
-    def copy(learn): # without this callback
-        learn.remove_cb(cb)
-        copies.append(deepcopy(learn))
-        learn.add_cb(cb)
-    cb = On('after_epoch', copy, 50)
-    learn = fitted(get_learner().to_bf16(flat_master=flat_master), 1, cb)
+    copy = Now('after_epoch', lambda learn: copies.append(deepcopy(learn)), 50)
+    learn = fitted(get_learner().to_bf16(flat_master=flat_master), 1, copy)
     for o in (learn,*copies):
         o.opt.clear_state()
         o.fit(1)

@@ -227,8 +227,7 @@ def test_gradients_through_checkpoints(mode):
                 grads = torch.autograd.grad(learn.loss_grad, [*learn.model.parameters()], retain_graph=True)
             assert all(o.isfinite().all() for o in grads)
         body = Checkpointed(nn.Linear(8,8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8,8))
-        learn = in_mode(mode, nn.Sequential(body, nn.Linear(8,1)), dict(keep=nn.GELU))
-        learn.fit(1, cbs=On('after_loss', penalty))
+        fitted(in_mode(mode, nn.Sequential(body, nn.Linear(8,1)), dict(keep=nn.GELU)), 1, On('after_loss', penalty))
     assert 'with learn.mixed_precision.autocast:' in note_of(_fit, False, raises=CheckpointError)
     _fit(True)
 

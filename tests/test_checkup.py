@@ -150,8 +150,6 @@ def test_last_fit():
         assert texts['Last fit'].startswith('8 steps, none skipped.') and 'Skipped steps' not in todo
     assert lines(fitted(learn).precision_checkup())[0]['Last fit'].startswith('4 steps')
 
-# --- What makes it slow
-
 fast = partial(get_learner, opt_func=fused_adam)
 def conv_net():
     return nn.Sequential(nn.Unflatten(1, (2,2,2)), nn.Conv2d(2,8,3,padding=1), nn.Flatten(), nn.Linear(32,1))

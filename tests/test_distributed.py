@@ -189,8 +189,7 @@ def overflowing(rank, wrap=DistributedDataParallel, callback=None, **kwargs):
 def rescued(rank, alone=False):
     "Both keep the module from the same step on; the processes of a group ask each other, and nobody else"
     groups = [dist.new_group([i]) for i in range(dist.get_world_size())] if alone else [None]*dist.get_world_size()
-    learn = overflowing(rank, partial(DistributedDataParallel, process_group=groups[rank]))
-    learn.fit(5)
+    learn = fitted(overflowing(rank, partial(DistributedDataParallel, process_group=groups[rank])), 5)
     assert learn.mixed_precision.state.rescued==(() if alone and rank==0 else (('1',6),))
     if not alone: agree(params(learn.model), read_state(learn.opt), [*learn.mixed_precision.policy().why])
 

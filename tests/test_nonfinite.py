@@ -139,8 +139,6 @@ def test_checkpointing(reentrant):
     found = diagnose(model, lambda: model(xb).mean(), half)
     assert (found.where,found.module,found.keep)==('forward','1',('1','3'))
 
-# --- Range, or digits
-
 def log_no(x): return (1-(x*0+9).sigmoid()).log()*x # a probability near 1 becomes 1
 def near(x): return x/((1e4+x.detach()*0+.1)-1e4) # divides by a difference that is lost
 
@@ -169,8 +167,6 @@ def test_sparse_gradients():
     def loss(): return model(torch.tensor([1,5,1])).square().mean()
     half = half_precision(model, torch.float16)
     assert [diagnose(model, loss, half, scale=o).where for o in (1.,2.**40)]==['nothing','scale']
-
-# --- Other causes
 
 @pytest.mark.parametrize('to,kwargs', [('to_fp16',{}), ('to_native_fp16',dict(init_scale=2.**24)), ('to_bf16',{})])
 def test_divergence_after_a_skipped_step(to, kwargs):

@@ -58,8 +58,7 @@ each_cause = pytest.mark.parametrize('cause,mode', turns.items())
 @each_cause
 def test_for_ever(mode, cause):
     "A warning, an error, and no number in model or optimizer has changed; the learner goes on when the cause is gone"
-    learn = make(mode, 5, max_skips=40)
-    learn.fit(1)
+    learn = fitted(make(mode, 5, max_skips=40))
     steps = len(learn.precision_recorder.log)
     before = model_and_opt(learn)
     learn.dls = DataLoaders([batch]*60, [batch])

@@ -3,8 +3,7 @@ from learners import *
 from mp_callbacks.plan import LiveBytes,plan_memory
 
 sys.path.insert(0, str(root/'bench'))
-from models import GPT,Task,ViT,conv,loss_func
-from models import mlp as bench_mlp
+from models import GPT,Task,ViT,conv,loss_func,mlp as bench_mlp
 
 tasks = dict( # the models of bench, with fewer and smaller layers
     mlp      = Task('mlp',      lambda: bench_mlp(256, 6, 256),           (256,),    256, 64),

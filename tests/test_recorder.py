@@ -53,8 +53,7 @@ def test_no_row_twice(copied, tmp_path):
     learn = fitted(get_learner().to_fp16(), 1, GradientAccumulation(32))
     df = log_of(learn)
     assert len(df)==2
-    learn = copied(learn, tmp_path/'export.pkl')
-    learn.fit(1, cbs=GradientAccumulation(10**6))
+    learn = fitted(copied(learn, tmp_path/'export.pkl'), 1, GradientAccumulation(10**6))
     learn.fit(1, cbs=cancel('before_step', CancelStepException, 0, range(4))) # before the gradients are measured
     assert log_of(learn).equals(df)
     learn.fit(1)

@@ -126,8 +126,6 @@ oracles = dict(
                              dict(loss_scale=2.**8, factor=4, min_loss_scale=2.**-3)),
     fastai                = (fastai, dict(loss_scale=512., factor=4)))
 
-# --- What they are compared on
-
 def flags(p, n, seed):
     "`n` random flags, of which about `p` are overflows, half of them with another right behind"
     rng,res = random.Random(f'{p}{n}{seed}'),[]

@@ -41,9 +41,7 @@ def test_names_in_the_model():
     "A model's attributes aren't taken for the learner's, of which fastai's `lr_find` and `ModelResetter` add some"
     model = mlp()
     model.lr_finder = model.model_resetter = 'mine'
-    learn = get_learner(model).to_bf16()
-    learn.fit(1, cbs=InfiniteAt(1))
-    assert len(learn.precision_recorder.log)==4
+    assert len(log_of(fitted(get_learner(model).to_bf16(), 1, InfiniteAt(1))))==4
 
 def test_last_words():
     "The error comes although the fit ends with the step that was one too many"

@@ -41,8 +41,6 @@ def test_several_dtypes(ours):
     prepare_grads(ps, 2., 1.)
     assert ours=={'tolist':1}
 
-# --- The loss that fastai's recorder reads
-
 class Elsewhere(TensorBase):
     "A tensor that says that it is on a GPU"
     device = property(lambda self: torch.device('cuda'))

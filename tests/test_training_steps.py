@@ -28,8 +28,7 @@ def infinite(x, y): return x*math.inf,y
 def test_as_a_learner(half):
     "The same bits, the same scale, and the same skipped step"
     learn = get_learner(norm=True, opt_func=partial(OptimWrapper, opt=torch.optim.AdamW), cbs=InfiniteAt(2))
-    learn = learn.to_fp16(clip=1.) if half=='float16' else learn.to_bf16(clip=1.)
-    learn.fit(1, 1e-2, wd=.01)
+    fitted((learn.to_fp16 if half=='float16' else learn.to_bf16)(clip=1.), lr=1e-2, wd=.01)
     steps = train(make(half=half, scale=None, clip=1.), [infinite(*o) if i==2 else o for i,o in enumerate(data)])
     assert same(leaves(dict(learn.model.state_dict())), leaves(dict(steps.model.state_dict())))
     assert learn.mixed_precision.state.numbers()==steps.state_dict() and steps.last[:4]==learn.step_stats[:4]

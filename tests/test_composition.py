@@ -11,6 +11,7 @@ from fastai.vision.augment import Flip
 from fastai.vision.core import PILImageBW
 from fastai.vision.learner import * # how images are shown with their losses
 from learners import *
+from states import everything,same
 from sklearn.datasets import load_digits
 
 modes = {**modes, 'bf16_flat': lambda learn, **kwargs: learn.to_bf16(flat_master=True, **kwargs)}
@@ -51,38 +52,21 @@ def classify(make, **kwargs):
 
 def head_and_body(m): return [params(m[:-1]),params(m[-1:])]
 
-def in_second_epoch(mode, change, **kwargs):
-    "The model of a fit, which `change` has changed in the middle; `last` computes in the dtype of its weight"
+@pytest.mark.parametrize('mode', ['fp16','bf16'])
+def test_model_changed_in_a_fit(mode):
+    """A part that is float64 from an epoch on is no parameter that the forward pass has rounded; a new block counts in the
+    next batch, also if the old one has another place in the model"""
     model = Does(lambda m, x: m.last(m.body(x).to(m.last.weight.dtype)), last=nn.Linear(16,1),
                  body=nn.Sequential(nn.Linear(8,16), nn.Linear(16,16)))
-    cb = On('before_train', lambda o: change(o.model) if o.epoch==1 else None)
-    return fitted(modes[mode](get_learner(model), **kwargs), 2, cb).model
-
-@pytest.mark.parametrize('mode', ['fp16','bf16'])
-def test_block_replaced_in_a_fit(mode):
-    "The new one counts in the next batch, also if the old one has another place in the model"
-    seen = []
-    def change(model):
+    def replace(learn):
         model.old = model.body.pop(1)
         model.body.append(nn.LayerNorm(16))
-        model.body[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    in_second_epoch(mode, change, keep=nn.LayerNorm)
-    assert len(seen)==8 and {*seen}=={torch.float32}
-
-@pytest.mark.parametrize('mode', ['fp16','bf16'])
-def test_float64_part_in_a_fit(mode):
-    "is no parameter that the forward pass has rounded"
-    model = in_second_epoch(mode, lambda o: o.last.requires_grad_(False).double())
+        seen.append(returned(model.body[1]))
+    seen,changes = [],[noop,lambda learn: model.last.requires_grad_(False).double(),replace]
+    learn = modes[mode](get_learner(model), keep=nn.LayerNorm)
+    fitted(learn, 3, On('before_train', lambda o: changes[o.epoch](o)))
+    assert len(seen[0])==8 and {o.dtype for o in seen[0]}=={torch.float32}
     assert {p.dtype for p in model.last.parameters()}=={torch.float64}
-
-class Spoil(Callback):
-    "Batches that no precision can learn from: in float32 they are left out"
-    order = 8
-    def __init__(self, *at): self.at = at
-    def before_batch(self):
-        if not self.training or self.train_iter not in self.at: return
-        if not hasattr(self.learn, 'mixed_precision'): raise CancelBatchException
-        self.learn.xb = (self.x*float('inf'),)
 
 # --- Callbacks
 
@@ -133,7 +117,10 @@ class EMA(Callback):
 
 @row
 def ema(make):
-    learn = fitted(make(cbs=[avg := EMA(),Spoil(2,3,5)]), 3)
+    def spoil(learn): # batches that no precision can learn from: in float32 they are left out
+        if not hasattr(learn, 'mixed_precision'): raise CancelBatchException
+        learn.xb = (learn.x*math.inf,)
+    learn = fitted(make(cbs=[avg := EMA(),On('before_batch', spoil, 8, (2,3,5))]), 3)
     return avg.n,[went(learn),flat(avg.avg)-learn.start,[o[1] for o in logged(learn)]]
 
 # --- Ways to fit
@@ -199,11 +186,6 @@ def looks_at_a_classifier(make):
 def in_float32(name):
     with TemporaryDirectory() as d: return rows[name](partial(make, None, Path(d)))
 
-def plain(o):
-    "With lists for arrays, to be compared"
-    if isinstance(o, dict): return {k:plain(v) for k,v in o.items()}
-    return [plain(x) for x in o] if isinstance(o, (list,tuple,L)) else o.tolist() if hasattr(o, 'tolist') else o
-
 def off(a, b):
     a,b = (o.double() if isinstance(o, torch.Tensor) else torch.tensor(np.array(o), dtype=torch.float64) for o in (a,b))
     return ((a-b).norm()/b.norm()).item()
@@ -212,16 +194,12 @@ turns = in_turns(rows, modes) # the one mode of each row that isn't slow
 
 @pytest.mark.parametrize('name,mode', crossed(rows, modes, fast=lambda name,mode: mode==turns[name], thin=3))
 def test_row(name, mode, tmp_path):
-    (same32,near32),(same,near) = in_float32(name),rows[name](partial(make, mode, tmp_path))
-    assert plain(same)==plain(same32)
+    (equal32,near32),(equal,near) = in_float32(name),rows[name](partial(make, mode, tmp_path))
+    assert same(equal, equal32)
     offs = [off(a, b) for a,b in zip(near, near32, strict=True)]
     assert all(o<4*roundoff(mode) for o in offs), [o/roundoff(mode) for o in offs]
 
 # --- What float32 doesn't do, or doesn't do well
-
-def settled(learn):
-    "All that training changes"
-    return plain([learn.model.state_dict(), learn.opt.state_dict()['state'], precision_state(learn)])
 
 suggest_funcs = (minimum,steep,valley,slide)
 
@@ -230,9 +208,9 @@ def test_lr_find(mode, tmp_path):
     "The same learning rates are suggested, and afterwards the learner is what it was, bit for bit"
     def find(mode):
         learn = fitted(make(mode, tmp_path, norm=True, opt_func=Adam), lr=1e-3)
-        before = settled(learn) if mode else None
+        before = everything(learn) if mode else None
         res = learn.lr_find(show_plot=False, suggest_funcs=suggest_funcs)
-        if mode: assert settled(learn)==before and not list((tmp_path/'models').iterdir())
+        if mode: assert same(everything(learn), before) and not list((tmp_path/'models').iterdir())
         return res,torch.tensor(learn.recorder.losses)
     (want,losses32),(got,losses) = find(None),find(mode)
     n = len(losses32)//2
@@ -242,15 +220,15 @@ def test_lr_find(mode, tmp_path):
 def test_lr_find_overflow(tmp_path):
     """Batches that overflow in the beginning, whether for their data or for the scale, don't end the search; and the
     scale is again what it was"""
-    cancelled = [] # as `lr_find` leaves no rows in the recorder
-    learn = make(None, tmp_path, norm=True, cbs=[Spoil(1,2,3),On('after_cancel_step', cancelled.append)])
+    cancelled,bad = [],InfiniteAt(1,2,3) # as `lr_find` leaves no rows in the recorder
+    learn = make(None, tmp_path, norm=True, cbs=[bad,On('after_cancel_step', cancelled.append)])
     learn.to_fp16(max_loss_scale=2.**24, headroom=None).create_opt()
-    before,scale = settled(learn),learn.mixed_precision.loss_scale
+    before,scale = everything(learn),learn.mixed_precision.loss_scale
     got = learn.lr_find(suggest_funcs=suggest_funcs, show_plot=False)
-    assert settled(learn)==before and learn.mixed_precision.loss_scale==scale
+    assert same(everything(learn), before) and learn.mixed_precision.loss_scale==scale
     assert all(1e-7<=o<=10 for o in got) and len(learn.recorder.losses)>50, got
     assert len(cancelled)>3 and not len(learn.precision_recorder.log)
-    learn.remove_cb(Spoil)
+    learn.remove_cb(bad)
     loss = learn.validate()[0]
     learn.fit(4)
     assert learn.validate()[0]<loss

@@ -3,7 +3,7 @@ import cloudpickle,learners
 from mp_callbacks.flat import flat_steps
 from mp_callbacks.grads import prepare_grads
 from learners import *
-from states import identical,same
+from states import assert_plain,identical,same
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:load_learner')
 
@@ -37,12 +37,11 @@ def test_partly_double(call):
 
 def test_jagged_predictions():
     "Their class keeps the numbers in attributes: these are float32, too, and what somebody has put on stays"
-    class Words(nn.Linear):
-        def forward(self, x, offsets):
-            res = torch.nested.nested_tensor_from_jagged(super().forward(x), offsets)
-            res.note = 'kept'
-            return res
-    model,x = Words(8, 4),numbers()[0]
+    def words(m, x, offsets):
+        res = torch.nested.nested_tensor_from_jagged(m.linear(x), offsets)
+        res.note = 'kept'
+        return res
+    model,x = Does(words, linear=nn.Linear(8, 4)),numbers()[0]
     with half_precision(model, 'bf16'): res = model(x, torch.tensor([0,3,64]))
     assert res.dtype==res.values().dtype==torch.float32 and res.note=='kept'
     assert [len(o) for o in res.unbind()]==[3,61] and (res.values()-model(x, torch.tensor([0,64])).values()).norm()<.1
@@ -59,16 +58,6 @@ def test_outside_the_optimizer(mode):
         assert off(g, g32)<.05 and off(w, w32)<.05
         g,w = run(mode, InfiniteAt(1), *cbs)
         assert g.isfinite().all() and off(w, w32)<.5 # three steps are almost four
-
-# --- Devices and data
-
-@each_mode
-def test_plain_lists(mode):
-    "Any iterable that has a length will do for dls, which then name no device: that of the model counts"
-    batches = [(x[None],y[None]) for x,y in zip(*numbers(8))]
-    learn = get_learner(dls=DataLoaders(batches, batches))
-    trains(modes[mode](learn))
-    assert math.isfinite(learn.validate()[0])
 
 @pytest.mark.cuda
 @pytest.mark.results
@@ -113,7 +102,9 @@ def sketch(o):
 
 @functools.lru_cache(None)
 def seen(inp, prediction, mode):
-    "What model and loss are given in an epoch, and the weights at its end"
+    """What model and loss are given in an epoch, and the weights at its end
+
+    Data are plain lists: any iterable that has a length will do, and where it names no device, the model's counts."""
     (make_inp,get_inp),(make,get) = inputs[inp],predictions[prediction]
     batches = [(*make_inp(x), y) for x,y in zip(*(o.split(16) for o in numbers()))]
     to_model,to_loss = [],[]
@@ -163,8 +154,7 @@ def test_export_inside_a_batch(mode, tmp_path):
     loaded.remove_cbs([ProgressCallback,Now,GradientAccumulation])
     loaded.dls = get_dls()
     loaded.validate()
-    assert {p.dtype for p in loaded.model.parameters()}=={torch.float32}
-    assert not [n for n,m in loaded.model.named_modules() if 'forward' in vars(m)]
+    assert_plain(loaded.model)
     loaded.fit(1, cbs=InfiniteAt(0))
     assert all(o.isfinite().all() for o in loaded.model.state_dict().values())
     trains(loaded)
@@ -197,8 +187,7 @@ def test_unpatched_process(forked_plain, tmp_path):
     code = "import sys; sys.modules['mp_callbacks'] = None; from fastai.learner import *; load_learner('float32.pkl')"
     forked_plain(code, tmp_path)
 
-@pytest.mark.parametrize('piece', ['prepare_grads','flat_steps'])
-def test_default_device(piece):
+def test_default_device():
     """A loop by hand may have `torch.set_default_device('cuda')`: what has to be on the CPU stays there
 
     Here it is 'meta', for a `with`: `set_default_device(None)` doesn't undo all of it, and `get_default_device` of
@@ -207,7 +196,6 @@ def test_default_device(piece):
     for p in ps: p.grad = torch.ones_like(p)
     with torch.device('meta'):
         opt = Adam(ps, lr=.1)
-        if piece=='flat_steps':
-            with flat_steps(opt): opt.step()
+        with flat_steps(opt): opt.step()
         norm = prepare_grads(ps, 2., 1.).norm
     assert norm==pytest.approx(3005**.5/2)

@@ -6,8 +6,6 @@ from test_inputs import trains
 
 each_mode = pytest.mark.parametrize('mode', modes)
 
-# --- Our numbers
-
 def strict_step(p, lr, wd, do_wd=True, force_train=None): p.data.add_(p.grad.data, alpha=-lr)
 def strict(params, lr, **kwargs):
     "With a stepper as fastxtend's jitted ones: it takes what it knows"
@@ -29,19 +27,11 @@ def test_steppers_see_no_numbers_of_ours(mode, tmp_path):
     with pytest.raises(KeyboardInterrupt): learn.fit(1)
     assert read_state(learn.opt)==seen[-1]
 
-# --- Unlike the others
-
-class Wrapped:
+class Wrapped(GetAttr):
     "An optimizer around another that isn't a `torch.optim.Optimizer`, as `schedulefree.ScheduleFreeWrapper`"
+    _default = 'base'
     def __init__(self, params, lr=1e-3, **kwargs): self.base = torch.optim.SGD(params, lr=lr)
-    @property
-    def param_groups(self): return self.base.param_groups
-    @property
-    def state(self): return self.base.state
     def step(self, closure=None): return self.base.step(closure)
-    def zero_grad(self, set_to_none=True): self.base.zero_grad(set_to_none)
-    def state_dict(self): return self.base.state_dict()
-    def load_state_dict(self, state): self.base.load_state_dict(state)
 
 @each_mode
 def test_optimizer_of_another_class(mode, tmp_path):

@@ -46,21 +46,20 @@ def both(mode, make, fit):
     assert skipped(learn)==0
     return learn,plain
 
-class SAM(Callback):
-    "Sharpness-aware minimization: step with the gradients of the point nearby where the loss is larger"
-    order = 20 # after the gradients are checked
-    def before_step(self):
-        params = [p for p in self.model.parameters() if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in params]).norm()
-        steps = [.05*p.grad/norm for p in params]
-        for p,o in zip(params, steps): p.data.add_(o)
-        self.opt.zero_grad()
-        self.loss_func(self.model(*self.xb), *self.yb).backward()
-        for p,o in zip(params, steps): p.data.sub_(o)
+def sharpness_aware(learn):
+    "SAM: step with the gradients of the point nearby where the loss is larger"
+    params = [p for p in learn.model.parameters() if p.grad is not None]
+    norm = torch.stack([p.grad.norm() for p in params]).norm()
+    steps = [.05*p.grad/norm for p in params]
+    for p,o in zip(params, steps): p.data.add_(o)
+    learn.opt.zero_grad()
+    learn.loss_func(learn.model(*learn.xb), *learn.yb).backward()
+    for p,o in zip(params, steps): p.data.sub_(o)
 
 @some_modes
 def test_sam(mode):
-    both(mode, lambda: get_learner(opt_func=SGD, lr=.05), lambda o: o.fit(2, cbs=SAM()))
+    sam = On('before_step', sharpness_aware, 20) # after the gradients are checked
+    both(mode, lambda: get_learner(opt_func=SGD, lr=.05), lambda o: o.fit(2, cbs=sam))
 
 @some_modes
 def test_discriminative_learning_rates(mode):
@@ -70,24 +69,18 @@ def test_discriminative_learning_rates(mode):
     assert [o['lr'] for o in learn.opt.hypers]==[o['lr'] for o in plain.opt.hypers]
     assert len({o['lr'] for o in learn.opt.hypers})==3
 
-class Averaged(Callback):
-    "PyTorch's own averages of weights"
-    def __init__(self, **kwargs): self.kwargs = kwargs
-    def before_fit(self): self.avg = torch.optim.swa_utils.AveragedModel(self.model, **self.kwargs)
-    def after_step(self):
-        stats = getattr(self.learn, 'step_stats', None)
-        if stats is None or stats.finite: self.avg.update_parameters(self.model)
-
 @pytest.mark.parametrize('kind', ['swa','ema'])
 @some_modes
 def test_averaged_model(mode, kind):
-    "It holds float32 weights, as near to those of float32 as the weights are, and learns nothing of a skipped step"
+    "PyTorch's own holds float32 weights, as near to those of float32 as these are, and learns nothing of a skipped step"
     kwargs = {} if kind=='swa' else dict(multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(.8))
     def run(mode, *cbs):
-        learn,averaged = in_mode(mode, opt_func=SGD, lr=.05),Averaged(**kwargs)
-        start = flat(weights(learn))
-        learn.fit(2, cbs=[averaged,*cbs])
-        return averaged.avg,flat(averaged.avg.module.parameters())-start
+        learn = in_mode(mode, opt_func=SGD, lr=.05)
+        start,avg = flat(weights(learn)),torch.optim.swa_utils.AveragedModel(learn.model, **kwargs)
+        def update(learn):
+            if not mode or learn.step_stats.finite: avg.update_parameters(learn.model)
+        learn.fit(2, cbs=[On('after_step', update),*cbs])
+        return avg,flat(avg.module.parameters())-start
     avg,way = run(mode)
     _,plain = run(None)
     assert {p.dtype for p in avg.module.parameters()}=={torch.float32}

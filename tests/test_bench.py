@@ -1,12 +1,9 @@
 """The benchmarks run, with toy sizes, and write what they say. Nothing here looks at a time.
 
 The file takes long because each script trains all its loops, some in processes of their own."""
-import csv,sys
-from pathlib import Path
+from learners import *
 
-import pytest,torch
-
-bench = Path(__file__).parent.parent/'bench'
+bench = root/'bench'
 sys.path.insert(0, str(bench))
 
 @pytest.fixture

@@ -2,15 +2,13 @@
 
 README itself is compared by `make check`, which `make test` begins with. Cells are run by `nbdev-test` and
 `test_notebooks.py`; here, that no name in them comes from a hidden cell."""
-import ast,builtins,inspect,os,re,subprocess,sys
+import ast,builtins
 from importlib import import_module
-from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 from fastcore.nbio import read_nb
-import mp_callbacks.learner # adds the calls
-from interpreters import paste,root
+from interpreters import paste
+from learners import *
 
 pytest.importorskip('latex2mathml', reason='needs the docs extra')
 
@@ -180,7 +178,9 @@ def test_several_gpus(tmp_path):
     "The Python blocks of that page, in order, in one process that has a learner as in the example"
     pytest.importorskip('accelerate')
     found = blocks('howto/several_gpus')
-    start = """from distributed import get_dls,get_model as new_model # fastai has a `get_model`, too
+    start = f"""import sys
+sys.path.insert(0, '{root}/examples')
+from distributed import get_dls,get_model as new_model # fastai has a `get_model`, too
 import fastai.callback.progress as progress
 dls,model = get_dls(64),new_model()
 progress.defaults.callbacks.remove(progress.ProgressCallback)
@@ -191,9 +191,7 @@ model = nn.Sequential(OrderedDict(layers=nn.Sequential(new_model())))
 """
     of_shards = [o for o in found if 'fully_shard' in o or 'dcp.save' in o]
     code = start+''.join(o for o in found if o not in of_shards)
-    code += sharded+'learn.fit(1)\n'.join(of_shards)+'learn.fit(1)\ndist.destroy_process_group()'
-    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(root/'examples'), str(root)])}
-    subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env=env, check=True, timeout=300)
+    paste(code+sharded+'learn.fit(1)\n'.join(of_shards)+'learn.fit(1)\ndist.destroy_process_group()', tmp_path)
 
 def public():
     "What the notebooks export: each public function, class, and method that they add to a class of another library"

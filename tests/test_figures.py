@@ -1,11 +1,8 @@
 """Pages say what bench/results and the package say: the figures in sentences, and the tables that cells show
 
 `test_outputs` and `test_notebooks` run the cells that show tables. No other sentence has milliseconds."""
-import re,sys
-
-import pandas as pd,pytest
 from fastcore.nbio import read_nb
-from interpreters import root
+from learners import *
 
 results = root/'bench/results'
 pages = {o.stem: o for o in (root/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in o.parts}
@@ -37,17 +34,14 @@ halves = ('fused','bf16'),('fused','fp16'),('fused','autocast-bf16')
 def gpu(metric, cases): return [x for o in halves for x in over_float32('gpu', cases, o, 'train', metric)]
 def spread(xs): return [100*min(xs),100*max(xs)]
 
-def step_cost(case, size, *loops):
-    "Milliseconds of a step of `loops` beside forward and backward"
-    ms = medians('step_cpu')[case,size]
-    def _alone(precision): return ms['bare','',precision if precision in ('fp16','bf16') else 'fp32']
-    return [ms[o]-_alone(o[-1]) for o in loops]
+def step_cost(*loops):
+    "Milliseconds of a step of `loops` beside forward and backward, with many small tensors"
+    ms = medians('step_cpu')['1000 tensors',10**5]
+    return [ms[o]-ms['bare','',o[-1] if o[-1]=='bf16' else 'fp32'] for o in loops]
 
-many = [('fastai','fused','fp32'), ('fastai','fused','autocast-bf16'), ('lightning','fused','autocast-bf16'),
-        ('ours','fused','autocast-bf16'), ('ours','fused','bf16')]
 def batches(case, *sizes):
     ms = medians('gpu_a76470f', part='mpx')[case]
-    return [ms[o]['fastai','fused','fp32']/ms[o]['ours','fused','bf16'] for o in sizes]
+    return [ms[o][full]/ms[o][bf16] for o in sizes]
 
 def less(part, case, loop, *others, metric='step_ms'):
     "Percent that `loop` takes less than each of `others`, on a GPU"
@@ -55,7 +49,7 @@ def less(part, case, loop, *others, metric='step_ms'):
     return [100-100*one(ms, case, *loop)/one(ms, case, *o) for o in others]
 
 bf16,native,autocast = ('ours','fused','bf16'),('ours','fused','autocast-bf16'),('hand','fused','autocast-bf16')
-by_hand,fastais = ('hand','fused','bf16'),('fastai','fused','autocast-bf16')
+by_hand,fastais,full = ('hand','fused','bf16'),('fastai','fused','autocast-bf16'),('fastai','fused','fp32')
 def kernels(*loops): return [one(medians('host_cuda', 'kernels'), 'vit', *o) for o in loops]
 
 fp8 = 'fp8-tensorwise'
@@ -98,11 +92,11 @@ claims = [ # page, the figures in a sentence of it, and where they are from
                 r'ResNet, and (\d+) % for the MLP',
         lambda: [-x for o in on_gpu for x in less('train', o, bf16, fastais)]),
     ('results', r'was ([\d.]+) times as fast with `to_bf16` as in float32',
-        lambda: [100/(100-less('mpx', 'vit-base', bf16, ('fastai','fused','fp32'))[0])]),
+        lambda: [100/(100-less('mpx', 'vit-base', bf16, full)[0])]),
     ('results', r'took (\d+) % less time than autocast in a plain loop, (\d+) % less than `to_native_bf16`, and',
         lambda: less('mpx', 'vit-base', bf16, autocast, native)),
     ('results', r'with 256 images needs ([\d.]+) times less memory than in float32',
-        lambda: [100/(100-less('mpx', 'vit-base', bf16, ('fastai','fused','fp32'), metric='peak_mb')[0])]),
+        lambda: [100/(100-less('mpx', 'vit-base', bf16, full, metric='peak_mb')[0])]),
     ('results', r'Against TF32 ours was ([\d.]+) times as fast',
         lambda: [100/(100-less('mpx', 'vit-base', bf16, ('hand','fused','tf32'))[0])]),
     ('index', r'On a CPU, where.*need up to (\d+) % more in a', lambda: [100*max(planned('less_memory'))-100]),
@@ -132,7 +126,7 @@ claims = [ # page, the figures in a sentence of it, and where they are from
         lambda: [*extras('tensors', 'step_us', 'tensors=1', **plain),
                  *extras('tensors', 'step_us', 'tensors=100', **plain)]),
     ('results', r'With 1000 tensors float32 takes (\d+) ms, autocast of fastai (\d+), of Lightning (\d+), ours (\d+) '
-                r'and to_bf16 (\d+)', lambda: step_cost('1000 tensors', 10**5, *many))]
+                r'and to_bf16 (\d+)', lambda: step_cost(full, fastais, ('lightning','fused','autocast-bf16'), native, bf16))]
 
 def test_first_minute():
     "README and CONTRIBUTING say how long their commands took, and on which machine"

@@ -2,13 +2,8 @@
 
 Each test has twins: the same parameters and the same optimizer twice, one stepped by fastai, one in `flat_steps`.
 Learners with `flat_master=True`, and what they refuse, are in `test_parity.py`."""
-import copy,itertools,random
-
-import pytest,torch
-from torch import nn
-from fastai.optimizer import *
 from fastai.optimizer import l2_reg,sgd_step,weight_decay
-
+from learners import *
 from mp_callbacks.flat import flat_steps
 from states import same,seed_cpu
 from tracing import interrupted
@@ -47,7 +42,7 @@ def contents(opt):
 class Twins:
     "Two optimizers with the same parameters; the second steps flat. `each(f)` does the same to both."
     def __init__(self, make, groups):
-        self.opts = [make([[copy.deepcopy(p) for p in pg] for pg in groups]) for _ in range(2)]
+        self.opts = [make(deepcopy(groups)) for _ in range(2)]
 
     def each(self, f):
         seed = random.random()
@@ -123,7 +118,7 @@ events = dict(
     freeze   = lambda o: o.freeze_to(random.randrange(len(o.param_lists))),
     unfreeze = lambda o: o.unfreeze(),
     clear    = lambda o: o.clear_state(),
-    reload   = lambda o: o.load_state_dict(copy.deepcopy(o.state_dict())),
+    reload   = lambda o: o.load_state_dict(deepcopy(o.state_dict())),
     hypers   = lambda o: o.set_hypers(lr=random.random()*.1, wd=random.choice([0.,.1])),
     beta     = lambda o: o.set_hyper('beta', random.choice([0.,50.])) if 'beta' in o.hypers[0] else None,
     stepper  = lambda o: inner(o).cbs.insert(0, weight_decay),
@@ -144,8 +139,6 @@ def test_anything(name, seed):
         twins.each(lambda o: new_grads(o, .3*(seed%2)))
         twins.each(events[event])
         twins.step(f'{i}: {log}')
-
-# --- What can't be flat
 
 def test_unusual_gradients():
     "Parameters with sparse, complex, or other gradients are stepped on as they are"
@@ -178,8 +171,6 @@ def test_state_of_a_stepper():
     with pytest.raises(ValueError, match='norm of shape .. from 6 numbers.*flat_master=False'): flat_step(opt)
     assert all(torch.equal(p, w) for p,w in zip(params(opt), was)) and not any(opt.state[p] for p in params(opt))
 
-# --- Interrupts
-
 def test_interrupt_anywhere():
     "A KeyboardInterrupt at any line: each parameter has been stepped on or it hasn't, and the optimizer can go on"
     for n in itertools.count(1):
@@ -188,7 +179,7 @@ def test_interrupt_anywhere():
         twins = Twins(optimizers['ranger'], groups)
         twins.each(new_grads)
         a,b = twins.opts
-        before = copy.deepcopy(params(b))
+        before = deepcopy(params(b))
         lists,state = inner(b).param_lists,inner(b).state
         done = not interrupted(lambda: flat_step(b), n, 'mp_callbacks/flat.py')
         assert inner(b).param_lists is lists and inner(b).state is state and 'step' not in vars(inner(b))

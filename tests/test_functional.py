@@ -2,23 +2,11 @@
 leave no trace
 
 What becomes of each kind of leaf is in the notebooks, beside the functions."""
-import inspect
-from copy import deepcopy
-
-import pytest,torch
-from torch import nn
-import torch.nn.functional as F
-
+from learners import *
 from mp_callbacks import emily,functional,jmp,mpx
 from mp_callbacks.dtypes import tree_map
 from mp_callbacks.functional import optimizer_update,value_and_grad
-from mp_callbacks.half import half_precision
-from mp_callbacks.loss_scale import DynamicLossScale
 from states import same
-
-f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
-
-# --- The names of other libraries
 
 signatures = {
     jmp: dict(
@@ -109,8 +97,6 @@ def test_one_half_precision_for_a_model(monkeypatch):
     for net in nets*3: value_and_grad(loss, bf16)(net, x)
     assert made==nets
 
-# --- Skipped steps
-
 def fit(net, dtype, x, y, scale, overflows, n):
     "Losses and scales of `n` steps, of which those in `overflows` change nothing but the scale"
     opt,losses,scales = torch.optim.AdamW(net.parameters(), lr=.01),[],[]
@@ -131,8 +117,6 @@ def test_skipped_steps():
     net = nn.Sequential(nn.Linear(4,8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8,1))
     _,scales = fit(net, f16, torch.randn(32,4), torch.randn(32,1), DynamicLossScale(2.**10, period=3), (2,5), 8)
     assert scales==[1024,1024,512,512,512,256,256,256] and net[1].num_batches_tracked==6
-
-# --- On an accelerator
 
 @pytest.mark.cuda
 @pytest.mark.results

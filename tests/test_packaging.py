@@ -1,13 +1,11 @@
 "What gets published: the files in wheel and sdist and their metadata; and each fact about the project has one source"
-import re,shutil,subprocess,sys,tarfile,zipfile
+import shutil,tarfile,zipfile
 from configparser import ConfigParser
 from email.parser import HeaderParser
 
-import pytest
-from interpreters import root
-from packaging.requirements import Requirement
-
 import mp_callbacks
+from learners import *
+from packaging.requirements import Requirement
 
 try: import tomllib
 except ImportError: import tomli as tomllib # Python 3.10
@@ -32,11 +30,6 @@ def built(tmp_path_factory):
     subprocess.run(cmd, check=True, stdout=subprocess.DEVNULL)
     return next(dist.glob('*.whl')),next(dist.glob('*.tar.gz'))
 
-@pytest.fixture(scope='module')
-def metadata(built):
-    with zipfile.ZipFile(built[0]) as z:
-        return HeaderParser().parsestr(z.read(next(o for o in z.namelist() if o.endswith('/METADATA'))).decode())
-
 def test_wheel_files(built):
     "The package, the mark that it has types, and nothing else"
     with zipfile.ZipFile(built[0]) as z: files = [o for o in z.namelist() if '.dist-info/' not in o]
@@ -48,15 +41,15 @@ def test_sdist_files(built):
     assert {'settings.ini', 'setup.py', 'pyproject.toml', 'README.md', 'LICENSE', 'mp_callbacks/__init__.py'} <= files
     assert not [o for o in files if o.startswith('tests')] # they would need the rest of the repository
 
-def test_metadata(metadata):
+def test_metadata(built):
+    "That of the project; and requirements are those in settings.ini, each in its extra"
+    with zipfile.ZipFile(built[0]) as z:
+        metadata = HeaderParser().parsestr(z.read(next(o for o in z.namelist() if o.endswith('/METADATA'))).decode())
     assert metadata['Name']=='mp_callbacks'
     assert metadata['Version']==mp_callbacks.__version__
     assert metadata['License-Expression']==cfg['license'] and metadata['License-File']=='LICENSE'
     assert metadata['Requires-Python']==f">={cfg['pythons'].split()[0]}"
     assert metadata.get_payload()==(root/'README.md').read_text(encoding='utf-8')
-
-def test_requirements(metadata):
-    "Those in settings.ini, each in its extra"
     extras = 'distributed','test','dev','docs','peers'
     wanted = lines('requirements')+[f'{o}; extra=="{k}"' for k in extras for o in lines(f'{k}_requirements')]
     assert {Requirement(o) for o in metadata.get_all('Requires-Dist')}=={Requirement(o) for o in wanted}

@@ -1,19 +1,13 @@
 """What holds for any tree, loss scale and gradients: hypothesis looks for some that it doesn't hold for
 
 The same examples each time. What is expected is computed another way: in float64, or by walking both structures."""
-from collections import OrderedDict
 from dataclasses import asdict,fields,is_dataclass,replace
 
-import pytest,torch
+from learners import *
 pytest.importorskip('hypothesis')
-from fastai.torch_core import TensorBase
-from fastcore.foundation import L
 from hypothesis import HealthCheck,assume,given,settings,strategies as st
-from learners import Data,Frozen,Named
 from mp_callbacks.dtypes import cast_tree
-from mp_callbacks.grads import StepStats,prepare_grads
-from mp_callbacks.loss_scale import DynamicLossScale
-from torch import nn
+from mp_callbacks.grads import prepare_grads
 
 def examples(n):
     return settings(max_examples=n, derandomize=True, deadline=None, database=None,

@@ -1,10 +1,9 @@
 """Does it learn as well? The statistics find what is known, the page has the figures of its csv, and no page advises
 what the csv denies"""
-import re,runpy
-from types import SimpleNamespace
+import runpy
 
-import numpy as np,pandas as pd,pytest
-from test_figures import figures,results,root,text
+from learners import *
+from test_figures import figures,results,text
 
 eq = SimpleNamespace(**runpy.run_path(str(root/'bench/equivalence.py')))
 

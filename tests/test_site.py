@@ -1,21 +1,16 @@
 """The built site, in headless Chromium: it reads well on a phone and on a wide screen, is found by search, links work
 
 Nothing is fetched from outside. It takes long because the site is built, and each page looked at in two widths."""
-import re,shutil,subprocess,sys
-from functools import partial
 from http.server import SimpleHTTPRequestHandler,ThreadingHTTPServer
-from pathlib import Path
-from threading import Thread
 from urllib.parse import unquote
 
-import pytest
-from test_docs import pages,root,words
+from learners import *
+from test_docs import pages,words
 
 pytestmark = pytest.mark.slow
 zensical = Path(sys.executable).with_name('zensical')
 chromium = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
 if not zensical.exists(): pytest.skip('needs the docs extra', allow_module_level=True)
-# --- The site, and a browser
 
 @pytest.fixture(scope='module')
 def site(tmp_path_factory, flags):
@@ -33,7 +28,7 @@ class Quiet(SimpleHTTPRequestHandler):
 @pytest.fixture(scope='module')
 def url(site):
     with ThreadingHTTPServer(('127.0.0.1', 0), partial(Quiet, directory=site)) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f'http://127.0.0.1:{server.server_port}/'
         server.shutdown()
 
@@ -57,7 +52,10 @@ def new_tab(url):
             ignore_default_args=['--hide-scrollbars']) as chrome): yield new_tab
 
 @pytest.fixture(scope='module')
-def html(site): return sorted(o.relative_to(site).as_posix() for o in site.rglob('*.html') if o.name!='404.html')
+def texts(site):
+    "The HTML of each page"
+    found = sorted(o for o in site.rglob('*.html') if o.name!='404.html')
+    return {o.relative_to(site).as_posix(): o.read_text(encoding='utf-8') for o in found}
 
 # What is wrong with how a page is laid out, where it can be seen from inside
 look = """async () => {
@@ -82,10 +80,10 @@ look = """async () => {
 widths = phone,wide = 390,1600
 
 @pytest.fixture(scope='module')
-def looks(html, new_tab):
+def looks(texts, new_tab):
     "What `look` and the console say about each page, on a phone and in a wide window"
     (tab,errors),res = new_tab(phone),{}
-    for i,page in enumerate(html):
+    for i,page in enumerate(texts):
         errors.clear()
         tab.goto(page)
         for width in widths[::(-1)**i]: # first that of the page before: to change it takes long
@@ -144,11 +142,6 @@ def test_plots_in_the_dark(scheme, new_tab):
     style = tab.evaluate("getComputedStyle(document.querySelector('figure img')).filter")
     assert ('invert' in style)==(scheme=='dark')
 
-# --- The files
-
-@pytest.fixture(scope='module')
-def texts(site, html): return {o:(site/o).read_text(encoding='utf-8') for o in html}
-
 @pytest.mark.parametrize('pattern', ['<title>(.*?)</title>','<meta name="description" content="(.*?)"'])
 def test_heads(pattern, texts):
     "Each page has a title and a description, and shares them with no other"
@@ -162,7 +155,7 @@ def test_links_to_the_repository(texts):
         return [o for o in files if not (root/unquote(o)).exists()]
     refuse({page:_lost(o) for page,o in texts.items()}, 'links to files that are not there')
 
-def test_links_of_readme(site, texts):
+def test_links_of_readme(texts):
     "They lead to pages and headings of the site"
     links = re.findall(rf'\]\({re.escape(pages.base)}([^)]*)\)', (root/'README.md').read_text(encoding='utf-8'))
     def _broken(link):

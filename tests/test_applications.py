@@ -47,8 +47,6 @@ def train(name, mode=None):
     assert places(learn.model)==before # tied weights are tied, and buffers have their dtypes
     return learn.recorder.losses[0],learn.recorder.losses[-1],learn
 
-# --- Vision
-
 digit_images,digit_labels = load_digits(return_X_y=True)
 digit_images = (digit_images.reshape(-1,8,8)*15.9).astype('uint8')
 colour = digit_images[...,None].repeat(3, axis=-1)
@@ -101,8 +99,6 @@ def vision_timm_transformer():
     return Learner(digits(16, n=128, bs=16), timm.models.VisionTransformer(
         img_size=16, patch_size=4, in_chans=1, num_classes=10, embed_dim=32, depth=2, num_heads=2, global_pool='avg'))
 
-# --- Tables
-
 def wine(procs=(Categorify,FillMissing,Normalize), scale=1.):
     "Classes of wines; the column `hue` is a category, all others are numbers"
     df = load_wine(as_frame=True).frame.sample(frac=1., random_state=0).reset_index(drop=True)
@@ -116,9 +112,8 @@ def wine(procs=(Categorify,FillMissing,Normalize), scale=1.):
 @app('fp16', epochs=4)
 def tabular_classes(): return tabular_learner(wine(), layers=[32,16])
 
-# --- Recommendations: how much each drawing of a digit likes each pixel
-
 def likes():
+    "Recommendations: how much each drawing of a digit likes each pixel"
     rows = [(f'd{i}', f'p{j}', float(digit_images[i].flat[j])/16) for i in range(60) for j in range(64)]
     return CollabDataLoaders.from_df(pd.DataFrame(rows, columns=['user','item','rating']), seed=0, bs=128, **on_cpu)
 
@@ -129,10 +124,8 @@ def collab_dot(): return collab_learner(likes(), n_factors=16, y_range=(-1,17))
 def collab_net():
     return collab_learner(likes(), use_nn=True, emb_szs=dict(user=8, item=8), layers=[32], y_range=(-1,17))
 
-# --- Text: what Python's own modules say about themselves
-
 def documents():
-    "Lines of text"
+    "Lines of text: what Python's own modules say about themselves"
     return [o.strip(' |') for m in (random,statistics)
             for o in pydoc.plain(pydoc.render_doc(m)).splitlines() if len(o)>40]
 
@@ -180,8 +173,6 @@ def test_arrives(name):
     assert math.isfinite(learn.validate()[0])
     off = abs(got-want)/(start-want)
     assert off<tol*roundoff(mode), (off/roundoff(mode), start, want, got)
-
-# --- What goes wrong
 
 @pytest.mark.slow
 def test_deberta():

@@ -3,19 +3,17 @@
 It runs with each of our calls in this process and with each of fastai's in another, which never imports mp_callbacks:
 this file, run as a script. fastai's callbacks are as they are, but for the device: where they ask for 'cuda' they get
 the CPU. In the row `cpu` they don't."""
-import json,re,subprocess,sys,warnings
-from collections import namedtuple
-from contextlib import contextmanager,nullcontext
+import sys
 from tempfile import TemporaryDirectory
+from unittest.mock import MagicMock
 
-import fastai,pytest
-from fastai.basics import (
-    DataLoaders,F,Lambda,Learner,MSELossFlat,OptimWrapper,Path,SGD,SimpleNamespace,attrgetter,itemgetter,nn,partial,
-    set_seed,torch)
+import fastai
 from fastai.callback import fp16
-from fastai.callback.all import (
-    Callback,CancelBatchException,CancelStepException,GradientClip,ProgressCallback,SaveModelCallback)
-from cases import *
+
+# The helpers for learners import mp_callbacks, which would change fastai: the script has nothing in its place
+if __name__=='__main__': sys.modules |= {f'mp_callbacks{o}': MagicMock() for o in ('','.all','.precision')}
+from learners import *
+from states import opt_params
 
 masters,natives = ('to_fp16', 'to_bf16'),('to_native_fp16', 'to_native_bf16')
 theirs = (*masters,'to_non_native_fp16')
@@ -44,30 +42,12 @@ def normed(norm): return lambda: nn.Sequential(nn.Linear(4, 8), norm(), nn.Linea
 def learner(to, model=linear, options={}, loss=MSELossFlat(), lr=.1, **kwargs):
     "A learner after its method `to`, called with `options`; from the same seed each time"
     set_seed(1)
-    data = list(zip(*line()))
-    dls = DataLoaders.from_dsets(data, data[:16], bs=16, device=torch.device('cpu'), num_workers=0)
-    learn = Learner(dls, model(), loss_func=loss, lr=lr, **kwargs)
-    learn.logger = lambda o: None
-    return getattr(learn.remove_cb(ProgressCallback), to)(**options)
+    dls = as_dls(*line()).to(torch.device('cpu'))
+    return getattr(get_learner(model(), dls, loss_func=loss, lr=lr, **kwargs), to)(**options)
 
-class At(Callback):
-    "Call `f` with the learner in `event` of the training batches that `at` holds"
-    def __init__(self, event, f, at=(2,), order=5):
-        self.f,self.at,self.order = f,at,order
-        setattr(self, event, self._call)
-    def _call(self):
-        if self.training and self.train_iter in self.at: self.f(self.learn)
-
-every = range(10000)
-
-def throw(e):
-    def _throw(learn): raise e('as asked')
-    return _throw
-
-def times(x):
-    "What multiplies the inputs by `x`"
-    def _times(learn): learn.xb = (learn.x*x,)
-    return _times
+def in_third(event, f):
+    "Call `f` with the learner in `event` of the third training batch"
+    return On(event, f, 5, (2,))
 
 def error(f, *args, **kwargs):
     "The exception of `f`, if there is one"
@@ -76,7 +56,6 @@ def error(f, *args, **kwargs):
 
 def error_name(f, *args, **kwargs): return type(e).__name__ if (e := error(f, *args, **kwargs)) else None
 def weights(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
-def opt_params(learn): return learn.opt.all_params().itemgot(0)
 def dtypes(tensors): return ','.join(sorted({str(o.dtype).removeprefix('torch.') for o in tensors}))
 def is_finite(x): return bool(torch.as_tensor(x).isfinite().all())
 def autocast_on(): return torch.is_autocast_enabled('cpu')
@@ -94,9 +73,7 @@ def scale(learn):
 def scales():
     "A callback, and the list of scales it makes, one for each batch"
     seen = []
-    return At('before_backward', lambda learn: seen.append(scale(learn)), every),seen
-
-# --- The rows
+    return On('before_backward', lambda learn: seen.append(scale(learn)), 5),seen
 
 @row(dict(autocast_on=False, weights='float32', learns_on=True, others_learn=True),
      to_fp16=dict(autocast_on=True, learns_on=False, others_learn=False),
@@ -105,7 +82,7 @@ def scales():
 def interrupted_fit(to):
     "An interrupt in the third batch; then this learner is to go on, and after it another one, in float32"
     learn = learner(to)
-    error(learn.fit, 1, cbs=At('after_pred', throw(KeyboardInterrupt)))
+    error(learn.fit, 1, cbs=in_third('after_pred', raises(KeyboardInterrupt)))
     return dict(autocast_on=autocast_on(), weights=dtypes(learn.model.parameters()), learns_on=learns(learn),
                 others_learn=learns(learner('to_fp32')))
 
@@ -114,9 +91,9 @@ def interrupted_fit(to):
      to_bf16=dict(autocast_on=True, learns_on=False))
 def cancelled_batch_or_step(to):
     "A callback raises `CancelStepException` before the step, or `CancelBatchException` after the model was called"
-    step = error_name(learner(to).fit, 1, cbs=At('before_step', throw(CancelStepException)))
+    step = error_name(learner(to).fit, 1, cbs=in_third('before_step', raises(CancelStepException)))
     learn = learner(to)
-    learn.fit(1, cbs=At('after_pred', throw(CancelBatchException)))
+    learn.fit(1, cbs=in_third('after_pred', raises(CancelBatchException)))
     return dict(step=step, autocast_on=autocast_on(), learns_on=learns(learn))
 
 @row(dict(after_validate=True, after_fit=True, file='float32'),
@@ -170,7 +147,7 @@ def gradients_that_stay_infinite(to):
     before = weights(learn)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter('always')
-        e = error(learn.fit, 70, cbs=At('before_batch', times(float('inf')), range(260)))
+        e = error(learn.fit, 70, cbs=InfiniteAt(*range(260)))
     warned = any('32 steps in a row' in (s := str(o.message)) and cause in s for o in told)
     return dict(error=type(e).__name__ if e else None, named=cause in str(e), warned=warned, scale=min(seen)>=1,
                 weights=torch.equal(weights(learn), before) if e else is_finite(weights(learn)))
@@ -180,17 +157,18 @@ def gradients_that_stay_infinite(to):
 def batch_that_overflows(to):
     """One batch too large for float16, in a model with `BatchNorm`; and one that is infinite, in a model without: is
     everything finite afterwards?"""
+    def large(learn): learn.xb = (learn.x*1e6,)
     learn = learner(to, normed(lambda: nn.BatchNorm1d(8)))
-    learn.fit(3, cbs=At('before_batch', times(1e6)))
+    learn.fit(3, cbs=in_third('before_batch', large))
     plain = learner(to)
-    plain.fit(3, cbs=At('before_batch', times(float('inf'))))
+    plain.fit(3, cbs=InfiniteAt(2))
     return dict(valid_loss=is_finite(learn.validate()[0]), weights=is_finite(weights(plain)))
 
 @row(dict(finite=True), **{o: dict(finite=False) for o in theirs})
 def training_loss_shown(to):
     "In the epoch of an infinite batch, and in those after it"
     learn = learner(to)
-    learn.fit(3, cbs=At('before_batch', times(float('inf'))))
+    learn.fit(3, cbs=InfiniteAt(2))
     return dict(finite=is_finite([o[0] for o in learn.recorder.values]))
 
 def step_norm(learn):
@@ -198,7 +176,7 @@ def step_norm(learn):
     norms = []
     def _norm(learn):
         norms.append(torch.cat([p.grad.flatten() for p in opt_params(learn) if p.grad is not None]).norm().item())
-    learn.fit(8, cbs=At('before_step', _norm, every, order=12))
+    learn.fit(8, cbs=On('before_step', _norm, 12))
     return max(norms)
 
 @row(dict(clipped=True), to_non_native_fp16=dict(clipped=False))
@@ -230,8 +208,6 @@ def called_twice(to):
     e = error_name(getattr(learn, to)().fit, 1)
     return dict(error=e, callbacks=len([cb for cb in learner(to).to_bf16().cbs if cb.order==10]))
 
-Pair = namedtuple('Pair', 'first second')
-
 @row(dict(none=None, text=None, namedtuple=None),
      **{o: dict(none='TypeError', text='TypeError', namedtuple='TypeError') for o in theirs})
 def predictions_other_than_tensors(to):
@@ -241,7 +217,7 @@ def predictions_other_than_tensors(to):
         return error_name(learn.fit, 1)
     return dict(none=fit(lambda p: (p,None), itemgetter(0)),
                 text=fit(lambda p: dict(p=p, kind='line'), itemgetter('p')),
-                namedtuple=fit(lambda p: Pair(p, p), attrgetter('first')))
+                namedtuple=fit(lambda p: Named(p, p), attrgetter('a')))
 
 @row(dict(LayerNorm='float32', GroupNorm='float32'), to_non_native_fp16=dict(LayerNorm="float16", GroupNorm="float16"))
 def normalisation_layers(to):
@@ -263,10 +239,6 @@ def loss_function(to):
     learner(to, loss=loss).fit(1)
     return dict(dtype=dtypes(seen), finite=all(map(is_finite, seen)))
 
-class Unused(nn.Module):
-    def __init__(self): super().__init__(); self.used,self.unused = nn.Linear(4, 1),nn.Linear(4, 1)
-    def forward(self, x): return self.used(x)
-
 @row(dict(frozen=True, unused=True, same=True), ours=masters, to_fp16=None, to_bf16=None,
      to_non_native_fp16=dict(frozen=False, unused=False, same=False))
 def flat_master(to):
@@ -274,19 +246,20 @@ def flat_master(to):
     of `flat_master=False` where weight decay leaves out norms and biases?"""
     opts = dict(opt_func=SGD, lr=.01, wd=.3, wd_bn_bias=False)
     def make(model=two_layers, flat=True, **kwargs): return learner(to, model, dict(flat_master=flat), **opts, **kwargs)
+    def unused(): return Does(lambda m, x: m.used(x), used=linear(), unused=linear())
     frozen = make(splitter=lambda m: [[*o.parameters()] for o in m])
     frozen.freeze()
     both = [make(normed(lambda: nn.BatchNorm1d(8)), o) for o in (True, False)]
     for o in both: o.fit(10)
     same = torch.equal(*map(weights, both))
-    return dict(frozen=not error(frozen.fit, 1), unused=not error(make(Unused).fit, 10), same=same)
+    return dict(frozen=not error(frozen.fit, 1), unused=not error(make(unused).fit, 10), same=same)
 
 @row(dict(error=None), to_fp16=dict(error='AttributeError'), to_bf16=dict(error='AttributeError'),
      to_non_native_fp16=dict(error='RuntimeError'))
 def validate_inside_a_fit(to):
     "And `get_preds`, by a callback, after the third batch"
     def _both(learn): learn.validate(); learn.get_preds()
-    return dict(error=error_name(learner(to).fit, 1, cbs=At('after_batch', _both)))
+    return dict(error=error_name(learner(to).fit, 1, cbs=in_third('after_batch', _both)))
 
 @row(dict(kept=True, entries=2), to_non_native_fp16=dict(kept=False, entries=6))
 def optimizers_of_pytorch(to):
@@ -296,7 +269,7 @@ def optimizers_of_pytorch(to):
     def _count(learn):
         known = {*map(id, opt_params(learn))}
         steps.append(max([int(s['step']) for p,s in learn.opt.opt.state.items() if id(p) in known], default=0))
-    for _ in range(3): learn.fit(8, cbs=At('before_step', _count, every, order=12))
+    for _ in range(3): learn.fit(8, cbs=On('before_step', _count, 12))
     return dict(kept=steps==[*range(len(steps))], entries=len(learn.opt.opt.state))
 
 # --- fastai's side
@@ -334,23 +307,21 @@ if __name__=='__main__':
     torch.set_num_threads(1)
     warnings.simplefilter('ignore')
     res = dict(fastai_sees())
-    if 'mp_callbacks' in sys.modules: sys.exit('mp_callbacks was imported, and has changed fastai')
     print(json.dumps(res))
     sys.exit()
 
 # --- The tests
 
 pytestmark = pytest.mark.filterwarnings('ignore')
-nbs = Path(__file__).resolve().parent.parent/'nbs'
 
 def tables(nb):
-    "For each table with a column for fastai in the notebook at `nb`: fastai's version, and the titles of the rows"
-    cells = json.loads(nb.read_text(encoding='utf-8'))['cells']
+    "For each table with a column for fastai in the notebook `nb`: fastai's version, and the titles of the rows"
+    cells = json.loads((root/f'nbs/{nb}.ipynb').read_text(encoding='utf-8'))['cells']
     text = '\n'.join(''.join(c['source']) for c in cells if c['cell_type']=='markdown')
     found = re.findall(r'^\| \| fastai ([\d.]+) \|.*\n\|-.*\n((?:\|.*\n?)+)', text, re.M)
     return [(version, re.findall(r'^\| ([^|]+) \|', body, re.M)) for version,body in found]
 
-compared = tables(nbs/'explanations/comparison.ipynb')
+compared = tables('explanations/comparison')
 version = compared[0][0]
 
 @pytest.fixture(scope='module')
@@ -365,7 +336,6 @@ turns = {k: o.ours[i%len(o.ours)] for i,(k,o) in enumerate(rows.items())} # the 
 
 @pytest.mark.parametrize('name,to', [slow_unless(to==turns[k], k, to) for k,to in cases(lambda o: o.ours)])
 def test_ours(name, to):
-    import mp_callbacks.all
     assert rows[name].f(to)==rows[name].sees
 
 @pytest.mark.slow
@@ -377,11 +347,8 @@ def test_fastai(name, to, request):
 def slug(s): return re.sub(r'\W+', '_', s.lower()).strip('_')
 
 def test_tables():
-    "They have these rows, each once, and are about one version"
+    "They have these rows, each once, and are about one version; those of the home page are among them"
     titles = [slug(o) for _,names in compared for o in names]
     assert sorted(titles)==sorted(rows)
     assert {v for v,_ in compared}=={version}
-
-def test_table_of_the_home_page():
-    "Its rows are among these, and about the same version"
-    for v,titles in tables(nbs/'index.ipynb'): assert v==version and {*map(slug, titles)}<={*rows}
+    for v,titles in tables('index'): assert v==version and {*map(slug, titles)}<={*rows}

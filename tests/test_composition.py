@@ -68,8 +68,6 @@ def test_model_changed_in_a_fit(mode):
     assert len(seen[0])==8 and {o.dtype for o in seen[0]}=={torch.float32}
     assert {p.dtype for p in model.last.parameters()}=={torch.float64}
 
-# --- Callbacks
-
 @row
 def mixed_data(make):
     "MixUp of images and of numbers, and CutMix"
@@ -123,8 +121,6 @@ def ema(make):
     learn = fitted(make(cbs=[avg := EMA(),On('before_batch', spoil, 8, (2,3,5))]), 3)
     return avg.n,[went(learn),flat(avg.avg)-learn.start,[o[1] for o in logged(learn)]]
 
-# --- Ways to fit
-
 @row
 def schedules(make):
     "And a part of an epoch, fastai's way to try things"
@@ -156,8 +152,6 @@ def freeze_between(make):
         learn.fit(1, .02)
         moved.append([not torch.equal(a, b) for a,b in zip(weights(learn), before)])
     return moved,[went(learn),logged(learn)]
-
-# --- Looking at the learner in a fit and afterwards
 
 @row
 def predict_in_a_fit(make):

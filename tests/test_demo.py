@@ -79,8 +79,6 @@ def run(capsys, tmp_path, monkeypatch):
         return code,*capsys.readouterr()
     return _run
 
-# --- Time
-
 @pytest.mark.parametrize('name,seconds,steps', [
     ('EPYC', {f32:.1,bf16:.05,f16:.1},  [22,22,22,22,22]),  # all in time
     ('EPYC', {f32:.1,bf16:.05,f16:3.},  [22,22,3,22,3]),    # as many as fit
@@ -131,8 +129,6 @@ def test_limits(limits, first):
         assert len(learn.step_timer.times)==len(learn.precision_recorder.log)==n
         assert len(learn.recorder.losses)==n/fit and learn.precision_recorder.log.loss.notna().all()
 
-# --- Errors
-
 @pytest.mark.parametrize('args,says', [
     (['--epochs', '0'],                   'argument --epochs: 0 must be above 0'),
     (['--epochs', 'many'],                "argument --epochs: invalid int value: 'many'"),
@@ -143,8 +139,7 @@ def test_limits(limits, first):
     (['--device', 'cuda:99'],             "argument --device: 'cuda:99' is not a device of this machine. Use "),
     (['--colour', 'red'],                 'unrecognized arguments: --colour red'),
     (['--out', __file__],                 "argument --out: can't write to "),
-    (['--out', f'{__file__}/below'],      "argument --out: can't write to "),
-])
+    (['--out', f'{__file__}/below'],      "argument --out: can't write to ")])
 def test_bad_value(args, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(args)==2
@@ -163,8 +158,6 @@ def test_unsupported_precision(run):
     with pretend(Fake('cpu', 'this CPU', no_dtype={f16})): code,out,err = run()
     assert code==0 and re.findall(r'Training in (\w+)', err)==['fp32','bf16','native_bf16']
     assert "This CPU can't compute fp16, native_fp16\n" in out
-
-# --- Advice
 
 @pytest.mark.parametrize('name,slow', [('AVX2',['bf16','fp16','native_bf16','native_fp16']),
                                        ('AVX512-BF16',['fp16','native_fp16']), ('AMX',[])])

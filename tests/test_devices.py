@@ -148,8 +148,6 @@ def test_refused(call):
         getattr(learn, call)()
     assert [*learn.cbs]==before
 
-# --- Each question is asked once, and leaves nothing behind
-
 @pytest.mark.parametrize('error', [torch.OutOfMemoryError('full'), RuntimeError('MPS backend out of memory'),
                                    RuntimeError('CUBLAS_STATUS_ALLOC_FAILED')])
 def test_forgets_a_lack_of_memory(error):
@@ -211,8 +209,6 @@ def test_pages_say_the_same(row, names):
     for name in names:
         with pretend(machine(name)): native = [o for o in (bf16,f16) if support(device_of(name), o)=='native']
         assert {bf16:'`to_bf16()`', f16:'`to_fp16()`', f32:'`to_fp32()`'}[[*native,f32][0]] in call
-
-# --- Devices that aren't here
 
 def test_generator_of_a_single_device(monkeypatch):
     "`torch.mps` has one device, so its functions take none; its generator is restored as others' are"

@@ -81,8 +81,6 @@ def test_own_loop(run):
     assert out[1:3]==['stopped in step 47', 'goes on from step 40']
     assert out[0]==out[3] and out[0].startswith('87 steps')
 
-# --- In two processes
-
 def as_torchrun(rank, file, path, port):
     "A process in the environment that torchrun gives to its own, which would import for seconds; it prints into `out`"
     os.chdir(path)
@@ -123,8 +121,6 @@ def test_own_data(in_two, tmp_path):
 def test_fsdp2(in_two, tmp_path):
     assert in_two('fsdp2')==['part of the first weight: (32, 64), loaded scale: 8192', 'weights are equal: True']
     assert len([*(tmp_path/'checkpoint').glob('*.distcp')])==2 # each process has written its part
-
-# --- Where readers find them
 
 def test_short():
     assert {k:n for k,o in examples.items() if k!='distributed' and (n := len(o.read_text().splitlines()))>64}=={}

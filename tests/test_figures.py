@@ -155,8 +155,7 @@ def test_no_other_times(page):
     for _,pattern,_ in [o for o in claims if o[0]==page]: s = re.sub(pattern, '', s)
     assert re.findall(r'(?<![\w.])\d[\d.,]* ?(?:ms|milliseconds)\b', s)==[]
 
-# --- Cells that measure show another machine's numbers after each run
-
+# Cells that measure show another machine's numbers after each run
 measures = re.compile(r'perf_counter|process_time|StepTimer|timeit|measure_precision')
 about_speed = re.compile(r'\b(faster|slower|(less|half the) time|(twice|half) as fast|times as (fast|long))\b')
 

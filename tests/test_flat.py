@@ -90,8 +90,6 @@ def test_listed_twice(group):
     twins.each(lambda o: o.param_lists[group].append(o.param_lists[0][1]))
     twins.steps(3)
 
-# --- What happens between two steps
-
 def param(dtypes=(torch.float32,)):
     "A parameter of random shape, dtype and layout"
     kind,dtype = random.random(),random.choice(dtypes)

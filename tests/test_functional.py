@@ -33,8 +33,6 @@ def test_signatures(module):
         ours = [o.name if o.default is o.empty else f'{o.name}={o.default!r}' for o in ps]
         assert ours[:len(arguments.split())]==arguments.split(), name
 
-# --- Gradients
-
 def mlp(p, x):
     for i in range(3): x = torch.tanh(x@p[f'w{i}']+p[f'b{i}'])
     return x@p['w3']

@@ -26,8 +26,6 @@ def trains(learn):
     for p,w in zip(learn.model.parameters(), before, strict=True):
         assert not torch.equal(p, w) and p.isfinite().all() and p.dtype==torch.float32
 
-# --- Models
-
 @pytest.mark.parametrize('call', calls[:2])
 def test_partly_double(call):
     "A part of the model may be float64, and stays so"
@@ -74,8 +72,6 @@ def test_moved(mode):
         learn.fit(1)
         hook.remove()
         assert seen=={(device, f16 if 'fp16' in mode else bf16)}
-
-# --- Predictions and inputs of every structure
 
 n,big = torch.tensor([1,2]),torch.tensor([1e5,1e-8]) # float16 can hold neither of the latter
 predictions = dict( # from a prediction, and back to it; more of them in nbs/00_dtypes.ipynb
@@ -126,8 +122,6 @@ def test_structures(mode, prediction, inp):
     (given,w),(given32,w32) = seen(inp, prediction, mode),seen(inp, prediction, None)
     assert given==given32 and [*map(len, given)]==[8,8]
     assert 1e-7<(w-w32).norm()/w32.norm()<1e-3 # it did compute in half precision
-
-# --- The learner afterwards
 
 @each_mode
 def test_afterwards(mode, tmp_path):

@@ -26,8 +26,6 @@ def test_a_notebook_for_each_module():
     assert len({m[1] for m in numbered})==len(layers)==len(numbered)
     assert {o.stem for o in pkg.glob('*.py')}==layers.keys()|by_hand
 
-# --- Imports
-
 @pytest.fixture(scope='module')
 def imports():
     "Module -> what it imports, ours without the package's name"
@@ -53,8 +51,6 @@ def test_nothing_of_ours_unpickles(name, imports):
     assert not {'pickle','_pickle','cloudpickle','dill','joblib','marshal','shelve'} & imports[name]
     calls = 'eval|exec|import_module|__import__|load_pickle|load_learner'
     assert not re.search(rf'(?<![\w.])({calls})\(|torch(\.serialization)?\.load\(|weights_only=', source(name))
-
-# --- Lines and names
 
 @pytest.mark.parametrize('folder', [pkg,root/'tests'], ids=lambda o: o.name)
 def test_lines_are_short(folder):
@@ -110,8 +106,6 @@ def test_no_private_name_of_another(name):
     others = set().union(*(private_names(o)[1] for o in layers if o!=name))
     assert (used & others)-defined-{'_with_events'}==set()
 
-# --- Changes to fastai
-
 methods = ('to_fp16 to_bf16 to_fp8 to_native_fp16 to_native_bf16 to_fp32 to_native_fp32 to_non_native_fp16 '
            'to_non_native_fp32 one_batch _with_events create_opt save export to_contiguous __getattr__ '
            'find_nonfinite precision_plan precision_report precision_checkup').split()
@@ -146,8 +140,6 @@ def test_only_learner_changes_fastai(imports):
     parts = ' '.join(o for o in in_order if o not in last),' '.join(last)
     others,learner = ast.literal_eval(paste(f'parts = {parts}\n{changes}', root).splitlines()[-1])
     assert others==[] and {*learner}=={f'fastai.learner.Learner.{o}' for o in methods}
-
-# --- What `all` exports
 
 public = ('ModelToHalf MixedPrecision NativeMixedPrecision PrecisionRecorder half_precision StepStats Policy '
           'DynamicLossScale StaticLossScale').split()

@@ -16,8 +16,6 @@ def examples(n):
 floating = (torch.float16,torch.bfloat16,torch.float32,torch.float64)
 other    = (torch.int64,torch.uint8,torch.bool,torch.complex64)
 
-# --- Trees
-
 class Items(list): "Somebody's own list"
 
 def tensor(dtype, shape, kind): return torch.ones(shape).to(dtype).as_subclass(kind)
@@ -66,8 +64,6 @@ def test_cast_tree(tree, dtype, source):
     assert (res is tree) is not changed
     assert cast_tree(res, dtype, source) is res
 
-# --- Scales
-
 @st.composite
 def scales(draw, **kwargs):
     lo,s,hi = sorted(draw(st.lists(st.floats(2**-20, 2**30), min_size=3, max_size=3)))
@@ -112,8 +108,6 @@ def test_measuring_scale(s, steps):
         else: assert new.wants_amax and new.loss_scale==max(s.loss_scale/2**16, s.min_loss_scale)
         assert s.load_state_dict(new.state_dict())==new==eval(repr(new))
         s = new
-
-# --- Gradients
 
 grad_dtypes = (*floating,torch.complex64,torch.complex128)
 layouts = ('plain','transposed','strided','channels_last','sparse','none')

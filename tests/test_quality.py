@@ -7,8 +7,6 @@ from test_figures import figures,results,text
 
 eq = SimpleNamespace(**runpy.run_path(str(root/'bench/equivalence.py')))
 
-# --- The statistics
-
 def drawn(seed=0, n=12):
     "Losses in float32 with a mean of exactly 7, and standard noise, centered, for another precision"
     base,own = np.random.default_rng(seed).normal(size=(2,n))
@@ -47,8 +45,6 @@ def test_power(noise):
     "A known effect is found, and none is not"
     assert share(1, noise, 'higher')>.95 and share(-1, noise, 'lower')>.95
     assert share(0, noise, 'equivalent')>.9 and share(0, noise, 'higher', 'lower')<.05
-
-# --- The page and the advice
 
 df = pd.read_csv(results/'quality_cpu.csv', comment='#', keep_default_na=False)
 labels = {'MLP':'mlp', 'wine':'wine', 'tabular':'cancer', 'tabular with embeddings':'diabetes', 'GPT':'gpt'}

@@ -11,8 +11,6 @@ from mp_callbacks.training_steps import TrainingSteps
 
 some_modes = pytest.mark.parametrize('mode', ['fp16','native_bf16'])
 
-# --- The page
-
 tested = re.compile(r'\[`(\w+)`\]\(https://github\.com/[^)]*/(tests/\w+\.py)\)')
 
 def table():
@@ -33,8 +31,6 @@ def test_answer(name):
     if re.match('yes|partly', answer): assert tests, 'has no test'
     for func,file in tests:
         assert re.search(rf'^ *def {func}\(', (root/file).read_text(encoding='utf-8'), re.M), (func,file)
-
-# --- What no other file tests
 
 def both(mode, make, fit):
     "A learner that `make` returns in `mode`, and one in float32, after `fit`: the same weights, but for rounding"

@@ -5,6 +5,8 @@ from learners import *
 
 bench = root/'bench'
 sys.path.insert(0, str(bench))
+from common import Results
+from loops import Variant
 
 @pytest.fixture
 def call(forked, tmp_path):
@@ -68,8 +70,6 @@ def test_tables_are_of_the_csv(call, tmp_path):
 def test_report_of_failures(tmp_path, monkeypatch):
     "gpu.py writes its tables though no variant of a model has run"
     import gpu
-    from common import Results
-    from loops import Variant
     monkeypatch.chdir(tmp_path)
     results = Results('a.csv')
     results.measure('train', 'mlp', 4, [(Variant('hand','fused','fp32'),0,'error',0,'cuDNN error')])
@@ -90,8 +90,6 @@ def test_float32_kernels():
 
 def test_interrupted_group(tmp_path, monkeypatch):
     "Is measured again, and one that wasn't interrupted is not"
-    from common import Results
-    from loops import Variant
     monkeypatch.chdir(tmp_path)
     measured = []
     def measure(stop=False):

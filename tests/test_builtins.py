@@ -45,9 +45,7 @@ def learner(to, model=linear, options={}, loss=MSELossFlat(), lr=.1, **kwargs):
     dls = as_dls(*line()).to(torch.device('cpu'))
     return getattr(get_learner(model(), dls, loss_func=loss, lr=lr, **kwargs), to)(**options)
 
-def in_third(event, f):
-    "Call `f` with the learner in `event` of the third training batch"
-    return On(event, f, 5, (2,))
+in_third = partial(On, order=5, at=(2,)) # in the third training batch
 
 def error(f, *args, **kwargs):
     "The exception of `f`, if there is one"

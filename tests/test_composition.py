@@ -41,21 +41,20 @@ def digits():
     kwargs = dict(after_item=ToTensor(), after_batch=[IntToFloatTensor(),Flip()], num_workers=0, device='cpu')
     return Datasets(range(144), tfms, splits=splits).dataloaders(bs=32, shuffle=False, **kwargs)
 
-def classifier():
-    torch.manual_seed(1)
-    layers = nn.Linear(64,32,bias=False),nn.BatchNorm1d(32),nn.GELU(),nn.Linear(32,10)
-    return nn.Sequential(nn.Flatten(), *layers) # not ReLU: rounding switches some of its units on or off
-
 def classify(make, **kwargs):
     "A learner that classifies digits"
-    return make(classifier(), **{'dls':digits(), 'loss_func':CrossEntropyLossFlat(), **kwargs})
+    torch.manual_seed(1)
+    layers = nn.Linear(64,32,bias=False),nn.BatchNorm1d(32),nn.GELU(),nn.Linear(32,10)
+    model = nn.Sequential(nn.Flatten(), *layers) # not ReLU: rounding switches some of its units on or off
+    return make(model, **{'dls':digits(), 'loss_func':CrossEntropyLossFlat(), **kwargs})
 
 def head_and_body(m): return [params(m[:-1]),params(m[-1:])]
 
 @pytest.mark.parametrize('mode', ['fp16','bf16'])
 def test_model_changed_in_a_fit(mode):
-    """A part that is float64 from an epoch on is no parameter that the forward pass has rounded; a new block counts in the
-    next batch, also if the old one has another place in the model"""
+    """A part that is float64 from an epoch on is no parameter that the forward pass has rounded
+
+    A new block counts in the next batch, also if the old one has another place in the model."""
     model = Does(lambda m, x: m.last(m.body(x).to(m.last.weight.dtype)), last=nn.Linear(16,1),
                  body=nn.Sequential(nn.Linear(8,16), nn.Linear(16,16)))
     def replace(learn):

@@ -26,7 +26,6 @@ def test_run(tmp_path):
     *_,table,plot,_,advice = res.stdout.splitlines()
     assert (table,plot)==(f'Table: {csv}',f'Plot: {png}') and advice.startswith(('Use learn.','Stay with float32'))
     df = pd.read_csv(csv, index_col='precision')
-    assert list(df.index)==list(demo.precisions)
     assert df.loss_scale.isna().tolist()==[True,True,False,True,False] # only float16 has one
     assert (df.step_ms>0).all() and df.accuracy[df.steps==11].between(.8,1).all() # on a busy machine there may be fewer
     assert plt.imread(png).shape[0]>100

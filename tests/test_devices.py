@@ -87,7 +87,7 @@ def add_callback(learn): return learn.add_cb(NativeMixedPrecision(dtype=bf16))
 
 @pytest.mark.parametrize('call,dtype', [*[(getattr(Learner, o),o[-4:]) for o in calls],(add_callback,'bf16')])
 def test_calls_say_it_once(call, dtype, recwarn):
-    "At the call, or else in the first fit, and not again in those that follow; and nothing about native devices"
+    "At the call, or else in the first fit, at the user's line, and not again; and nothing about native devices"
     with pretend(machine('AMX')): call(get_learner()).fit(1)
     assert not recwarn.list
     learn = get_learner()
@@ -95,8 +95,8 @@ def test_calls_say_it_once(call, dtype, recwarn):
         call(learn)
         learn.fit(2)
         learn.fit(1)
-    said, = [str(o.message).partition(':')[0] for o in told]
-    assert said==f'This CPU only emulates {dict(fp16="", bf16="b")[dtype]}float16'
+    (said,where), = [(str(o.message).partition(':')[0],o.filename) for o in told]
+    assert where==__file__ and said==f'This CPU only emulates {dict(fp16="", bf16="b")[dtype]}float16'
 
 def overflow(**kwargs):
     learn = get_learner(nn.Sequential(nn.Linear(8,8), Overflows(8,1)))
@@ -123,7 +123,6 @@ no_lstm = 'stay in float32 (no bfloat16 LSTM on this CPU), so half precision cha
 warned = dict( # what the warning says, and what leads to it
     nothing_half  = (no_lstm, lambda: half_precision(nn.LSTM(2,2), bf16)),
     at_a_call     = (no_lstm, lambda: get_learner(nn.LSTM(2,2)).to_native_bf16()),
-    in_a_fit      = ('only emulates bfloat16', lambda: get_learner(cbs=NativeMixedPrecision(dtype=bf16)).fit(1)),
     own_loop      = ('only emulates bfloat16', own_loop),
     skipped       = ('2 steps in a row were skipped', overflow),
     rescued       = ('Kept in float32 from step', lambda: overflow(rescue=True)),

@@ -126,7 +126,8 @@ claims = [ # page, the figures in a sentence of it, and where they are from
         lambda: [*extras('tensors', 'step_us', 'tensors=1', **plain),
                  *extras('tensors', 'step_us', 'tensors=100', **plain)]),
     ('results', r'With 1000 tensors float32 takes (\d+) ms, autocast of fastai (\d+), of Lightning (\d+), ours (\d+) '
-                r'and to_bf16 (\d+)', lambda: step_cost(full, fastais, ('lightning','fused','autocast-bf16'), native, bf16))]
+                r'and to_bf16 (\d+)',
+        lambda: step_cost(full, fastais, ('lightning','fused','autocast-bf16'), native, bf16))]
 
 def test_first_minute():
     "README and CONTRIBUTING say how long their commands took, and on which machine"

@@ -18,8 +18,7 @@ signatures = {
         **{f'cast_to_{o}':'x' for o in ('half_precision','full_precision','float16','bfloat16','float32')},
         cast_function='func dtype return_dtype=None', force_full_precision="func return_dtype='args'",
         scaled='func scaling has_aux=False', optimizer_update='model optimizer optimizer_state grads grads_finite',
-        DynamicLossScaling='loss_scaling min_loss_scaling factor=2 period=2000 counter=0',
-        **{o:'func scaling has_aux=False use_mixed_precision=True' for o in ('filter_grad','filter_value_and_grad')}),
+        DynamicLossScaling='loss_scaling min_loss_scaling factor=2 period=2000 counter=0'), # filters: in the notebook
     emily: dict(
         cast_params='params type', has_overflow='structure', scale_loss='loss scaler', unscale='grads scaler',
         loss_scale='scale=65536.0 growth_factor=2.0 backoff_factor=0.5 growth_interval=2000 min_scale=1.0 counter=0',

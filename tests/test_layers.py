@@ -4,11 +4,11 @@ Numbers of notebooks are layers, imports point to lower ones, only one module ch
 module uses a private name of another, and none unpickles. Lines are short, in the tests, too, and functions, classes
 and cells are small. What a module imports, anywhere in it, is found by grimp, the library below import-linter; its
 contracts would repeat the order that the numbers have."""
-import ast,functools,io,json,re,sys,tokenize
+import ast,tokenize
 from importlib import import_module
 
-import pytest
-from interpreters import paste,root
+from interpreters import paste
+from learners import *
 
 pkg,nbs = root/'mp_callbacks',root/'nbs'
 by_hand = {'__init__','__main__','_modidx','all'} # modules that come from no notebook
@@ -35,12 +35,9 @@ def imports():
     return {k:{o.removeprefix(f'{pkg.name}.') for o in v} for k,v in found.items()}
 
 @each_module
-def test_imports_lower_only(name, imports):
+def test_imports(name, imports):
+    "Lower modules only. The foundation: PyTorch, fastcore, tables, plots, the standard library. fastai begins at 10."
     assert {o for o in imports[name]&(layers.keys()|by_hand) if layers.get(o, '99')>=layers[name]}==set()
-
-@each_module
-def test_plain_pytorch(name, imports):
-    "The foundation: PyTorch, fastcore, tables, plots and the standard library. fastai begins at 10."
     plain = {'torch','fastcore','matplotlib','numpy','pandas',*sys.stdlib_module_names}
     if name not in foundation: plain |= {'fastai','sklearn','fastprogress'}
     assert imports[name]-layers.keys()<=plain

@@ -26,21 +26,14 @@ class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *args): pass
 
 @pytest.fixture(scope='module')
-def url(site):
-    with ThreadingHTTPServer(('127.0.0.1', 0), partial(Quiet, directory=site)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f'http://127.0.0.1:{server.server_port}/'
-        server.shutdown()
-
-@pytest.fixture(scope='module')
-def new_tab(url):
+def new_tab(site):
     "Opens tabs in headless Chromium, which finds no other host and shows scrollbars"
     if not chromium: pytest.skip('needs Chromium')
     playwright = pytest.importorskip('playwright.sync_api', reason='needs the dev extra')
     def new_tab(width=1400, **kwargs):
         "A tab in place of the one before, of which it remembers nothing, and the list that gets what goes wrong in it"
         for o in chrome.contexts: o.close()
-        size,errors = dict(width=width, height=900),[]
+        size,errors,url = dict(width=width, height=900),[],f'http://127.0.0.1:{server.server_port}/'
         tab = chrome.new_page(base_url=url, viewport=size, is_mobile=width<600, **kwargs)
         tab.set_default_timeout(120_000) # milliseconds, as the machine may have other work
         tab.on('pageerror', lambda o: errors.append(o.message))
@@ -48,8 +41,12 @@ def new_tab(url):
         tab.on('requestfailed', lambda o: o.failure!='net::ERR_ABORTED' and errors.append(f'{o.url}: {o.failure}'))
         return tab,errors
     args = ['--disable-gpu', '--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1']
-    with (playwright.sync_playwright() as p, p.chromium.launch(executable_path=chromium, args=args,
-            ignore_default_args=['--hide-scrollbars']) as chrome): yield new_tab
+    with (ThreadingHTTPServer(('127.0.0.1', 0), partial(Quiet, directory=site)) as server,
+          playwright.sync_playwright() as p, p.chromium.launch(executable_path=chromium, args=args,
+            ignore_default_args=['--hide-scrollbars']) as chrome):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield new_tab
+        server.shutdown()
 
 @pytest.fixture(scope='module')
 def texts(site):

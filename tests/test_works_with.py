@@ -68,7 +68,7 @@ def test_discriminative_learning_rates(mode):
 @pytest.mark.parametrize('kind', ['swa','ema'])
 @some_modes
 def test_averaged_model(mode, kind):
-    "PyTorch's own holds float32 weights, as near to those of float32 as these are, and learns nothing of a skipped step"
+    "It holds float32 weights, as near to those of float32 as the weights are, and learns nothing of a skipped step"
     kwargs = {} if kind=='swa' else dict(multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(.8))
     def run(mode, *cbs):
         learn = in_mode(mode, opt_func=SGD, lr=.05)

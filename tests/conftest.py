@@ -76,12 +76,6 @@ def forked():
     with forking(f'{fastai},mp_callbacks.all,torch._dynamo') as run: yield run
 
 @pytest.fixture(scope='module')
-def forked_plain():
-    "As `forked`, without fastai"
-    from interpreters import forking
-    with forking('matplotlib.pyplot,pandas,torch._dynamo') as run: yield run
-
-@pytest.fixture(scope='module')
 def one_process(tmp_path_factory):
     "A process group of this process alone, for `DistributedDataParallel`"
     import torch.distributed as dist

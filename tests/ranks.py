@@ -31,8 +31,6 @@ def differ(x):
     first,*others = everywhere(x)
     assert not any(same(first, o) for o in others), 'ranks have the same'
 
-# --- Model and data
-
 class Block(nn.Module):
     def __init__(self): super().__init__(); self.norm,self.a,self.b = nn.LayerNorm(16),nn.Linear(16,32),nn.Linear(32,16)
     def forward(self, x): return x+self.b(F.gelu(self.a(self.norm(x))))
@@ -97,8 +95,6 @@ def shard(model, **kwargs):
     from torch.distributed.fsdp import fully_shard
     for o in (*model.blocks, model): fully_shard(o, mesh=mesh(), **kwargs)
     return model
-
-# --- Cases
 
 def shown(case): return f"{case.func.__name__}({', '.join(f'{k}={v}' for k,v in case.keywords.items())})"
 

@@ -60,14 +60,6 @@ def digits(size, images=digit_images, n=32, bs=8):
                       splitter=IndexSplitter(range(n, n+16)), item_tfms=Resize(size))
     return block.dataloaders(range(n+16), bs=bs, **on_cpu)
 
-def photos(n=16, size=16, bs=4):
-    "Pieces of two photographs, and the same pieces"
-    rng,pics = random.Random(0),load_sample_images().images
-    def _piece(i): i,j = rng.randrange(400-size),rng.randrange(600-size); return pics[i%2][i:i+size,j:j+size]
-    pieces = At([_piece(i) for i in range(n+8)])
-    block = DataBlock((ImageBlock,ImageBlock), get_x=pieces, get_y=pieces, splitter=IndexSplitter(range(n, n+8)))
-    return block.dataloaders(range(n+8), bs=bs, **on_cpu)
-
 def short(learn):
     "For batch norms that are to be of use after a few batches"
     for m in learn.model.modules():
@@ -80,13 +72,16 @@ def vision_torchvision():
     return short(vision_learner(digits(64, colour), shufflenet_v2_x0_5, pretrained=False, ps=0., cut=-1))
 
 @app('native_bf16', lr=3e-4, tol=32)
-def vision_unet():
-    "Photographs that have lost their colours get them back"
-    dls = photos()
-    class Grey(Callback):
-        def before_batch(self): self.learn.xb = (self.x.mean(1, keepdim=True).expand_as(self.x),)
+def vision_unet(n=16, size=16):
+    "Pieces of photographs that have lost their colours get them back"
+    rng,pics = random.Random(0),load_sample_images().images
+    def _piece(i): i,j = rng.randrange(400-size),rng.randrange(600-size); return pics[i%2][i:i+size,j:j+size]
+    pieces = [_piece(i) for i in range(n+8)]
+    grey = [o.mean(2, keepdims=True).repeat(3, 2).astype('uint8') for o in pieces]
+    block = DataBlock((ImageBlock,ImageBlock), get_x=At(grey), get_y=At(pieces), splitter=IndexSplitter(range(n, n+8)))
     def small(pretrained=False): return XResNet(ResBlock, 1, [1,1], stem_szs=(8,8,64), widen=.25)
-    return short(unet_learner(dls, small, pretrained=False, n_out=3, loss_func=MSELossFlat(), cbs=Grey()))
+    dls = block.dataloaders(range(n+8), bs=4, **on_cpu)
+    return short(unet_learner(dls, small, pretrained=False, n_out=3, loss_func=MSELossFlat()))
 
 @app('bf16', lr=3e-3, tol=32)
 def vision_timm():
@@ -139,27 +134,19 @@ def language_model():
     config = {**awd_lstm_lm_config, 'emb_sz':24, 'n_hid':32, 'n_layers':2}
     return language_model_learner(dls, AWD_LSTM, config=config, drop_mult=1e-6, pretrained=False)
 
-def letters(n=33, bs=16):
-    "Pieces of text, letter by letter, and the same one letter on"
-    text = ''.join(documents())[:16*10*n]
-    vocab = sorted(set(text))
-    rows = torch.tensor([vocab.index(o) for o in text]).view(-1, n)
-    items = [(o[:-1],o[1:]) for o in rows]
-    dls = DataLoaders.from_dsets(items[:128], items[128:], bs=bs, **on_cpu)
-    dls.vocab = vocab
-    return dls
-
-def of_logits(o, y): return F.cross_entropy(o.logits.flatten(0, -2), y.flatten())
-
 sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
              max_position_embeddings=32, initializer_range=.1)
 
 @app('bf16')
-def transformers_llama():
-    "A decoder with tied weights, RMS norm, rotary embeddings and a structured output"
+def transformers_llama(n=33):
+    "A decoder of letters, with tied weights, RMS norm, rotary embeddings and a structured output"
     t = pytest.importorskip('transformers')
-    dls = letters()
-    config = t.LlamaConfig(vocab_size=len(dls.vocab), num_key_value_heads=1, tie_word_embeddings=True, use_cache=False,
+    text = ''.join(documents())[:16*10*n]
+    vocab = sorted(set(text))
+    items = [(o[:-1],o[1:]) for o in torch.tensor([vocab.index(o) for o in text]).view(-1, n)] # and one letter on
+    dls = DataLoaders.from_dsets(items[:128], items[128:], bs=16, **on_cpu)
+    def of_logits(o, y): return F.cross_entropy(o.logits.flatten(0, -2), y.flatten())
+    config = t.LlamaConfig(vocab_size=len(vocab), num_key_value_heads=1, tie_word_embeddings=True, use_cache=False,
                            bos_token_id=None, eos_token_id=None, **sizes)
     return Learner(dls, t.LlamaForCausalLM(config), loss_func=of_logits)
 

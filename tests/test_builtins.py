@@ -308,8 +308,6 @@ if __name__=='__main__':
     print(json.dumps(res))
     sys.exit()
 
-# --- The tests
-
 pytestmark = pytest.mark.filterwarnings('ignore')
 
 def tables(nb):

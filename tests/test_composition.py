@@ -30,8 +30,6 @@ def make(mode, path, model=None, **kwargs):
 def went(learn): return flat(weights(learn))-learn.start
 def logged(learn): return [o[:2] for o in learn.recorder.values] # losses of training and validation
 
-# --- What the rows are made of
-
 images,labels = load_digits(return_X_y=True)
 images = (images.reshape(-1,8,8)*15.9).astype('uint8')
 

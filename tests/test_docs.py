@@ -17,8 +17,6 @@ import pages
 
 github,site,deep = pages.GitHub(),pages.Site(Path('index.md')),pages.Site(Path('tutorials/first.md'))
 
-# --- The builder
-
 code = '```python\nx[0](a.ipynb); y = "$a$ and $b$"\n```\n\n`[a](b.ipynb)` and `$c$`'
 diff = '```diff\n-a = 1\n+a = 2\n\n for b in c:\n+    b\n```'
 

@@ -122,11 +122,9 @@ def test_fsdp2(in_two, tmp_path):
     assert in_two('fsdp2')==['part of the first weight: (32, 64), loaded scale: 8192', 'weights are equal: True']
     assert len([*(tmp_path/'checkpoint').glob('*.distcp')])==2 # each process has written its part
 
-def test_short():
-    assert {k:n for k,o in examples.items() if k!='distributed' and (n := len(o.read_text().splitlines()))>64}=={}
-
 def test_named():
-    "README names each, and the page of examples shows each; test_notebooks and `as_saved` look there"
+    "README names each, and the page of examples shows each, as none is long; test_notebooks and `as_saved` look there"
+    assert {k:n for k,o in examples.items() if k!='distributed' and (n := len(o.read_text().splitlines()))>64}=={}
     readme = (root/'README.md').read_text()
     assert {o for o in examples if f'/examples/{o}.py' not in readme}==set()
     code = '\n'.join(''.join(o['source']) for o in page if o['cell_type']=='code')

@@ -2,6 +2,7 @@
 import cloudpickle,learners
 from mp_callbacks.flat import flat_steps
 from mp_callbacks.grads import prepare_grads
+from interpreters import paste
 from learners import *
 from states import assert_plain,identical,same
 
@@ -166,7 +167,7 @@ print(json.dumps([*res, see()]), 'mp_callbacks.learner' in sys.modules)
 """
 
 @pytest.mark.slow
-def test_unpatched_process(forked_plain, tmp_path):
+def test_unpatched_process(tmp_path):
     "`load_learner` needs nothing but that mp_callbacks is installed, and predicts in float32"
     learn = modes['fp16'](get_learner(norm=True, path=tmp_path))
     learn.fit(1)
@@ -176,10 +177,10 @@ def test_unpatched_process(forked_plain, tmp_path):
         learn.to_fp32().export('float32.pkl')
     finally: cloudpickle.unregister_pickle_by_value(learners)
     want = [[learn.predict(i)[2].tolist() for i in (3,4)],['torch.float32']]
-    assert forked_plain(load_code, tmp_path).splitlines()[-1]==f'{json.dumps([want]*2)} False'
+    assert paste(load_code, tmp_path).splitlines()[-1]==f'{json.dumps([want]*2)} False'
     # after `to_fp32` it need not be installed
     code = "import sys; sys.modules['mp_callbacks'] = None; from fastai.learner import *; load_learner('float32.pkl')"
-    forked_plain(code, tmp_path)
+    paste(code, tmp_path)
 
 def test_default_device():
     """A loop by hand may have `torch.set_default_device('cuda')`: what has to be on the CPU stays there

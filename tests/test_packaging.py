@@ -30,13 +30,10 @@ def built(tmp_path_factory):
     subprocess.run(cmd, check=True, stdout=subprocess.DEVNULL)
     return next(dist.glob('*.whl')),next(dist.glob('*.tar.gz'))
 
-def test_wheel_files(built):
-    "The package, the mark that it has types, and nothing else"
+def test_files(built):
+    "The package, the mark that it has types, and nothing else; and what is needed to build the wheel again"
     with zipfile.ZipFile(built[0]) as z: files = [o for o in z.namelist() if '.dist-info/' not in o]
     assert sorted(files)==sorted(['mp_callbacks/py.typed', *(f'mp_callbacks/{o.name}' for o in package.glob('*.py'))])
-
-def test_sdist_files(built):
-    "What is needed to build the wheel again"
     with tarfile.open(built[1]) as t: files = {o.partition('/')[2] for o in t.getnames()}
     assert {'settings.ini', 'setup.py', 'pyproject.toml', 'README.md', 'LICENSE', 'mp_callbacks/__init__.py'} <= files
     assert not [o for o in files if o.startswith('tests')] # they would need the rest of the repository

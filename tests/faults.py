@@ -140,5 +140,3 @@ class PatientWithTwin:
         for o in (learn,twin): o.fit(1)
         assert same(everything(learn), everything(twin)), what
         assert list(learn.recorder.values[-1])==list(twin.recorder.values[-1]), what
-
-__all__ = [o for o in globals() if not o.startswith(('test','_'))]

@@ -1,9 +1,7 @@
 "Machines that aren't here"
-from unittest.mock import patch
+from unittest.mock import patch as patched
 
-import torch
-from torch import nn
-
+from learners import *
 from mp_callbacks import devices
 from mp_callbacks.devices import Machine
 
@@ -12,7 +10,7 @@ convs = nn.Conv1d,nn.Conv2d,nn.Conv3d,nn.ConvTranspose1d,nn.ConvTranspose2d,nn.C
 
 def pretend(machine):
     "Inside a `with`, `machine` is asked in place of this one"
-    return patch.object(devices, '_machine', machine)
+    return patched.object(devices, '_machine', machine)
 
 class Fake(Machine):
     "A machine with one kind of device, which raises in the forward or backward pass of some layers"
@@ -54,7 +52,6 @@ class SlowLayer(nn.Module):
         if self.training: self.now += self.seconds[dtype]
         return x
 
-f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
 avx2 = dict(capability={'avx2'}, no_forward={nn.LSTM:{f32}}, times={f16:60.,bf16:60.}) # no LSTM in oneDNN below AVX512
 always_float16 = {(o,bf16):f16 for o in rnns} # what autocast makes of recurrent layers on NVIDIA's GPUs
 

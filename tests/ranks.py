@@ -123,5 +123,3 @@ def in_groups(quick, slow, four):
     return pytest.mark.parametrize('cases,world', [
         pytest.param(quick, 2, id='quick'), pytest.param(slow, 2, id='slow', marks=pytest.mark.slow),
         pytest.param(four, 4, id='four', marks=pytest.mark.slow)])
-
-__all__ = [o for o in globals() if not o.startswith(('test','_'))]

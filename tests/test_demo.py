@@ -6,7 +6,7 @@ import signal
 from learners import *
 from mp_callbacks import demo
 from mp_callbacks.demo import StepTimer,main
-from machines import Fake,SlowLayer,bf16,f16,f32,machine,pretend
+from machines import Fake,SlowLayer,machine,pretend
 from mp_callbacks.devices import support
 
 error = 'python -m mp_callbacks: error:'

@@ -28,21 +28,15 @@ def row(
     def _row(f): rows[f.__name__] = SimpleNamespace(f=f, sees=sees, ours=ours, fastai=fastai); return f
     return _row
 
-# --- What the rows are made of
-
-def line():
-    "Numbers, four at a time, and what a line makes of them"
-    x = torch.randn(64, 4)
-    return x,x.sum(1, keepdim=True)+1
-
 def linear(): return nn.Linear(4, 1)
 def two_layers(): return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
 def normed(norm): return lambda: nn.Sequential(nn.Linear(4, 8), norm(), nn.Linear(8, 1))
 
 def learner(to, model=linear, options={}, loss=MSELossFlat(), lr=.1, **kwargs):
-    "A learner after its method `to`, called with `options`; from the same seed each time"
+    "A learner of a line after its method `to`, called with `options`; from the same seed each time"
     set_seed(1)
-    dls = as_dls(*line()).to(torch.device('cpu'))
+    x = torch.randn(64, 4)
+    dls = as_dls(x, x.sum(1, keepdim=True)+1).to(torch.device('cpu'))
     return getattr(get_learner(model(), dls, loss_func=loss, lr=lr, **kwargs), to)(**options)
 
 in_third = partial(On, order=5, at=(2,)) # in the third training batch
@@ -63,15 +57,13 @@ def learns(learn):
     before = learn.validate()[0]
     return not error(learn.fit, 10) and learn.validate()[0]<before/2
 
-def scale(learn):
-    "The loss scale in force"
-    cb = getattr(learn, 'non_native_mixed_precision', None) or learn.mixed_precision
-    return cb.loss_scale if hasattr(cb, 'loss_scale') else learn.scaler.get_scale()
-
 def scales():
-    "A callback, and the list of scales it makes, one for each batch"
+    "A callback, and the list of loss scales it makes, one for each batch"
     seen = []
-    return On('before_backward', lambda learn: seen.append(scale(learn)), 5),seen
+    def _see(learn):
+        cb = getattr(learn, 'non_native_mixed_precision', None) or learn.mixed_precision
+        seen.append(cb.loss_scale if hasattr(cb, 'loss_scale') else learn.scaler.get_scale())
+    return On('before_backward', _see, 5),seen
 
 @row(dict(autocast_on=False, weights='float32', learns_on=True, others_learn=True),
      to_fp16=dict(autocast_on=True, learns_on=False, others_learn=False),
@@ -285,12 +277,6 @@ def on_cpu():
             m.setattr(fp16, o, lambda device, f=getattr(fp16, o), **kwargs: f('cpu', **kwargs))
         yield
 
-def close_autocast():
-    "Close what a row has left open, so that it is not the next row's"
-    for _ in range(torch.autocast_increment_nesting()): torch.autocast_decrement_nesting()
-    torch.set_autocast_enabled('cpu', False)
-    torch.clear_autocast_cache()
-
 def fastai_sees():
     "What each row returns for each of fastai's methods"
     for name,o in rows.items():
@@ -298,14 +284,16 @@ def fastai_sees():
             with nullcontext() if name=='cpu' else on_cpu():
                 try: res = o.f(to)
                 except Exception as e: res = repr(e)
-            close_autocast()
+            # Close what a row has left open, so that it is not the next row's
+            for _ in range(torch.autocast_increment_nesting()): torch.autocast_decrement_nesting()
+            torch.set_autocast_enabled('cpu', False)
+            torch.clear_autocast_cache()
             yield f'{name}-{to}',res
 
 if __name__=='__main__':
     torch.set_num_threads(1)
     warnings.simplefilter('ignore')
-    res = dict(fastai_sees())
-    print(json.dumps(res))
+    print(json.dumps(dict(fastai_sees())))
     sys.exit()
 
 pytestmark = pytest.mark.filterwarnings('ignore')

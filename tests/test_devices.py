@@ -214,9 +214,7 @@ def test_generator_of_a_single_device(monkeypatch):
 
 class Dtypes(TorchDispatchMode):
     "Dtypes that operations return meanwhile"
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
+    seen = frozenset()
     def __torch_dispatch__(self, f, types, args=(), kwargs=None):
         res = f(*args, **(kwargs or {}))
         self.seen |= {o.dtype for o in (res if isinstance(res, (list,tuple)) else [res]) if isinstance(o, torch.Tensor)}

@@ -94,8 +94,6 @@ def test_sidebar():
                         ([o for o in found if o!='half.md'], 'half.md: in `nav`.* no such page')):
         with pytest.raises(SystemExit, match=match): pages.check_sidebar(names)
 
-# --- What the notebooks need
-
 nbs = {o.relative_to(root/'nbs').with_suffix('').as_posix(): o for o in sorted(pages.nbglob(root/'nbs', as_path=True))}
 def cells(name, kind): return [o.source for o in read_nb(nbs[name]).cells if o.cell_type==kind]
 
@@ -235,8 +233,6 @@ words = { # what people type who have a problem, and the page that answers; test
 
 @pytest.mark.parametrize('word', words)
 def test_words(word): assert re.search(rf'\b{word}\b', '\n'.join(cells(words[word], 'markdown')))
-
-# --- What a page shows can be pasted
 
 def shown(name):
     "The code of the page `name` that readers see, in order"

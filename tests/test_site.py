@@ -22,9 +22,6 @@ def site(tmp_path_factory, flags):
     subprocess.run([zensical, 'build', '--strict', '--clean', '--config-file', tmp/'mkdocs.yml'], check=True)
     return tmp/'site'
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *args): pass
-
 @pytest.fixture(scope='module')
 def new_tab(site):
     "Opens tabs in headless Chromium, which finds no other host and shows scrollbars"
@@ -40,8 +37,9 @@ def new_tab(site):
         tab.on('console', lambda o: o.type in ('error', 'warning', 'assert') and errors.append(o.text))
         tab.on('requestfailed', lambda o: o.failure!='net::ERR_ABORTED' and errors.append(f'{o.url}: {o.failure}'))
         return tab,errors
+    Silent = type('Silent', (SimpleHTTPRequestHandler,), dict(log_message=noop))
     args = ['--disable-gpu', '--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1']
-    with (ThreadingHTTPServer(('127.0.0.1', 0), partial(Quiet, directory=site)) as server,
+    with (ThreadingHTTPServer(('127.0.0.1', 0), partial(Silent, directory=site)) as server,
           playwright.sync_playwright() as p, p.chromium.launch(executable_path=chromium, args=args,
             ignore_default_args=['--hide-scrollbars']) as chrome):
         threading.Thread(target=server.serve_forever, daemon=True).start()

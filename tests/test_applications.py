@@ -6,7 +6,6 @@ in float32, than it is off in half precision.) The file takes long because each 
 precision, which a CPU may emulate. Float16 convolutions are slow on a CPU, so what consists of them is tried in
 bfloat16."""
 import pydoc,statistics
-from inspect import getsource
 
 from fastai.collab import CollabDataLoaders,collab_learner
 from fastai.tabular.all import Categorify,FillMissing,TabularPandas,tabular_learner
@@ -195,7 +194,7 @@ def test_hidden_state():
     learn = fitted(quiet(language_model()).to_bf16(), 1, On('before_batch', _infinite, at=[3]))
     assert skipped(learn)==1 and len(learn.recorder.losses)>10
 
-@pytest.mark.skipif('weights_only' not in getsource(load_model_text),
+@pytest.mark.skipif('weights_only' not in inspect.getsource(load_model_text),
                     reason="fastai's own load_model_text fails with this PyTorch, in float32, too")
 def test_text_learner_loads(tmp_path):
     "fastai's `TextLearner` has its own `load`, which `lr_find` calls, too"

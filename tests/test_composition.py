@@ -4,7 +4,6 @@ Each row of the table is a function here, of the name of what is tried. It is gi
 precision in question, and returns what has to be the same as in float32, and what has to be near it: within four times
 the roundoff of the half dtype, relative to its norm. For the reason why see `test_parity.py`. What fastai's loggers
 write is in `test_recorder.py`, `SaveModelCallback` in `test_resume.py`."""
-from functools import lru_cache
 from tempfile import TemporaryDirectory
 
 from fastai.vision.augment import Flip
@@ -173,7 +172,7 @@ def looks_at_a_classifier(make):
     same = [list(res.vocab),confusion.sum(1).tolist(),confusion.diagonal().sum()>24,inps.tolist(),targs.tolist(),titles]
     return same,[*near,res.losses,preds,loss,res.top_losses(5)[0]]
 
-@lru_cache(None)
+@functools.cache
 def in_float32(name):
     with TemporaryDirectory() as d: return rows[name](partial(make, None, Path(d)))
 

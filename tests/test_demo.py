@@ -5,7 +5,6 @@ import signal
 
 from learners import *
 from mp_callbacks import demo
-from mp_callbacks.demo import StepTimer,main
 from machines import Fake,SlowLayer,machine,pretend
 from mp_callbacks.devices import support
 
@@ -74,7 +73,7 @@ def run(capsys, tmp_path, monkeypatch):
             answer = support(device, demo.precisions[precision])
             return demo.Run(precision, answer, [1.], .9, .3, [ms.get(precision, 3.)*o for o in quartiles])
         monkeypatch.setattr(demo, 'run_precision', _result)
-        code = main(['--device', 'cpu', '--out', str(tmp_path), *args])
+        code = demo.main(['--device', 'cpu', '--out', str(tmp_path), *args])
         return code,*capsys.readouterr()
     return _run
 
@@ -91,7 +90,7 @@ def test_within_a_minute(name, seconds, steps, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, 'recipes', dict.fromkeys(demo.recipes, demo.recipes['emulated']))
     net = demo.mlp
     monkeypatch.setattr(demo, 'mlp', lambda width: torch.nn.Sequential(clock, net(width)))
-    with pretend(machine(name)): assert main(['--device', 'cpu', '--epochs', '2', '--out', str(tmp_path)])==0
+    with pretend(machine(name)): assert demo.main(['--device', 'cpu', '--epochs', '2', '--out', str(tmp_path)])==0
     assert 0<clock.now<=60
     df,out = pd.read_csv(tmp_path/'precisions.csv', index_col='precision'),capsys.readouterr().out
     assert df.steps.tolist()==steps
@@ -113,7 +112,7 @@ def test_progress(run, monkeypatch, capsys):
 @pytest.mark.cuda
 def test_on_a_gpu(tmp_path):
     "It runs to its table, with memory, which half precision saves"
-    assert main(['--device', 'cuda', '--epochs', '1', '--out', str(tmp_path)])==0
+    assert demo.main(['--device', 'cuda', '--epochs', '1', '--out', str(tmp_path)])==0
     df = pd.read_csv(tmp_path/'precisions.csv', index_col='precision')
     assert df.index[0]=='fp32' and {*df.index}<={*demo.precisions} and len(df)>1
     assert (df.steps>0).all() and (df.peak_mib[1:]<df.peak_mib['fp32']).all()
@@ -121,7 +120,7 @@ def test_on_a_gpu(tmp_path):
 @pytest.mark.parametrize('limits,first', [(dict(steps=2),2), (dict(seconds=1e-9),1), ({},None)])
 def test_limits(limits, first):
     "The last step is a whole one, which the recorders have, too; the next fit has as many"
-    learn = get_learner(cbs=StepTimer(**limits)).to_bf16()
+    learn = get_learner(cbs=demo.StepTimer(**limits)).to_bf16()
     for fit in (1,2):
         learn.fit(1)
         n = fit*(first or len(learn.dls.train))
@@ -144,7 +143,7 @@ def test_bad_value(args, says, capsys, tmp_path, monkeypatch):
     "It says so before it trains"
     monkeypatch.chdir(tmp_path)
     (tmp_path/'precisions.csv').mkdir()
-    assert main(args)==2
+    assert demo.main(args)==2
     out,err = capsys.readouterr()
     assert out=='' and err.count('\n')==1 and err.startswith(f'{error} {says}')
     assert [o.name for o in tmp_path.rglob('*')]==['precisions.csv']

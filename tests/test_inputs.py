@@ -64,15 +64,14 @@ def test_outside_the_optimizer(mode):
 def test_moved(mode):
     "The data may move from one device to another between two fits: half precision moves with it"
     learn = modes[mode](get_learner())
+    seen = returned(learn.model[0])
     for device in ('cpu', 'cuda', 'cpu'):
         learn.dls.to(torch.device(device))
         learn.model.to(device)
         learn.create_opt()
-        seen = set()
-        hook = learn.model[0].register_forward_hook(lambda m,i,o: seen.add((o.device.type, o.dtype)))
+        seen.clear()
         learn.fit(1)
-        hook.remove()
-        assert seen=={(device, f16 if 'fp16' in mode else bf16)}
+        assert {(o.device.type, o.dtype) for o in seen}=={(device, f16 if 'fp16' in mode else bf16)}
 
 n,big = torch.tensor([1,2]),torch.tensor([1e5,1e-8]) # float16 can hold neither of the latter
 predictions = dict( # from a prediction, and back to it; more of them in nbs/00_dtypes.ipynb

@@ -13,7 +13,6 @@ from fastai.callback import fp16
 # The helpers for learners import mp_callbacks, which would change fastai: the script has nothing in its place
 if __name__=='__main__': sys.modules |= {f'mp_callbacks{o}': MagicMock() for o in ('','.all','.precision')}
 from learners import *
-from states import opt_params
 
 masters,natives = ('to_fp16', 'to_bf16'),('to_native_fp16', 'to_native_bf16')
 theirs = (*masters,'to_non_native_fp16')
@@ -300,8 +299,7 @@ pytestmark = pytest.mark.filterwarnings('ignore')
 
 def tables(nb):
     "For each table with a column for fastai in the notebook `nb`: fastai's version, and the titles of the rows"
-    cells = json.loads((root/f'nbs/{nb}.ipynb').read_text(encoding='utf-8'))['cells']
-    text = '\n'.join(''.join(c['source']) for c in cells if c['cell_type']=='markdown')
+    text = '\n'.join(cells_of(f'{nb}.ipynb', 'markdown'))
     found = re.findall(r'^\| \| fastai ([\d.]+) \|.*\n\|-.*\n((?:\|.*\n?)+)', text, re.M)
     return [(version, re.findall(r'^\| ([^|]+) \|', body, re.M)) for version,body in found]
 

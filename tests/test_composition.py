@@ -10,7 +10,6 @@ from fastai.vision.augment import Flip
 from fastai.vision.core import PILImageBW
 from fastai.vision.learner import * # how images are shown with their losses
 from learners import *
-from states import everything,same
 from sklearn.datasets import load_digits
 
 modes = {**modes, 'bf16_flat': lambda learn, **kwargs: learn.to_bf16(flat_master=True, **kwargs)}

@@ -1,6 +1,5 @@
 "What each device computes in half precision, emulates, and can't do: on machines that aren't here, and on this one"
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from learners import *
 from machines import *
@@ -212,20 +211,14 @@ def test_generator_of_a_single_device(monkeypatch):
     with fork_rngs([SimpleNamespace(device=torch.device('mps:0'))]): states.append('inside')
     assert states==['before','inside','before']
 
-class Dtypes(TorchDispatchMode):
-    "Dtypes that operations return meanwhile"
-    seen = frozenset()
-    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
-        res = f(*args, **(kwargs or {}))
-        self.seen |= {o.dtype for o in (res if isinstance(res, (list,tuple)) else [res]) if isinstance(o, torch.Tensor)}
-        return res
-
 # with a GPU of NVIDIA, PyTorch 2.11 makes no fake tensors for one of Intel
 xpu = pytest.param('xpu', False, marks=pytest.mark.skipif(torch.cuda.is_available(), reason='needs no CUDA device'))
 @pytest.mark.parametrize('device,double', [('mps',False), xpu, ('cuda',True)])
 def test_fp8_without_float64(device, double):
-    with FakeTensorMode(),Dtypes() as dtypes: fp8_recipes['rowwise'].quantize(torch.ones(4, 4, device=device), dim=1)
-    assert (torch.float64 in dtypes.seen)==double
+    seen = set()
+    def see(func, args, res): seen.update(o.dtype for o in leaves(res) if isinstance(o, torch.Tensor))
+    with FakeTensorMode(),Operations(see): fp8_recipes['rowwise'].quantize(torch.ones(4, 4, device=device), dim=1)
+    assert (torch.float64 in seen)==double
 
 def test_fake_tensors():
     "A model without numbers has the dtypes of one with numbers"

@@ -5,7 +5,6 @@ Learners with `flat_master=True`, and what they refuse, are in `test_parity.py`.
 from fastai.optimizer import l2_reg,sgd_step,weight_decay
 from learners import *
 from mp_callbacks.flat import flat_steps
-from states import same,seed_cpu
 from tracing import interrupted
 
 optimizers = dict(

@@ -6,7 +6,6 @@ from learners import *
 from mp_callbacks import emily,functional,jmp,mpx
 from mp_callbacks.dtypes import tree_map
 from mp_callbacks.functional import optimizer_update,value_and_grad
-from states import same
 
 signatures = {
     jmp: dict(

@@ -4,7 +4,6 @@ from mp_callbacks.flat import flat_steps
 from mp_callbacks.grads import prepare_grads
 from interpreters import paste
 from learners import *
-from states import assert_plain,identical,same
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:load_learner')
 

@@ -81,8 +81,7 @@ def test_sizes(name):
         if isinstance(o, ast.FunctionDef): assert size(o.body[0].lineno, o.end_lineno)<=30, o.name
         if isinstance(o, ast.ClassDef): assert size(o.lineno, o.end_lineno)<=160, o.name
         if isinstance(o, ast.ClassDef): assert sum(isinstance(m, ast.FunctionDef) for m in o.body)<=25, o.name
-    for c in json.loads((nbs/f'{layers[name]}_{name}.ipynb').read_text(encoding='utf-8'))['cells']:
-        if c['cell_type']=='code': assert len(''.join(c['source']).splitlines())<=60, c['id']
+    for o in cells_of(f'{layers[name]}_{name}.ipynb', 'code'): assert len(o.splitlines())<=60, o
 
 @functools.cache
 def private_names(name):

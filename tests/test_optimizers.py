@@ -1,6 +1,5 @@
 "Optimizers of any kind, also several, train as in float32; they see no numbers of ours, which their files have"
 from learners import *
-from states import *
 from mp_callbacks.step import read_state
 from test_inputs import trains
 

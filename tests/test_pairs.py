@@ -2,7 +2,6 @@
 from fastai.callback import fp16
 from mp_callbacks.precision import is_precision
 from learners import *
-from states import *
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 

@@ -15,8 +15,7 @@ tested = re.compile(r'\[`(\w+)`\]\(https://github\.com/[^)]*/(tests/\w+\.py)\)')
 
 def table():
     "What the page says: for each name in the first column, the answer and the tests, as pairs of function and file"
-    cells = json.loads((root/'nbs/howto/works_with.ipynb').read_text(encoding='utf-8'))['cells']
-    md = '\n'.join(''.join(o['source']) for o in cells if o['cell_type']=='markdown')
+    md = '\n'.join(cells_of('howto/works_with.ipynb', 'markdown'))
     row = re.compile(r'\| (.*?) \| (.*?)(?:<br>Test: (.*))? \|')
     rows = [row.fullmatch(o).groups() for o in md.splitlines() if o.startswith('| ')]
     return {name:(answer,tested.findall(tests or '')) for name,answer,tests in rows if name!='you use'}

@@ -16,7 +16,7 @@ from contextlib import suppress
 from itertools import accumulate,chain
 from pathlib import Path
 from queue import Queue
-from shutil import copytree,ignore_patterns
+from shutil import copy
 from tempfile import TemporaryDirectory
 from threading import Timer
 from time import perf_counter
@@ -28,7 +28,6 @@ from common import command,machine,markdown
 
 root = Path(__file__).resolve().parent.parent
 modules = 'loss_scale grads modules own cast ways half training_steps precision callback'.split()
-last = ['tests/test_outputs.py::test_module[13_learner]'] # the table of options, with their defaults
 
 class Mutant(NamedTuple):
     "An edit of a module"
@@ -94,14 +93,20 @@ import json,os,sys,faulthandler
 sys.path[:0] = sys.argv[1:]
 import pytest,torch,hypothesis,torch._dynamo,fastai.vision.all,fastai.text.all,fastai.tabular.all
 torch.set_num_threads(1)
+class Chosen:
+    def __init__(self, names): self.at = {o:i for i,o in enumerate(names)}
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        items[:] = sorted([o for o in items if o.nodeid in self.at], key=lambda o: self.at[o.nodeid])
 for line in sys.stdin:
-    out,*args = json.loads(line)
+    out,args,names = json.loads(line)
+    files = sorted({o.partition('::')[0] for o in names}) # pytest takes long to look for each by its name
     pid = os.fork()
     if not pid:
         os.setsid()
         os.dup2(fd := os.open(out, os.O_WRONLY|os.O_CREAT|os.O_TRUNC), 1)
         os.dup2(fd, 2)
-        os._exit(pytest.main(args))
+        os._exit(pytest.main([*args, *files], [Chosen(names)]))
     print(pid, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
@@ -110,18 +115,20 @@ class Copy:
     "A copy of the repository at `path`, and a process that tests it"
     def __init__(self, path):
         self.path,self.out = path,path/'out.txt'
-        for o in ('mp_callbacks','tests','nbs','docs','bench','examples'):
-            copytree(root/o, path/o, ignore=ignore_patterns('__pycache__', 'results'))
-        for o in ('pyproject.toml','settings.ini'): (path/o).write_bytes((root/o).read_bytes())
+        names = subprocess.run('git ls-files -co --exclude-standard'.split(), cwd=root, text=True, capture_output=True)
+        for o in names.stdout.splitlines():
+            (path/o).parent.mkdir(parents=True, exist_ok=True)
+            copy(root/o, path/o)
         cmd = [sys.executable, '-c', worker, str(path), str(path/'tests')]
-        env = dict(os.environ, PYTHONPATH=str(path), PYTHONDONTWRITEBYTECODE='1') # bytecode of an edit is as old as it
+        # bytecode of an edit is as old as it
+        self.env = env = dict(os.environ, PYTHONPATH=str(path), PYTHONDONTWRITEBYTECODE='1')
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         self.process = subprocess.Popen(cmd, text=True, cwd=path, env=env, preexec_fn=lambda: os.nice(19), **pipes)
 
     def failed(self, tests, limit):
         "The first of `tests` that fails, 'no end' if it takes more than `limit` seconds, or '' if it passes"
         args = '-x -q -rfE --tb=no -p no:cacheprovider -p no:xdist'.split()
-        print(json.dumps([str(self.out), *args, *tests]), file=self.process.stdin, flush=True)
+        print(json.dumps([str(self.out), args, tests]), file=self.process.stdin, flush=True)
         pid,late = int(self.process.stdout.readline()),[]
         def end():
             late.append(1)
@@ -145,18 +152,18 @@ class Copy:
         finally: file.write_text(source, encoding='utf-8')
 
 class Tests:
-    "The fast tests: how long each takes, and which lines of the `modules` it runs"
-    def __init__(self, tmp):
+    "The fast tests that pass in the `Copy` `place`: how long each takes, and which lines of the `modules` it runs"
+    def __init__(self, place, tmp):
         data,xml = Path(tmp)/'coverage',Path(tmp)/'junit.xml'
         args = '-q -n 2 --dist loadfile -p no:cacheprovider --cov=mp_callbacks --cov-context=test --cov-report='
         cmd = [sys.executable, '-m', 'pytest', *args.split(), f'--junitxml={xml}']
         from coverage import CoverageData # comes with pytest-cov, which nothing else here needs
-        subprocess.run(cmd, cwd=root, env=dict(os.environ, COVERAGE_FILE=str(data)), check=True)
+        subprocess.run(cmd, cwd=place.path, env=dict(place.env, COVERAGE_FILE=str(data)))
         def name(o): return f"{o.get('classname').replace('.', '/')}.py::{o.get('name')}"
-        self.seconds = {name(o):float(o.get('time')) for o in ET.parse(xml).iter('testcase')}
+        self.seconds = {name(o):float(o.get('time')) for o in ET.parse(xml).iter('testcase') if not len(o)}
         coverage = CoverageData(str(data))
         coverage.read()
-        self.lines = {k:self._by_line(coverage, str(root/'mp_callbacks'/f'{k}.py')) for k in modules}
+        self.lines = {k:self._by_line(coverage, str(place.path/'mp_callbacks'/f'{k}.py')) for k in modules}
         self.every = {k:{*chain.from_iterable(lines.values())} for k,lines in self.lines.items()}
         self.seen = set().union(*self.every.values())
 
@@ -172,7 +179,7 @@ class Tests:
         near = set().union(*[lines.get(i, ()) for i in (o.line,*o.around)])
         if '' in near or not near: near = self.every[o.module]
         ours = [t for t in self.seconds if t in near or t not in self.seen]
-        return [*sorted(ours, key=lambda t: (t not in run, self.seconds[t])), *last]
+        return sorted(ours, key=lambda t: (t not in run, self.seconds[t]))
 
 columns = 'module line kind old new found seconds'.split()
 
@@ -184,8 +191,9 @@ class Mutations:
     "The csv at `path`, and what tries mutants in `jobs` copies in the folder `tmp`"
     def __init__(self, path, jobs, limit, tmp):
         self.path,self.limit,self.jobs,self.copies,self.passes = path,limit,jobs,Queue(),set()
-        self.tests = Tests(tmp)
-        for i in range(jobs): self.copies.put(Copy(Path(tmp)/str(i)))
+        copies = [Copy(Path(tmp)/str(i)) for i in range(jobs)]
+        self.tests = Tests(copies[0], tmp)
+        for o in copies: self.copies.put(o)
 
     def add(self, *row):
         with self.path.open('a', newline='', encoding='utf-8') as f: csv.writer(f).writerow(row)

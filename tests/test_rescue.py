@@ -120,6 +120,12 @@ def test_infinite_loss(to, change, n):
     assert 'Precision is the cause' in told and learn.mixed_precision.state.rescued==(('1',start),)
     assert [*log_of(learn).index[log_of(learn).bad_loss]]==[*range(start)]
 
+def test_a_loss_that_is_finite_again():
+    calls = itertools.count()
+    def loss(pred, y): return F.mse_loss(pred, y)+(0. if next(calls) else math.inf)
+    told = heard(get_learner(loss_func=loss).to_bf16(warn_skips=1).fit, 1)
+    assert 'Computed again, this batch is finite.' in str(told)
+
 def test_finite_batches():
     "All are, where a callback has spoilt the gradients"
     spoil = On('after_backward', lambda learn: learn.model[0].bias.grad.fill_(math.nan), 5)

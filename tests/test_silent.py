@@ -68,6 +68,16 @@ def test_rounded_parameter(mode):
     assert all(p.grad is None for p in learn.model.parameters())
     _learner(keep='2').fit(1)
 
+@some_halves
+def test_encoder_with_a_mask(mode):
+    "of padding, and PyTorch's defaults: trains and validates"
+    def masked(m, x):
+        padding = torch.arange(4).repeat(len(x), 1)>2
+        return m.head(m.encoder(x[:,None].repeat(1,4,1), src_key_padding_mask=padding)[:,0])
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0., batch_first=True)
+    learn = fitted(in_mode(mode, Does(masked, encoder=nn.TransformerEncoder(layer, 2), head=nn.Linear(8,1))))
+    assert math.isfinite(learn.recorder.values[-1][1]) and torch.backends.mha.get_fastpath_enabled()
+
 @pytest.mark.parametrize('forward', [staticmethod(lambda x: x*2),classmethod(lambda cls, x: x*2)], ids=type)
 def test_static_forward(forward):
     "In a model, and of a model"

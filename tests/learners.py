@@ -185,6 +185,7 @@ class Frozen:
 has_notes = pytest.mark.skipif(not hasattr(Exception, 'add_note'), reason='Exceptions have notes since Python 3.11')
 
 def fused_adam(params, **kwargs): return OptimWrapper(params, torch.optim.Adam, fused=True, **kwargs)
+def by_pickle(o): return pickle.loads(pickle.dumps(o))
 def weights(learn): return [p.detach().clone() for p in learn.model.parameters()]
 def flat(ts): return torch.cat([t.detach().double().reshape(-1) for t in ts])
 def apart(learn, other, start=0):

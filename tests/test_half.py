@@ -247,8 +247,6 @@ def test_fast_path_in_two_threads():
 
 # --- Copies
 
-def by_pickle(model): return pickle.loads(pickle.dumps(model))
-
 @pytest.mark.parametrize('how', [deepcopy,by_pickle])
 def test_copied_inside(how):
     "A copy made inside the `with` is an ordinary float32 model with its own parameters, and computes as any other"

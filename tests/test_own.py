@@ -11,8 +11,6 @@ from states import assert_plain,identical,same,without_gradients
 def float32(model): return nullcontext()
 def close(got, want, tol=.02): return (got.float()-want.float()).norm()<=tol*want.float().norm()
 
-# --- Which functions round
-
 def meets(f, *shape): return Does(lambda m,x: f(x, m.w), w=torch.rand(shape)+.5)
 
 def meet(around, f, *shape, trained=True):
@@ -64,10 +62,8 @@ sums = dict(
     where_not  = lambda x,w: torch.where(x>0, w, x),
     method_too = lambda x,w: x.where(x>0, w),
     addcmul    = lambda x,w: torch.addcmul(w, x, x))
-in_place = dict(add=lambda x,w: x.clone().add_(w), sub=lambda x,w: x.clone().sub_(w),
-                mul=lambda x,w: x.clone().mul_(w),
-                **{k:(lambda x,w,f=getattr(operator, k): f(x.clone(), w)) for k in ('iadd','isub','imul')})
 joins = dict( # of parameters as large as the activation
+    class_token = lambda x,w: torch.cat([w[None,:1].expand(len(x), -1, -1), x[:,None]], 1), # as in a ViT
     cat        = lambda x,w: torch.cat([w,x]),
     columns    = lambda x,w: torch.cat((x,w), dim=1),
     keyword    = lambda x,w: torch.cat(tensors=[x,w]),
@@ -80,12 +76,7 @@ def test_sums(name):
     would take away more than it saves"""
     for many in ((32,),(4,32),(1,4,32)): rounds(sums[name], *many)
     for few in ((1,),(4,1)): as_autocast(sums[name], *few)
-
-@pytest.mark.parametrize('name', in_place)
-def test_in_place(name):
-    "PyTorch rounds the result to the dtype of the activation, so the parameter needs no rounding before"
-    for shape in ((32,),(1,)): as_autocast(in_place[name], *shape)
-    assert meet(half, in_place[name], 32)[0].dtype==bf16
+    assert meet(half, sums[name], 32, trained=False)[0].dtype==bf16
 
 @pytest.mark.parametrize('name', products)
 def test_products(name):
@@ -94,17 +85,6 @@ def test_products(name):
 
 @pytest.mark.parametrize('name', joins)
 def test_joins(name): rounds(joins[name], 4, 32)
-
-def test_a_class_token():
-    "As in a ViT"
-    def join(x, w): return torch.cat([w.expand(4, -1, -1), x[:,None]], 1)
-    rounds(join, 1, 1, 32, by_hand=lambda x,w: torch.cat([w.bfloat16().expand(4, -1, -1), x[:,None]], 1))
-
-def test_frozen_ones():
-    "As trained ones"
-    assert meet(half, sums['add'], 32, trained=False)[0].dtype==bf16
-
-# --- Which don't
 
 views = dict(
     none        = lambda w: w[None],
@@ -182,6 +162,9 @@ others = dict(
     layer_norm = lambda x,w: F.layer_norm(x, (32,), w[0], w[1]),
     softplus   = lambda x,w: x*F.softplus(w),
     mse        = lambda x,w: F.mse_loss(x, w),
+    # PyTorch rounds the result to the dtype of the activation, so the parameter needs no rounding before
+    **{f'{f.__name__}_{n}':(lambda x,w,f=f,n=n: f(x.clone(), w[0,:n])) for n in (1,32)
+       for f in (operator.iadd,operator.isub,operator.imul,Tensor.add_,Tensor.sub_,Tensor.mul_)},
     written    = lambda x,w: x.clone().copy_(w),
     # one number in another shape is one number
     expand     = lambda x,w: x+w[0,:1].expand(32,32),
@@ -198,15 +181,13 @@ def test_others(name):
     "All other functions are left to autocast: comparisons, products of matrices, norms, losses"
     as_autocast(others[name], 32, 32)
 
-# --- Whose parameters
-
 class OwnLinear(nn.Linear):
     def forward(self, x): return F.linear(x, self.weight)+self.bias
 
 class MyNorm(Does): "Named like one"
 
 def test_whose():
-    """Those of modules with a `forward` of their own, but for norms and what is kept in float32
+    """Own parameters are those of modules with a `forward` of their own, but for norms and what is kept in float32
 
     And of PyTorch's attention on a CPU, which takes no fast path then: what it does with them is no sum or product."""
     ones = torch.ones(8)
@@ -245,21 +226,21 @@ def test_tied():
         for _ in range(2): grads[around] = flat(batch(model, numbers(4)[0], around)[1:])
     assert close(grads[half], grads[float32], .03) and close(grads[half], grads[autocast], .03)
 
-# --- The same in every mode
+def meets_many(m, x):
+    "As the `forward` of a block: a sum, a product, a join, and one of a list"
+    x = x+m.pos[0,:1].expand(len(x),-1)
+    x,y = torch.cat([x,m.gamma*m.lin(m.norm(x))]).chunk(2)
+    return x+y+m.bias[0]
+def block(): return Does(meets_many, pos=torch.randn(1,8,32), gamma=torch.rand(32), norm=nn.LayerNorm(32),
+                         lin=nn.Linear(32,32), bias=nn.ParameterList([torch.rand(32)]))
 
-class Position(nn.Module):
-    def __init__(self, n=32):
-        super().__init__()
-        self.pos,self.gamma,self.lin = nn.Parameter(torch.randn(1,n,n)),nn.Parameter(torch.rand(n)),nn.Linear(n,n)
-    def forward(self, x): return x+self.pos[0,:len(x)]+self.gamma*self.lin(x)
-
-def positions():
+def blocks():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8,32), Position(), nn.GELU(), Position(), nn.Linear(32,1))
+    return nn.Sequential(nn.Linear(8,32), block(), nn.GELU(), block(), nn.Linear(32,1))
 
 def test_modes():
     "Training, validation and predictions compute the same numbers from the same weights, also in the first call"
-    model,x = positions(),numbers(4)[0]
+    model,x = blocks(),numbers(4)[0]
     for first in (torch.enable_grad,torch.no_grad,torch.inference_mode):
         with half(model):
             outs = []
@@ -270,7 +251,7 @@ def test_modes():
 def test_steps_inside():
     "An optimizer that steps inside the `with` does what it does outside"
     def run(inside):
-        model,x = positions(),numbers(4)[0]
+        model,x = blocks(),numbers(4)[0]
         around,opt = half(model),torch.optim.AdamW(model.parameters(), 1e-2)
         for _ in range(3):
             with around:
@@ -306,23 +287,21 @@ def test_autocast_off():
         return [o.detach() for o in seen]
     assert {o.dtype for o in run(half)}=={f32} and same(run(half), run(autocast))
 
-def classes(around, f):
-    "Class and dtype of what `Meets` returns for an image of fastai's"
+def class_and_dtype(around, f):
+    "What `f` returns for an image of fastai's"
     model = nn.Sequential(nn.Linear(8,32), meets(f, 32, 32))
     seen = returned(model[1])
     with around(model): model(TensorImage(numbers(32)[0]))
     return type(seen[0]),seen[0].dtype
 
-@pytest.mark.parametrize('name', [*sums,*products,*joins])
-def test_class_of_an_activation(name):
-    "What is an image for fastai stays one where it meets a parameter, or a view of one"
-    for v in (noop,lambda w: w[:]):
-        assert classes(half, lambda x,w: {**sums, **products, **joins}[name](x, v(w)))==(TensorImage,bf16)
+rounded = {**sums, **products, **joins}
 
-@pytest.mark.parametrize('name', [o for o in others if o not in ('alone','baddbmm','equal')])
-def test_class_of_others(name):
-    "Of what isn't rounded it is what it is under autocast"
-    assert classes(half, others[name])==classes(autocast, others[name])
+@pytest.mark.parametrize('name', [*rounded,*(o for o in others if o not in ('alone','baddbmm','equal'))])
+def test_class_of_an_activation(name):
+    "What is an image for fastai stays one where it meets a parameter, or a view of one, and what isn't rounded, too"
+    f = {**others, **rounded}[name]
+    want = (TensorImage,bf16) if name in rounded else class_and_dtype(autocast, f)
+    for v in (noop,lambda w: w[:]): assert class_and_dtype(half, lambda x,w: f(x, v(w)))==want
 
 def test_written_at_an_index():
     "Of an image of fastai's: a tuple there doesn't mean the same as a list"
@@ -343,7 +322,6 @@ def tensors(o):
     if isinstance(o, (Data,Frozen)): return tensors([o.a,o.b])
     return [t for x in (o.values() if isinstance(o, dict) else o) for t in tensors(x)]
 
-def by_pickle(o): return pickle.loads(pickle.dumps(o))
 def by_file(o):
     torch.save(o, file := io.BytesIO())
     file.seek(0)
@@ -352,7 +330,7 @@ def by_file(o):
 @pytest.mark.parametrize('how', [deepcopy,copy,by_pickle,by_file])
 def test_copies(how):
     "Of modules, parameters, state and views, in the middle of a call too, are plain; a pickle doesn't name our classes"
-    found,model = [],nn.Sequential(nn.Linear(8,32), Position(), nn.Linear(32,1))
+    found,model = [],nn.Sequential(nn.Linear(8,32), block(), nn.Linear(32,1))
     def look(m, *_):
         if m is not model[1]: return
         with torch.no_grad():
@@ -373,7 +351,7 @@ def test_copies(how):
 
 def test_texts():
     "`repr` is that of a parameter"
-    model = Position()
+    model = block()
     def texts():
         some = model.pos,model.gamma,model.gamma.data,model.gamma.detach()[:2]
         return [*map(repr, some),str(model.gamma),f'{model.gamma}']
@@ -383,7 +361,7 @@ def test_texts():
 @pytest.mark.skipif(torch.__version__<'2.7', reason='torch.export of PyTorch 2.6 takes no function as `forward`')
 def test_exported_inside():
     "With plain parameters, and as under autocast"
-    model,x = positions(),numbers(4)[0]
+    model,x = blocks(),numbers(4)[0]
     with half(model): exported = torch.export.export(model, (x,))
     assert {type(p) for p in exported.state_dict.values()}<={nn.Parameter,torch.Tensor}
     assert close(exported.module()(x), model(x), .05)
@@ -416,13 +394,11 @@ def test_returned_and_kept(name):
         assert any(o is gives.w for o in found)==(name not in ('tensor','named','data'))
         for o in (gives.last,*gives.more['a']): assert b'mp_callbacks' not in pickle.dumps(o)
 
-# --- On and off
-
 @pytest.mark.parametrize('other', ['model','part','same','later','installed'])
 @pytest.mark.parametrize('last_first', [True,False])
 def test_two(other, last_first):
     "Two on one model, or on a part of it: nobody takes off what another one has put on, in either order"
-    model,x = positions(),numbers(4)[0]
+    model,x = blocks(),numbers(4)[0]
     a = half(model)
     with a: want = model(x)
     b = dict(model=half(model), part=half(model[3]), same=a).get(other) # a layer rounds what the part returns
@@ -440,11 +416,11 @@ def test_two(other, last_first):
 
 def test_moved_to_another_module():
     "Parameters of modules that were replaced meanwhile, and of the new ones, are plain, too"
-    model,x = positions(),numbers(4)[0]
+    model,x = blocks(),numbers(4)[0]
     mine = half(model)
     with mine:
         model(x)
-        old,model[1] = model[1],Position()
+        old,model[1] = model[1],block()
         model(x)
     assert_plain(model)
     assert_plain(old)
@@ -453,8 +429,6 @@ def test_moved_to_another_module():
     del model[3]
     mine.remove()
     assert_plain(model)
-
-# --- A model that changes its parameters in the middle of a call
 
 def writing(write):
     "Calls `write` with itself and a mean of activations"
@@ -466,14 +440,12 @@ def writing(write):
     return Does(_forward, lin=nn.Linear(8,32), w=torch.rand(32)+.5)
 
 def iadd_own(m, x): m.w += x
-def delete(m, x):
+
+def taken(m):
     w = m.w
     del m.w
-    m.register_parameter('w', w)
-def to_buffer(m, x):
-    w = m.w
-    del m.w
-    m.w = w.detach()
+    return w
+
 writes = dict(
     add         = lambda m,x: m.w.add_(x),
     iadd        = iadd_own,
@@ -485,21 +457,22 @@ writes = dict(
     lerp        = lambda m,x: m.w.lerp_(x.float(), .5),
     out         = lambda m,x: torch.add(x, 1, out=m.w),
     copy        = lambda m,x: m.w.copy_(x),
+    clamp       = lambda m,x: m.w.clamp_(-.9, .9),
     data        = lambda m,x: m.w.data.mul_(1.5),
     assign_data = lambda m,x: setattr(m.w, 'data', m.w.data*1.5),
     set_slice   = lambda m,x: m.w.__setitem__(slice(16), x[:16]),
     set_view    = lambda m,x: m.w[:16].mul_(x[:16]),
     replace     = lambda m,x: setattr(m, 'w', nn.Parameter(m.w.detach()*1.5)),
     new         = lambda m,x: setattr(m, 'extra', nn.Parameter(m.w*2)),
-    delete      = delete,
-    to_buffer   = to_buffer,
+    delete      = lambda m,x: m.register_parameter('w', taken(m)),
+    to_buffer   = lambda m,x: setattr(m, 'w', taken(m).detach()),
     freeze      = lambda m,x: m.w.requires_grad_(False),
     toggle      = lambda m,x: m.w.requires_grad_(not m.w.requires_grad),
     attribute   = lambda m,x: setattr(m.w, 'tag', 1))
 
 @pytest.mark.parametrize('name', writes)
 def test_written(name):
-    "In `forward`: the model computes with it, and keeps it, as under autocast, and no gradient is lost"
+    "In the middle of a call: the model computes with it, and keeps it, as under autocast, and no gradient is lost"
     def run(around):
         model,x = writing(writes[name]),numbers(4)[0]
         around,first,seen = around(model),model.w,[]
@@ -517,9 +490,7 @@ def test_written(name):
     assert all(close(state[k], want_state[k]) for k in state)
     assert all(close(a, b, .03) for g,w in zip(got, want) for a,b in zip(g, w, strict=True))
 
-# --- torch.func inside `forward`
-
-transforms = dict(
+transforms = dict( # of torch.func, inside `forward`
     functional_call = lambda m,x: functional_call(m, {k:2*p for k,p in m.named_parameters()}, (x,)),
     same_parameters = lambda m,x: functional_call(m, dict(m.named_parameters()), (x,)),
     vmap            = lambda m,x: vmap(m)(x),
@@ -564,17 +535,6 @@ def test_layer_in_a_transform(name):
     assert seen[half][0]==seen[autocast][0]
     assert close(flat(seen[half][1]), flat(seen[autocast][1]), .01)
 
-# --- torch.compile
-
-def small():
-    def _forward(m, x):
-        x = x+m.pos[0,:1].expand(len(x),-1)
-        return torch.cat([x,m.gamma*m.lin(m.norm(x))])[:len(x)]+m.bias[0]
-    def _block(): return Does(_forward, pos=torch.randn(1,8,32), gamma=torch.rand(32), norm=nn.LayerNorm(32),
-                              lin=nn.Linear(32,32), bias=nn.ParameterList([torch.rand(32)]))
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8,32), _block(), nn.GELU(), _block(), nn.Linear(32,1))
-
 compiled = dict(
     whole    = lambda m: torch.compile(m, backend='eager', fullgraph=True),
     in_place = lambda m: (m.compile(backend='eager', fullgraph=True), m)[1],
@@ -586,15 +546,15 @@ def test_compiled(kind):
     "Without breaks, and nothing is compiled again after the first batch of training and of validation"
     torch._dynamo.reset()
     counters.clear()
-    model,x,graphs = compiled[kind](small()),numbers(4)[0],[]
-    mine,want,auto = half(model),batch(small(), x, float32),batch(small(), x, autocast)
+    model,x,graphs = compiled[kind](blocks()),numbers(4)[0],[]
+    mine,want,auto = half(model),batch(blocks(), x, float32),batch(blocks(), x, autocast)
     for _ in range(3):
         got = batch(model, x, mine)
         with mine, torch.no_grad(): assert close(model(x), got[0], 1e-6)
         graphs.append(counters['stats']['unique_graphs'])
     assert graphs[0]==graphs[-1]>0 and not counters['graph_break'] and not counters['recompiles']
     def _error(o): return ((flat(o)-flat(want)).norm()/flat(want).norm()).item()
-    assert _error(got)<=2*_error(auto)
+    assert _error(got)<=3*_error(auto)
     assert {type(p) for p in model.parameters()}=={nn.Parameter}
 
 # --- Modules in float32: casts stand in for what they were given

@@ -30,8 +30,6 @@ def data(n=32):
     x = torch.randn(n, 4, generator=g)
     return x,x.sin().sum(1, keepdim=True)
 
-# --- The loop
-
 @pytest.mark.parametrize('dtype,copies', [(f16,True),(bf16,True),(bf16,False)])
 def test_trains(dtype, copies):
     "To nearly the loss that float32 reaches; and an overflow is found"
@@ -54,8 +52,6 @@ def test_trains(dtype, copies):
     full,*_ = fit(1., lambda model: nullcontext())
     loss,inside,pred = fit(2.**10, lambda model: half_precision(model, dtype, rules=copies))
     assert loss<full+.05 and (inside,pred)==(dtype,f32)
-
-# --- Entering and leaving
 
 class Stop(BaseException): pass
 
@@ -85,8 +81,6 @@ def test_error_in_a_note():
     # before Python 3.11 there are no notes
     with pytest.raises(ValueError if hasattr(Untold, 'add_note') else Untold), half: raise Untold
     assert_plain(half.model)
-
-# --- A model that has changed
 
 changes = dict(
     added      = lambda m: m.append(nn.Linear(1,1)),
@@ -126,13 +120,11 @@ def test_forward_looks_the_same():
     with half_precision(model, bf16): assert looks()==before and 'forward' in vars(model)
 
 def test_model_no_longer_float32():
-    model = net()
-    half = half_precision(model, bf16)
-    with pytest.raises(ValueError, match=r'no float32 parameters \(torch.float64\)'):
-        model.double()
-        with half: pass
-    batch(model.float(), data()[0], half)
-    assert_plain(model)
+    half = half_precision(net(), bf16)
+    half.model.double()
+    with pytest.raises(ValueError, match=r'no float32 parameters \(torch.float64\)'), half: pass
+    batch(half.model.float(), data()[0], half)
+    assert_plain(half.model)
 
 # --- Autocast
 
@@ -231,21 +223,17 @@ def test_attention_of_its_own(grad):
 
 def test_fast_path_in_two_threads():
     "Neither is in the other's way"
-    first_in,second_in,first_out = (threading.Event() for _ in range(3))
-    x,models = torch.randn(2,4,8),[attends(),attends()]
+    x,in_first,in_second = torch.randn(2,4,8),threading.Event(),threading.Event()
     @torch.no_grad()
-    def call(model, wait):
+    def call(wait):
+        model = attends()
         with half_precision(model, bf16): return model(x, wait)
-    def first():
-        try: return call(models[0], lambda: first_in.set() or second_in.wait(20))
-        finally: first_out.set()
     def second():
-        first_in.wait(20)
-        return call(models[1], lambda: second_in.set() or first_out.wait(20))
-    with ThreadPoolExecutor(2) as pool: a,b = [o.result() for o in [pool.submit(first), pool.submit(second)]]
-    assert torch.equal(a, b) and fast_path.get_fastpath_enabled()
-
-# --- Copies
+        in_first.wait(20)
+        return call(lambda: in_second.set() or first.result(20))
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(call, lambda: in_first.set() or in_second.wait(20))
+        assert torch.equal(pool.submit(second).result(), first.result()) and fast_path.get_fastpath_enabled()
 
 @pytest.mark.parametrize('how', [deepcopy,by_pickle])
 def test_copied_inside(how):
@@ -269,8 +257,6 @@ def test_copied_inside(how):
     assert not torch.equal(again.model(x), want) and again.policy().equals(half.policy())
     again.remove()
     assert_plain(again.model)
-
-# --- Which modules: `keep`, and names under wrappers
 
 keeps = dict(
     type       = (lambda: Block, {'5'}),
@@ -329,10 +315,10 @@ def test_advice_under_wrappers(wrap, one_process):
 
 def test_an_error_is_freed():
     "It holds nothing once it is handled: checkpointing's hooks end when the frames of its traceback go"
-    model,x = masking(),torch.ones(2,4)
+    x = torch.ones(2,4)
     gone = weakref.ref(x)
     try:
-        with half_precision(model, bf16): model(x)
+        with half_precision(masking(), bf16) as half: half.model(x)
     except RuntimeError: del x
     assert gone() is None
 
@@ -353,8 +339,6 @@ def test_dropped(calls):
         assert kept() is None
     finally: gc.enable()
 
-# --- What can't be
-
 FSDP1 = type('FullyShardedDataParallel', (nn.Linear,), {})
 
 @pytest.mark.parametrize('make,match', [
@@ -368,14 +352,9 @@ FSDP1 = type('FullyShardedDataParallel', (nn.Linear,), {})
 def test_refused(make, match):
     with pytest.raises((ValueError,TypeError), match=match): half_precision(make(), bf16)
 
-# --- What a layer computes
-
 def own_forward(m): m.forward = lambda input: F.linear(input, m.weight, m.bias)*2
 def another_parameter(m): m.scale = nn.Parameter(torch.ones(1))
-def plain_weight(m):
-    weight = m.weight.detach()
-    del m.weight
-    m.weight = weight
+def plain_weight(m): m.weight = m._parameters.pop('weight').detach()
 
 def linear(m, x, weight, bias=None, **kwargs): return F.linear(x, weight, bias)
 
@@ -460,9 +439,8 @@ def test_forward_of_another_layer():
 
 def test_called_by_name():
     "A layer computes the same, and a norm returns the dtype of its input"
-    model = Does(lambda m,x: m.head(m.layer(input=m.lin(input=x))), lin=nn.Linear(4,4), layer=nn.LayerNorm(4),
-                 head=nn.Linear(4,1))
-    x,_ = data()
+    parts = dict(lin=nn.Linear(4,4), layer=nn.LayerNorm(4), head=nn.Linear(4,1))
+    model,(x,_) = Does(lambda m,x: m.head(m.layer(input=m.lin(input=x))), **parts),data()
     want,seen,half = model(x),watched(model),half_precision(model, bf16)
     for _ in range(2):
         with half: assert torch.allclose(model(x), want, atol=.05)

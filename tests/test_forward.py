@@ -8,8 +8,6 @@ pytestmark = pytest.mark.filterwarnings('ignore')
 each_mode = pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','bf16','native_fp16')))
 halves = [o for o in modes if o!='fp16_static']
 
-# --- Weights and gradients
-
 @each_mode
 def test_hooks(mode):
     "Hooks of parameters see one float32 gradient per parameter and batch, which carries the loss scale"
@@ -17,19 +15,15 @@ def test_hooks(mode):
     for p in learn.model.parameters():
         p.register_hook(lambda g, p=p: seen.append(('hook',id(p),g.clone())))
         p.register_post_accumulate_grad_hook(lambda p: seen.append(('accumulated',id(p),p.grad.clone())))
-    class Look(Callback):
-        order = 20
-        def before_backward(self): self.scale = self.learn.mixed_precision.loss_scale
-        def before_step(self):
-            for what in ('hook','accumulated'):
-                batch = {i:g for o,i,g in seen if o==what}
-                assert len(batch)==6 and {g.dtype for g in batch.values()}=={torch.float32}
-                for p in self.model.parameters(): assert torch.equal(batch[id(p)]/self.scale, p.grad)
-            seen.clear()
-    learn.fit(1, cbs=Look())
+    def look(learn):
+        for what in ('hook','accumulated'):
+            batch = {i:g for o,i,g in seen if o==what}
+            assert len(batch)==6 and {g.dtype for g in batch.values()}=={torch.float32}
+            scale = learn.mixed_precision.loss_scale
+            for p in learn.model.parameters(): assert torch.equal(batch[id(p)]/scale, p.grad)
+        seen.clear()
+    learn.fit(1, cbs=On('before_step', look, 20))
     assert learn.mixed_precision.state.steps==4
-
-# --- What a skipped step puts back
 
 buffers = dict( # what it is, and a function that changes it or returns another one
     late         = (lambda: None, lambda b: torch.ones(4)),
@@ -97,8 +91,6 @@ def test_grown_block(event):
     assert all(o.isfinite().all() for o in cb.block.buffers()) and cb.block[1].running_mean.any()
     policy = learn.mixed_precision.policy().set_index('module')
     assert policy.loc['4.1','why']=='keep' and policy.loc['4.0','compute']!='float32'
-
-# --- What a model keeps from batch to batch
 
 places = dict( # where a model keeps `h`: what of it, how it is read there, and written
     attribute = (noop,                  lambda m: m.h,            lambda m,h: setattr(m, 'h', h)),

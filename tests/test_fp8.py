@@ -28,10 +28,8 @@ mlp = partial(mlp, n=32)
 def learner(model=None, **kwargs): return get_learner(mlp() if model is None else model, **kwargs)
 def in_fp8(learn, **kwargs): return learn.to_fp8(**{'emulate':True, **kwargs})
 
-# --- torchao as the oracle
-
 def torchao(recipe, emulate=True):
-    "`F.linear` of torchao, and its config"
+    "`F.linear` of torchao, the oracle"
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         try:
@@ -40,13 +38,13 @@ def torchao(recipe, emulate=True):
         except (ImportError,AttributeError) as e:
             pytest.skip(f'torchao is not installed, or too new for this PyTorch: {e}')
     config = dataclasses.replace(ao.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, pad_inner_dim=True)
-    same_rule = config.round_scales_to_power_of_2==fp8_recipes[recipe].power_of_2
-    if not same_rule: pytest.skip('this version of torchao has another rule')
+    if config.round_scales_to_power_of_2!=fp8_recipes[recipe].power_of_2:
+        pytest.skip('this version of torchao has another rule')
     mm_config = Float8Linear.from_float(nn.Linear(16,16), config).linear_mm_config
     def _linear(x, weight, bias=None, *args):
         res = matmul_with_hp_or_float8_args.apply(x, weight.t(), mm_config, config)
         return res if bias is None else res+bias.to(res.dtype)
-    return _linear,config
+    return _linear
 
 def products(linear, x, weight, bias, grad):
     "Result and gradients of `linear`"
@@ -62,15 +60,13 @@ def products(linear, x, weight, bias, grad):
 def test_products(recipe, emulate, dtype, shape):
     if recipe=='rowwise' and not emulate and tuple(map(int, torch.__version__.split('.')[:2]))<(2,12):
         pytest.skip('PyTorch 2.10 and 2.11 have no such product on a CPU, where a learner needs emulate=True')
-    linear,*_ = torchao(recipe, emulate)
+    linear = torchao(recipe, emulate)
     torch.manual_seed(0)
     x,weight,bias = torch.randn(shape).to(dtype),torch.randn(32,64).to(dtype),torch.randn(32).to(dtype)
     x[...,3] *= 500
     grad = torch.randn(*shape[:-1],32).to(dtype)*1e-3
     with kernels: ours = products(lambda *given: fp8_linear(*given, recipe, emulate), x, weight, bias, grad)
     for ours,theirs in zip(ours, products(linear, x, weight, bias, grad), strict=True): assert ours.equal(theirs)
-
-# --- Numbers
 
 @pytest.mark.parametrize('format', [torch.float8_e4m3fn,torch.float8_e5m2])
 def test_rounds_to_the_nearest(format):
@@ -141,8 +137,6 @@ def test_own_recipe():
         assert all(t.isfinite().all() for t in (res,dx,dw))
     assert Fp8(recipe).recipe is recipe
 
-# --- Which layers
-
 def ways(model, **kwargs):
     table = half_precision(model, bf16, fp8=Fp8(emulate=True), **kwargs).policy()
     return {name:f'{way} {why}'.strip() for name,way,why in zip(table.module, table.way, table.why)}
@@ -180,10 +174,12 @@ def test_tied_and_used_twice():
 
 def test_refused():
     def _half(*args, **kwargs): return half_precision(mlp(), *args, **kwargs)
+    patched_class = patched.object(nn.Linear, 'forward', functools.wraps(nn.Linear.forward)(noop))
     for error,match,call in (
         (ValueError, 'needs bfloat16 and rules=True', lambda: _half(fp8=Fp8(emulate=True))),
         (ValueError, 'needs bfloat16 and rules=True', lambda: _half(bf16, rules=False, fp8=Fp8())),
         (ValueError, '24 is no multiple of 16', lambda: ways(mlp(n=24))),
+        (ValueError, 'a forward of its own', lambda: patched_class(ways)(mlp())),
         (ValueError, 'there is none', lambda: ways(nn.Sequential(nn.Conv2d(1,1,1)))),
         (ValueError, "keep={'2': 'bfloat16'} leaves no layer", lambda: in_fp8(learner(), keep={'2':'bfloat16'})),
         (ValueError, "recipe='row' must be one of", lambda: learner().to_fp8('row')),
@@ -205,8 +201,6 @@ def test_without_the_hardware():
     with half_precision(mlp(), bf16, fp8=Fp8()) as half:
         with pytest.raises(ValueError, match='device=cpu'): half.model(torch.randn(4,8))
 
-# --- An ordinary learner
-
 def test_interrupts(monkeypatch, tmp_path):
     import test_faults
     monkeypatch.setitem(test_faults.precisions, 'fp8', in_fp8)
@@ -215,8 +209,7 @@ def test_interrupts(monkeypatch, tmp_path):
 @pytest.mark.parametrize('recipe', crossed(recipes, fast=lambda o: o=='rowwise'))
 def test_learns(recipe):
     "As in bfloat16, and what changes bits is only FP8"
-    learn,other = in_fp8(learner(), recipe=recipe),learner().to_bf16()
-    for o in (learn,other): o.fit(6)
+    learn,other = fitted(in_fp8(learner(), recipe=recipe), 6),fitted(learner().to_bf16(), 6)
     assert 0<apart(learn, other, flat(weights(learner())))<.2
     assert learn.recorder.values[-1][0]<learn.recorder.values[0][0]*.8 and skipped(learn)==0
     assert {p.dtype for p in learn.model.parameters()}=={torch.float32}
@@ -259,16 +252,13 @@ def test_resumes_exactly(tmp_path):
     learn.fit(2)
     learn.save('m')
     learn.export('m.pkl')
-    loaded,x = load_learner(tmp_path/'m.pkl'),torch.ones(1,8)
-    assert loaded.model(x).equal(learn.model(x))
-    learn.fit(2)
-    other.load('m')
-    other.fit(2, reset_opt=False)
-    assert all(map(torch.equal, weights(learn), weights(other)))
+    x = torch.ones(1,8)
+    assert load_learner(tmp_path/'m.pkl').model(x).equal(learn.model(x))
+    assert same_weights(fitted(learn, 2), fitted(other.load('m'), 2, reset_opt=False))
 
 def test_carried_along():
     "Whatever makes another `half_precision` keeps it"
-    half = half_precision(Net(), bf16, fp8=Fp8('rowwise', True))
+    half = half_precision(residuals(), bf16, fp8=Fp8('rowwise', True))
     other = half.keeping(['layers.0'], bf16)
     for o in (half.replace(keep='first'),half.keeping(['first']),other,pickle.loads(pickle.dumps(half))):
         o.refresh()
@@ -308,60 +298,54 @@ def test_compiled_is_in_fp8(recipe):
 
 # --- The report
 
-class Net(nn.Module):
+def _residual(m, x):
+    x = m.first(x)
+    for norm,layer in zip(m.norms, m.layers): x = x+F.gelu(layer(norm(x)))
+    return m.last(x)
+
+def residuals():
     "Three layers in FP8, each after a norm, so that an outlier can be planted"
-    def __init__(self, width=32):
-        torch.manual_seed(2)
-        super().__init__()
-        self.first = nn.Linear(8,width)
-        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(3)])
-        self.layers = nn.ModuleList([nn.Linear(width,width) for _ in range(3)])
-        self.last = nn.Linear(width,1)
-    def forward(self, x):
-        x = self.first(x)
-        for norm,layer in zip(self.norms, self.layers): x = x+F.gelu(layer(norm(x)))
-        return self.last(x)
+    torch.manual_seed(2)
+    return Does(_residual, first=nn.Linear(8,32), norms=nn.ModuleList([nn.LayerNorm(32) for _ in range(3)]),
+                layers=nn.ModuleList([nn.Linear(32,32) for _ in range(3)]), last=nn.Linear(32,1))
 
 def planted(i, factor=3000):
     "The same function with an outlier in the input of layer `i`, or in its weight if `factor` is small"
-    net = Net()
+    net = residuals()
     with torch.no_grad():
         for p in net.norms[i].parameters(): p[5] *= factor
         net.layers[i].weight[:,5] /= factor
     return net
 
+def report_of(net, **kwargs): return in_fp8(learner(net, dls=get_dls(64)), **kwargs).precision_report()
+
 @pytest.mark.parametrize('recipe,factor,i', crossed(recipes, [3000,1/3000,3e5], range(3),
                          fast=lambda recipe,factor,i: recipes.index(recipe)==i))
 def test_finds_the_outlier(recipe, factor, i):
-    def _report(**kwargs):
-        learn = learner(planted(i, factor), dls=get_dls(64))
-        return in_fp8(learn, recipe=recipe, **kwargs).precision_report()
-    report = _report()
+    report = report_of(planted(i, factor), recipe=recipe)
     assert report.keep=={f'layers.{i}':'bfloat16'}
-    clean = _report(keep=report.keep)
+    clean = report_of(planted(i, factor), recipe=recipe, keep=report.keep)
     assert clean.keep=={} and clean.error<1.5*report.digits_error and 'No layer has to' in str(clean)
 
 @each_recipe
 def test_no_false_alarm(recipe):
     "Errors are those of the digits alone, also where most numbers are tiny and don't matter"
-    net = Net()
+    net = residuals()
     with torch.no_grad():
         for layer in net.layers: layer.weight *= 4; layer.bias -= 2
-    for model in (Net(),net):
-        report = in_fp8(learner(model, dls=get_dls(64)), recipe=recipe).precision_report()
+    for report in (report_of(residuals(), recipe=recipe),report_of(net, recipe=recipe)):
         assert report.keep=={} and report.error<1.5*report.digits_error
         assert report.bfloat16_error<report.digits_error/3
         assert [*report.table.index]==['layers.0','layers.1','layers.2'] and not report.table.isna().any(axis=None)
 
 def test_report_looks_further():
     "A smaller tolerance takes out more layers, and only layers that are in FP8; where all would have to go, it says so"
-    learn = in_fp8(learner(Net(), dls=get_dls(64)), keep=['norms.0'])
-    error = learn.precision_report(batches=1).error
-    report = learn.precision_report(batches=1, tolerance=.95*error)
+    learn = in_fp8(learner(residuals(), dls=get_dls(64)), keep=['norms.0'])
+    error = learn.precision_report().error
+    report = learn.precision_report(tolerance=.95*error)
     assert 0<len(report.keep)<3 and {*report.keep}<={'layers.0','layers.1','layers.2'}
-    other = in_fp8(learner(Net(), dls=get_dls(64)), keep={'norms.0':'float32', **report.keep})
-    assert other.precision_report(batches=1).error<=.95*error
-    report = learn.precision_report(batches=1, tolerance=1e-5)
+    assert report_of(residuals(), keep={'norms.0':'float32', **report.keep}).error<=.95*error
+    report = learn.precision_report(tolerance=1e-5)
     assert report.keep is None and 'No choice of layers' in str(report)
 
 def test_report_of_an_overflow():
@@ -375,13 +359,13 @@ def test_report_of_an_overflow():
 @pytest.mark.parametrize('recipe', ['rowwise','rowwise_with_gw_hp'])
 def test_report_looks_at_all_scales(recipe):
     "A large row of a weight has its own scale in the forward pass, and shares one in the backward pass"
-    net = Net()
+    net = residuals()
     with torch.no_grad(): net.layers[1].weight[5] *= 3e4
-    assert [*in_fp8(learner(net, dls=get_dls(64)), recipe=recipe).precision_report(batches=1).keep]==['layers.1']
+    assert [*report_of(net, recipe=recipe).keep]==['layers.1']
 
 def test_report_of_odd_batches():
     "Frozen layers and zeros have rows; a batch that isn't finite in float32 is an error; the report shows and plots"
-    net = Net()
+    net = residuals()
     net.layers[1].requires_grad_(False)
     nn.init.zeros_(net.layers[2].weight)
     report = in_fp8(learner(net)).precision_report()
@@ -389,17 +373,10 @@ def test_report_of_odd_batches():
     assert report.table.loc['layers.2','weight largest/median']==1
     assert '<table' in report._repr_html_() and report.plot().get_xlabel()=='largest/median'
     spoil = Callback(before_batch=lambda cb: setattr(cb.learn, 'xb', (cb.xb[0]*torch.nan,)))
-    with pytest.raises(ValueError, match='find_nonfinite'): in_fp8(learner(Net(), cbs=spoil)).precision_report()
+    with pytest.raises(ValueError, match='find_nonfinite'): in_fp8(learner(residuals(), cbs=spoil)).precision_report()
 
 def test_report_says_what_to_write():
     "What is kept already stays, also where it is named by type, which a dict of dtypes has no room for"
-    learn = in_fp8(learner(planted(1), dls=get_dls(64)), keep=[nn.LayerNorm])
-    told = str(learn.precision_report(batches=1)).partition('Take out of FP8: keep=')[2].removesuffix('.')
+    told = str(report_of(planted(1), keep=[nn.LayerNorm])).partition('Take out of FP8: keep=')[2].removesuffix('.')
     want = {'norms.0':'float32','norms.1':'float32','norms.2':'float32','layers.1':'bfloat16'}
-    assert told==str(want) and in_fp8(learn, keep=want).precision_report(batches=1).keep=={}
-
-def test_patched_class(monkeypatch):
-    "No layer is in FP8 then, which is an error"
-    own = nn.Linear.forward
-    monkeypatch.setattr(nn.Linear, 'forward', functools.wraps(own)(lambda self, x: own(self, x)))
-    with pytest.raises(ValueError, match='a forward of its own'): ways(mlp())
+    assert told==str(want) and report_of(planted(1), keep=want).keep=={}

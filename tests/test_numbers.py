@@ -28,25 +28,21 @@ def errors(make, args, unit, inference=True):
 
 def mlp(n, out, hidden=32): return nn.Sequential(nn.Linear(n,hidden), nn.GELU(), nn.Linear(hidden,out))
 
-# --- Series around 280: reversible instance normalization
+def revin(n):
+    "Reversible instance normalization, as PatchTST has it: keeps mean and deviation of its input, and puts them back"
+    def _forward(m, x, back=False):
+        if back: return (x-m.bias)/m.weight*m.std+m.mean
+        m.mean,m.std = x.mean(-1, keepdim=True).detach(),x.std(-1, keepdim=True).detach()
+        return (x-m.mean)/m.std*m.weight+m.bias
+    return Does(_forward, weight=torch.ones(n,1)*1.1, bias=torch.zeros(n,1)+.1)
 
-class RevIN(nn.Module):
-    "As PatchTST has it: keeps mean and deviation of its input, and puts them back"
-    def __init__(self, n):
-        super().__init__()
-        self.weight,self.bias = nn.Parameter(torch.ones(n,1)*1.1),nn.Parameter(torch.zeros(n,1)+.1)
-    def forward(self, x, back=False):
-        if back: return (x-self.bias)/self.weight*self.std+self.mean
-        self.mean,self.std = x.mean(-1, keepdim=True).detach(),x.std(-1, keepdim=True).detach()
-        return (x-self.mean)/self.std*self.weight+self.bias
-
-def around_line(): return Does(lambda m,x: m.norm(m.lin(m.norm(x)), back=True), norm=RevIN(1), lin=nn.Linear(8,8))
+def around_line(): return Does(lambda m,x: m.norm(m.lin(m.norm(x)), back=True), norm=revin(1), lin=nn.Linear(8,8))
 
 def patchtst():
     def _forward(m, x):
         x = m.embed(m.revin(x).unflatten(-1, (8,4)))+m.pos
         return m.revin(m.head(F.gelu(x).flatten(2)), back=True)
-    return Does(_forward, revin=RevIN(3), embed=nn.Linear(4,32), pos=torch.randn(8,32)*.1, head=nn.Linear(8*32,8))
+    return Does(_forward, revin=revin(3), embed=nn.Linear(4,32), pos=torch.randn(8,32)*.1, head=nn.Linear(8*32,8))
 
 class Denorm(Does): "Named as people name what undoes a norm"
 
@@ -63,8 +59,6 @@ def deviations():
 
 series = 280+5*normals(16, 3, 32)
 
-# --- Energies around -1000: offsets per species
-
 class Table(nn.Embedding): "A subclass, as people write it"
 
 shifts = dict( # modules that return the energy of a species, of what they are for eight
@@ -75,7 +69,7 @@ shifts = dict( # modules that return the energy of a species, of what they are f
     shift_inside  = lambda o: o[:1]) # a parameter that is added to what the layers return
 
 def energies(shift):
-    "As SchNet: an energy of each atom that a network finds, and one of its species"
+    "As SchNet: an energy of each atom that a network finds, and one of its species, around -1000"
     def _forward(m, z):
         shift = m.shift.expand(*z.shape, 1) if isinstance(m.shift, nn.Parameter) else m.shift(z)
         return (m.body(m.emb(z))+shift).squeeze(-1).sum(-1)
@@ -84,14 +78,10 @@ def energies(shift):
 
 species = torch.arange(48).view(8,6)%8
 
-# --- A state around 300
-
 def euler():
-    "40 steps of an explicit Euler method"
+    "40 steps of an explicit Euler method, of a state around 300"
     def _step(m, state): return state+.01*m.rate*m.f((state-300)/10)
     return nn.Sequential(*[Does(_step, rate=torch.full((16,), .5), f=mlp(16, 16))]*40)
-
-# --- Positions
 
 def waves(): return Does(lambda m,d: (d[...,None]*torch.linspace(1, 20, 32)).sin()) # of distances or positions
 
@@ -121,8 +111,6 @@ def egnn():
         return pos+(diff/(d2.sqrt()+1)*m.move(m.edge(d2))*m.scale).mean(2)
     def _layer(): return Does(_move, scale=torch.tensor([.1]), edge=mlp(1, 16), move=nn.Linear(16,1))
     return nn.Sequential(_layer(), _layer(), _layer())
-
-# --- Times
 
 def embeds(n=32): return Does(lambda m,t: m.lin((t*torch.linspace(.1, 1, n)).sin()), lin=nn.Linear(n,n))
 def column(t): return t[:,None] if t.dim()==1 else t
@@ -157,8 +145,6 @@ def timed(call, pack=None, again=False):
     times = Does(lambda m,x,t: (x*m.gain, packs[pack][0](t*1000)), gain=torch.ones(32)) if pack else block(again)
     return Does(_forward, first=nn.Linear(8,32), times=times, embed=embeds(), last=nn.Linear(32,4))
 
-# --- Log-determinants
-
 def coupling(flip):
     "A part of a flow: scales of its own add to the log-determinant"
     def _forward(m, x, logdet):
@@ -182,18 +168,14 @@ def flow(parts, logdet=0., first=noop):
         return res
     return Does(_forward, parts=nn.ModuleList(parts), first=first)
 
-# --- Scores
-
 def crf(n=20):
-    "The partition function as torchcrf computes it, of `n` labels"
+    "The partition function as torchcrf computes it, of the scores of `n` labels"
     def _forward(m, x):
         e = m.emit(x)
         score = m.start+e[:1]
         for o in e[1:].repeat(8, 1)[:,None]: score = (score[:,:,None]+m.pairs+o[:,None]).logsumexp(1)
         return score.logsumexp(1)
     return Does(_forward, emit=nn.Linear(8,n), start=normals(n), pairs=normals(n,n))
-
-# --- The table
 
 points = 50+normals(4, 5, 3)
 x,t = normals(8, 8),torch.linspace(.1, 1, 8)+2**-12
@@ -269,9 +251,3 @@ def test_denormalized(name, kind):
         model = nn.Sequential(constant(n, .125), standard(name, kind, n))
         with half(model): assert model(x).equal(torch.full((8,n), 1014.))
         assert call(model, x).dtype==f32
-
-def test_norms_are_norms():
-    "By their names, still"
-    for name in 'T5Norm LlamaRMSNorm Norm GroupNorm32 LayerNorm2d ActNorm BatchRenorm PreNorm NodeNorm'.split():
-        model = nn.Sequential(constant(1, .125), standard(name, 'parameter', 1))
-        assert half_precision(model, bf16).policy().set_index('module').way['1']=='float32 norm'

@@ -12,8 +12,6 @@ from states import assert_plain
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:enable_nested_tensor')
 
-# --- Models
-
 def attention(n):
     "Adds up, multiplies and has a parameter, outside the layers that it is made of"
     def _forward(m, x):
@@ -71,8 +69,6 @@ def agrees(table, seen, net, half):
             elif is_norm(n, m): assert dtypes=={o.dtype for o in given}, n
             else: assert all(map(rounded, out)), n # inside a module that is kept they are float32
 
-# --- The table
-
 all_rules = dict( # a dict has None for half precision
     default = (),
     body    = (nn.LayerNorm,is_norm,'body*','own','layer'),
@@ -105,7 +101,7 @@ def test_table_is_true(name, call, half, keep):
 def test_reads_well():
     "One of each"
     net = seq(emb=nn.Embedding(9,16), ids=nn.Embedding(9,8), own=attention(8), bn=nn.BatchNorm1d(8), rms=nn.RMSNorm(8),
-              mine=T5Norm(8), rnn=nn.LSTM(8,8), act=nn.GELU(), head=nn.Linear(8,1))
+              mine=sums_in_half('T5Norm'), rnn=nn.LSTM(8,8), act=nn.GELU(), head=nn.Linear(8,1))
     with pretend(machine('AVX2')): table = policy(net, 'bf16', {'head':'f32'})
     assert [*table.columns]==['module','kind','size','params','way','compute','why']
     layer = 'layer','bfloat16','cast with all others'
@@ -121,8 +117,6 @@ def test_reads_well():
         ('mine',     'T5Norm',      8,  'float32', 'float32 norm','float32', 'a norm with a forward of its own'),
         ('rnn',      'LSTM',        576,'float32', 'float32',     'float32', 'no bfloat16 LSTM on this CPU'),
         ('head',     'Linear',      9,  'float32', 'float32',     'float32', 'keep')]
-
-# --- What `keep` takes
 
 def test_rule_is_keep():
     "A rule with float32 is the same as a name, to the bit; the last rule decides"
@@ -240,19 +234,18 @@ def test_norms(kind, args, shape, half, monkeypatch):
     assert row.way=='norm' and errors['output']<eps/2 and errors['input']<eps/2
     assert max(errors['weight'], errors['bias'])>4*eps, 'LayerNorm could compute in half precision on a CPU, too'
 
-class SumsInHalf(nn.Module):
-    "A norm as people write it, without float32"
-    def __init__(self, n): super().__init__(); self.weight = nn.Parameter(torch.ones(n))
-    def forward(self, x): return x*(x.pow(2).mean(-1, keepdim=True)+1e-6).rsqrt()*self.weight
+def sums_in_half(name):
+    "A norm of eight numbers, as people write it, without float32"
+    def _norm(m, x): return x*(x.pow(2).mean(-1, keepdim=True)+1e-6).rsqrt()*m.weight
+    return type(name, (Does,), {})(_norm, weight=torch.ones(8))
 
-class T5Norm(SumsInHalf): "Named like a norm"
-class Scaler(SumsInHalf): "Not named like one"
+norm_names = 'T5Norm LlamaRMSNorm Norm GroupNorm32 LayerNorm2d ActNorm BatchRenorm PreNorm NodeNorm'.split()
 
-@pytest.mark.parametrize('kind,big', [(T5Norm,True),(Scaler,False)])
-def test_norms_by_name(kind, big):
+@pytest.mark.parametrize('name,big', [('Scaler',False), *((o,True) for o in norm_names)])
+def test_norms_by_name(name, big):
     """A module that is named like a norm computes in float32, so that its squares don't overflow; its output has the
     dtype of its input"""
-    net = seq(a=nn.Linear(8,8), norm=kind(8), head=nn.Linear(8,1))
+    net = seq(a=nn.Linear(8,8), norm=sums_in_half(name), head=nn.Linear(8,1))
     with torch.no_grad(): net.a.weight.mul_(1000)
     seen = returned(net.norm)
     with half_precision(net, f16): net(torch.randn(4,8)).sum().backward()
@@ -297,9 +290,9 @@ def test_made_weights(mode, kind):
 
 class Rounded(Way):
     "A way of one's own"
-    name = 'rounded'
+    name,calls = 'rounded',0
     def around(self, half, module, forward, args, kwargs):
-        self.calls = getattr(self, 'calls', 0)+1
+        self.calls += 1
         return forward(*args, **kwargs)
 
 @pytest.mark.parametrize('call', ['to_fp16','to_bf16'])

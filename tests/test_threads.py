@@ -11,12 +11,8 @@ def as_before(model, params):
 
 def in_threads(*fs):
     "Call all `fs` at the same time, and return their errors"
-    errors = []
-    def _call(f):
-        try: f()
-        except Exception as e: errors.append(e)
-    with ThreadPoolExecutor(len(fs)) as pool: [*pool.map(_call, fs)]
-    return errors
+    with ThreadPoolExecutor(len(fs)) as pool: calls = [*map(pool.submit, fs)]
+    return [o.exception() for o in calls if o.exception()]
 
 def own():
     "Parameters of its own, and modules with more inside"
@@ -77,5 +73,5 @@ def test_predictions_while_a_learner_trains():
     assert not [e for e in errors if 'dtype' not in str(e)]
     as_before(learn.model, params)
     alone.fit(3)
-    assert all(map(torch.equal, weights(learn), weights(alone)))
+    assert same_weights(learn, alone)
     assert identical(opt_params(learn), params)

@@ -155,9 +155,7 @@ def test_eligible():
     want = dict(first='layer not in FP8: first linear layer', last='layer not in FP8: last linear layer',
                 odd='layer not in FP8: 24 is no multiple of 16', patched='layer not in FP8: a forward of its own',
                 own='own parameters not in FP8: a forward of its own',
-                param='autocast not in FP8: its weight or bias is computed',
-                hook='autocast not in FP8: its weight or bias is computed',
-                pruned='autocast not in FP8: its weight or bias is computed',
+                **dict.fromkeys(('param','hook','pruned'), 'autocast not in FP8: its weight or bias is computed'),
                 **{'mha.out_proj':'layer not in FP8: inside MultiheadAttention'})
     assert {name:got[name] for name in want}==want
     assert ways(model, keep='kept')['kept']=='float32 keep'
@@ -198,8 +196,8 @@ def test_without_the_hardware():
     cbs = [*learn.cbs]
     with pytest.raises(ValueError, match=r'compute capability 8\.9.*to_bf16\(\), or emulate=True'): learn.to_fp8()
     assert [*learn.cbs]==cbs
-    with half_precision(mlp(), bf16, fp8=Fp8()) as half:
-        with pytest.raises(ValueError, match='device=cpu'): half.model(torch.randn(4,8))
+    with half_precision(mlp(), bf16, fp8=Fp8()) as half, pytest.raises(ValueError, match='device=cpu'):
+        half.model(torch.randn(4,8))
 
 def test_interrupts(monkeypatch, tmp_path):
     import test_faults
@@ -295,8 +293,6 @@ def test_compiled_is_in_fp8(recipe):
         return flat([res,*[p.grad for p in model.parameters()]])
     fp8,compiled,half = _out(Fp8(recipe, True)),_out(Fp8(recipe, True), 'aot_eager'),_out(None)
     assert (fp8-compiled).norm()<.01*(fp8-half).norm()
-
-# --- The report
 
 def _residual(m, x):
     x = m.first(x)

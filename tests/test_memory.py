@@ -54,14 +54,13 @@ faults_per_step = """if 1:
     import resource
     from learners import *
     torch.set_num_threads(1)
-    class Faults(Callback):
-        def before_batch(self): self.seen.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-        def before_fit(self): self.seen = []
+    seen = []
+    look = On('before_batch', lambda learn: seen.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt))
     model = nn.Sequential(*[o for _ in range(6) for o in (nn.Linear(1024,1024),nn.ReLU())])
     x = torch.randn(4,1024)
-    learn = get_learner(model, DataLoaders([(x,x)]*12, [], device='cpu'), opt_func=Adam, cbs=Faults()).to_bf16()
+    learn = get_learner(model, DataLoaders([(x,x)]*12, [], device='cpu'), opt_func=Adam, cbs=look).to_bf16()
     learn.fit(1)
-    print((learn.faults.seen[-1]-learn.faults.seen[2])//9)"""
+    print((seen[-1]-seen[2])//9)"""
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0]!='glibc', reason='other allocators have other thresholds')

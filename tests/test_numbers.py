@@ -204,8 +204,6 @@ def test_table(name):
     auto,ours = errors(*table[name])
     assert ours<=2*auto+.004, (auto,ours)
 
-# --- Numbers that can be said beforehand
-
 def constant(n, value):
     "A layer that returns a number, whatever it is given"
     res = nn.Linear(8, n)
@@ -235,19 +233,12 @@ def test_reference_energies():
         for emb in (nn.Embedding(4, n),nn.EmbeddingBag(4, n)):
             assert call(emb, i[None]).equal(emb(i[None]).to(dtype))
 
-def standard(name, kind, n):
-    "Puts mean and deviation back"
-    res = type(name, (Does,), {})(lambda m,x: x*m.std+m.mean)
-    for k,v in dict(mean=1013., std=8.).items():
-        if kind=='parameter': res.register_parameter(k, nn.Parameter(torch.full((n,), v)))
-        else: res.register_buffer(k, torch.full((n,), v))
-    return res
-
 @pytest.mark.parametrize('name', 'Standard Denorm DeNorm UnNorm InvNorm Renorm denorm InverseNorm Denormalize'.split())
-@pytest.mark.parametrize('kind', ['parameter','buffer'])
+@pytest.mark.parametrize('kind', [nn.Parameter,nn.Buffer])
 def test_denormalized(name, kind):
     "What is named for undoing a norm is none: it returns numbers of the size of the data, of which none is rounded"
     for n in (1,3):
-        model = nn.Sequential(constant(n, .125), standard(name, kind, n))
+        model = nn.Sequential(constant(n, .125), type(name, (Does,), {})(lambda m,x: x*m.std+m.mean))
+        model[1].mean,model[1].std = (kind(torch.full((n,), v)) for v in (1013.,8.))
         with half(model): assert model(x).equal(torch.full((8,n), 1014.))
         assert call(model, x).dtype==f32

@@ -47,8 +47,6 @@ def compare(new, args, dtype, kwargs={}):
     assert ours.isfinite().all() or not auto.isfinite().all()
     if auto.isfinite().all(): assert errors[1]<=3*max(errors[0], torch.finfo(dtype).eps), errors
 
-# --- PyTorch's own database of modules
-
 def behind(module):
     "Hands half-precision numbers to a module, as the layer before it would"
     def _forward(m, *args, **kwargs):
@@ -89,8 +87,6 @@ def pool():
 @pytest.mark.slow
 @pytest.mark.parametrize('dtype', [torch.bfloat16,torch.float16])
 def test_modules(dtype, pool): assert pool.submit(check_modules, dtype).result()==[]
-
-# --- A module's own code
 
 def uses(f): return Does(lambda m,x: x+f(x.float(), m.w).mean(), w=torch.rand(8,8)+.5)
 

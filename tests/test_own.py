@@ -9,6 +9,7 @@ from mp_callbacks.own import OwnParameter
 from states import assert_plain,identical,same,without_gradients
 
 def float32(model): return nullcontext()
+def off(got, want): return ((got.float()-want.float()).norm()/want.float().norm()).item()
 def close(got, want, tol=.02): return (got.float()-want.float()).norm()<=tol*want.float().norm()
 
 def meets(f, *shape): return Does(lambda m,x: f(x, m.w), w=torch.rand(shape)+.5)
@@ -313,8 +314,6 @@ def test_written_at_an_index():
     with half(model): res = model(x)
     assert type(res) is TensorImage and same(res, model(x))
 
-# --- Plain for everybody else
-
 def tensors(o):
     "All in `o`, also as parameters of a module"
     if isinstance(o, torch.Tensor): return [o]
@@ -518,8 +517,8 @@ def test_transforms(name):
     mine = half(model := _net())
     first,*later = [batch(model, x, mine) for _ in range(3)]
     for o in later: assert same(o, first)
-    def _errors(got): return [((a.float()-b).norm()/b.norm()).item() for a,b in zip(got, want)]
-    assert max(_errors(first))<=3*max(_errors(auto)), (_errors(first),_errors(auto))
+    errors = [max(map(off, o, want)) for o in (first,auto)]
+    assert errors[0]<=3*errors[1], errors
 
 @pytest.mark.parametrize('name', ['vmap_layer','grad_layer'])
 def test_layer_in_a_transform(name):
@@ -553,8 +552,7 @@ def test_compiled(kind):
         with mine, torch.no_grad(): assert close(model(x), got[0], 1e-6)
         graphs.append(counters['stats']['unique_graphs'])
     assert graphs[0]==graphs[-1]>0 and not counters['graph_break'] and not counters['recompiles']
-    def _error(o): return ((flat(o)-flat(want)).norm()/flat(want).norm()).item()
-    assert _error(got)<=3*_error(auto)
+    assert off(flat(got), flat(want))<=3*off(flat(auto), flat(want))
     assert {type(p) for p in model.parameters()}=={nn.Parameter}
 
 # --- Modules in float32: casts stand in for what they were given

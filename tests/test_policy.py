@@ -262,8 +262,6 @@ def test_norm_keeps_float32_input(norm):
     with half_precision(net, f16, keep='big'): res = net(x)
     assert torch.allclose(res, ref, atol=1e-2)
 
-# --- Weights that are not a module's own parameters
-
 def with_head(layer): return nn.Sequential(layer, nn.GELU(), nn.Linear(16,1))
 
 made = dict(

@@ -6,12 +6,10 @@ from torch._dynamo.utils import counters
 from learners import *
 from mp_callbacks import ways
 
-class Scaled(Does): "Multiplies by its own parameter, outside any layer that autocast knows"
-
 def norms():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(8,16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16,16), nn.BatchNorm1d(16), nn.GELU(),
-                         Scaled(lambda m,x: x*m.gain, gain=torch.ones(16)), nn.Linear(16,16), nn.RMSNorm(16),
+                         Does(lambda m,x: x*m.gain, gain=torch.ones(16)), nn.Linear(16,16), nn.RMSNorm(16),
                          nn.Linear(16,1))
 
 compiled = dict(
@@ -20,7 +18,7 @@ compiled = dict(
     part     = lambda: nn.Sequential(*norms()[:4], torch.compile(norms()[4:], backend='aot_eager')))
 
 modes = {**modes, 'bf16_flat': lambda learn: learn.to_bf16(flat_master=True),
-                  'bf16_keep': lambda learn: learn.to_bf16(keep=Scaled)}
+                  'bf16_keep': lambda learn: learn.to_bf16(keep=Does)}
 moving = dict(fp16        = dict(scale_wait=3, max_loss_scale=2.**24, headroom=None), # overflows, and grows
               native_fp16 = dict(init_scale=2.**24, growth_interval=3))
 

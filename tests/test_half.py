@@ -25,9 +25,8 @@ def watched(model):
     for n,m in model.named_modules(): m.register_forward_hook(lambda m,args,out,n=n: res.update({n:out.dtype}))
     return res
 
-def data(n=32):
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(n, 4, generator=g)
+def data():
+    x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
     return x,x.sin().sum(1, keepdim=True)
 
 @pytest.mark.parametrize('dtype,copies', [(f16,True),(bf16,True),(bf16,False)])
@@ -125,8 +124,6 @@ def test_model_no_longer_float32():
     with pytest.raises(ValueError, match=r'no float32 parameters \(torch.float64\)'), half: pass
     batch(half.model.float(), data()[0], half)
     assert_plain(half.model)
-
-# --- Autocast
 
 @pytest.mark.parametrize('rules', [True,False])
 def test_users_autocast_around(rules):

@@ -204,19 +204,6 @@ def test_whose():
         assert all(isinstance(p, nn.Parameter) for p in params.values())
     assert {type(p) for p in model.parameters()}=={nn.Parameter}
 
-held = dict(parameter=(nn.Parameter, noop), list=(lambda o: nn.ParameterList([o]), lambda o: o[0]),
-            dict=(lambda o: nn.ParameterDict(dict(a=o)), lambda o: o['a']))
-
-@pytest.mark.parametrize('kind', held)
-def test_kinds(kind):
-    "The stream behind a position is in half precision, wherever that is kept, but not in a module kept in float32"
-    make,read = held[kind]
-    adds = Does(lambda m,x: x+read(m.pos), pos=make(torch.ones(32)))
-    model,seen = nn.Sequential(nn.Linear(8,32), adds, nn.Linear(32,1)),returned(adds)
-    for kwargs in ({},{},dict(keep='1')):
-        with half(model, **kwargs): model(numbers(4)[0]).sum().backward()
-    assert [o.dtype for o in seen]==[bf16,bf16,f32]
-
 def test_tied():
     "A weight that a layer has, too"
     grads = {}

@@ -73,22 +73,18 @@ def test_new_buffers():
 @pytest.mark.parametrize('event', ['before_batch','after_batch'])
 def test_grown_block(event):
     "A block that a callback appends in the fit is put back after a skipped step, and `keep` holds for it"
-    class Grows(Callback):
-        order,run_valid,dtypes = -30,False,[]
-        def grow(self):
-            if self.epoch!=1 or len(self.model)>5: return
-            self.block = nn.Sequential(nn.Linear(16,16), nn.BatchNorm1d(16), nn.GELU())
-            self.model.insert(4, self.block)
-            self.block[1].register_forward_hook(lambda module, args, out: self.dtypes.append(out.dtype))
-            self.opt.opt.add_param_group(dict(params=[*self.block.parameters()], lr=1e-2))
-        def after_step(self):
-            if not self.learn.step_stats.finite: self.after_skip = [o.clone() for o in self.block.buffers()]
-    learn,cb = get_learner(opt_func=partial(OptimWrapper, opt=torch.optim.SGD)),Grows()
-    setattr(cb, event, cb.grow)
-    learn.to_bf16(keep=nn.BatchNorm1d).fit(2, cbs=[cb,InfiniteAt(5 if event=='after_batch' else 4)])
-    assert skipped(learn)==1 and {*cb.dtypes}=={torch.float32}
-    assert all(map(torch.equal, cb.after_skip, nn.BatchNorm1d(16).buffers()))
-    assert all(o.isfinite().all() for o in cb.block.buffers()) and cb.block[1].running_mean.any()
+    block,after_skip = nn.Sequential(nn.Linear(16,16), nn.BatchNorm1d(16), nn.GELU()),[]
+    seen,infinite = returned(block[1]),5 if event=='after_batch' else 4
+    def grow(learn):
+        learn.model.insert(4, block)
+        learn.opt.opt.add_param_group(dict(params=[*block.parameters()], lr=1e-2))
+    cbs = [On(event, grow, -30, (4,)), InfiniteAt(infinite),
+           On('after_step', lambda learn: after_skip.extend(o.clone() for o in block.buffers()), at=(infinite,))]
+    learn = get_learner(opt_func=partial(OptimWrapper, opt=torch.optim.SGD)).to_bf16(keep=nn.BatchNorm1d)
+    learn.fit(2, cbs=cbs)
+    assert skipped(learn)==1 and {o.dtype for o in seen}=={torch.float32}
+    assert all(map(torch.equal, after_skip, nn.BatchNorm1d(16).buffers())) and len(after_skip)==3
+    assert all(o.isfinite().all() for o in block.buffers()) and block[1].running_mean.any()
     policy = learn.mixed_precision.policy().set_index('module')
     assert policy.loc['4.1','why']=='keep' and policy.loc['4.0','compute']!='float32'
 

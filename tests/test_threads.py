@@ -4,11 +4,6 @@ from states import *
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
-def as_before(model, params):
-    "Does `model` have the very parameters `params`, and nothing of ours?"
-    assert_plain(model)
-    assert identical(model.parameters(), params)
-
 def in_threads(*fs):
     "Call all `fs` at the same time, and return their errors"
     with ThreadPoolExecutor(len(fs)) as pool: calls = [*map(pool.submit, fs)]
@@ -42,8 +37,8 @@ def test_in_one_with():
     def look():
         for _ in range(40): assert identical(model.parameters(), params)
     with half: errors = in_threads(predict, train, train, look)
-    assert errors==[]
-    as_before(model, params)
+    assert errors==[] and identical(model.parameters(), params)
+    assert_plain(model)
 
 @pytest.mark.parametrize('shared', [True,False])
 def test_each_thread_has_its_own_with(shared):
@@ -55,8 +50,8 @@ def test_each_thread_has_its_own_with(shared):
         mine = half if shared else half_precision(model, bf16)
         for _ in range(30):
             with mine, torch.set_grad_enabled(not shared): assert torch.equal(model(x), want)
-    assert in_threads(call, call)==[]
-    as_before(model, params)
+    assert in_threads(call, call)==[] and identical(model.parameters(), params)
+    assert_plain(model)
 
 def test_predictions_while_a_learner_trains():
     "The training is what it is alone"
@@ -71,7 +66,6 @@ def test_predictions_while_a_learner_trains():
     errors = in_threads(fit, predict)
     # A call that began before a batch did may fail, see "Limits" of half_precision; the training never does
     assert not [e for e in errors if 'dtype' not in str(e)]
-    as_before(learn.model, params)
-    alone.fit(3)
-    assert same_weights(learn, alone)
-    assert identical(opt_params(learn), params)
+    assert_plain(learn.model)
+    assert same_weights(learn, fitted(alone, 3))
+    assert identical(learn.model.parameters(), params) and identical(opt_params(learn), params)

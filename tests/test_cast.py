@@ -175,8 +175,6 @@ def test_not_cast_in_vain():
             with half,Casts() as forward: model(data())
             assert forward.together==together
 
-# --- Which layers a call uses, and how
-
 def branches(m, x):
     "Uses its second layer only when told"
     x = m.a(x).tanh()
@@ -249,13 +247,10 @@ def was_pruned():
         prune.remove(o, 'weight')
     return m
 
-def no_weights():
-    "A norm may have none"
-    return net(b=nn.GroupNorm(2, 64, affine=False))
-
 uses = plain,frozen,repeated,calls_itself,no_grad,hyper,energy,adapts
-changed = tied,only_biases,computed_biases,was_pruned,no_weights
+changed = tied,only_biases,computed_biases,was_pruned
 models = {f.__name__:f for f in (*changed,*[functools.wraps(f)(partial(net, f)) for f in uses])}
+models['norm_without_weights'] = lambda: net(b=nn.GroupNorm(2, 64, affine=False))
 
 @pytest.mark.parametrize('name', models)
 def test_same_as_autocast(name):

@@ -542,8 +542,6 @@ def test_compiled(kind):
     assert off(flat(got), flat(want))<=3*off(flat(auto), flat(want))
     assert {type(p) for p in model.parameters()}=={nn.Parameter}
 
-# --- Modules in float32: casts stand in for what they were given
-
 def inplace():
     def _forward(m, x):
         x = m.first(x)

@@ -8,7 +8,7 @@ from learners import *
 from machines import machine,pretend
 from mp_callbacks import devices
 from mp_callbacks.ways import Way,batch_norms,is_norm
-from states import assert_plain
+from states import assert_plain,leaves
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:enable_nested_tensor')
 
@@ -38,14 +38,13 @@ def model(name):
 
 def floats(o):
     "Floating tensors in `o`"
-    if isinstance(o, (tuple,list)): return [t for x in o for t in floats(x)]
-    return [o] if isinstance(o, torch.Tensor) and o.is_floating_point() else []
+    return [t for t in leaves(o) if isinstance(t, Tensor) and t.is_floating_point()]
 
 @contextmanager
 def watched(model):
     "Name -> what each call of that module was given and returned"
     seen = {}
-    def note(n, m, args, out): seen.setdefault(n, []).append((floats(args),[o.detach() for o in floats(out)]))
+    def note(n, m, args, out): seen.setdefault(n, []).append((floats(args),floats(out)))
     hooks = [m.register_forward_hook(partial(note, n)) for n,m in model.named_modules()]
     yield seen
     for o in hooks: o.remove()
@@ -180,8 +179,6 @@ def test_rules_of_the_user_and_more():
         after = half.keeping(more).policy().set_index('module').compute
         kept = [o for o in before.index if any(o==m or o.startswith(f'{m}.') for m in more)]
         assert after.to_dict()=={**before.to_dict(), **dict.fromkeys(kept, 'float32')}, more
-
-# --- Norms: what the rules say of their kernels, on this machine
 
 norms = [(nn.BatchNorm2d,(16,),(32,16,8,8)), (nn.InstanceNorm2d,(16,1e-5,.1,True,True),(32,16,8,8)),
          (nn.GroupNorm,(4,16),(32,16,8,8)), (nn.RMSNorm,(64,),(4096,64)), (nn.LayerNorm,(64,),(4096,64)),

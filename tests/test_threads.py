@@ -26,9 +26,7 @@ def test_in_one_with():
     torch.manual_seed(0)
     model,x = nn.Sequential(nn.Linear(64,64), own(), own()),torch.randn(8,64)
     params,half = [*model.parameters()],half_precision(model, bf16)
-    with half:
-        want = model(x)
-        grad = torch.autograd.grad(want.sum(), params)
+    with half: grad = torch.autograd.grad((want := model(x)).sum(), params)
     def predict():
         with torch.no_grad():
             for _ in range(40): assert torch.equal(model(x), want)

@@ -185,8 +185,6 @@ def test_others(name):
 class OwnLinear(nn.Linear):
     def forward(self, x): return F.linear(x, self.weight)+self.bias
 
-class MyNorm(Does): "Named like one"
-
 def test_whose():
     """Own parameters are those of modules with a `forward` of their own, but for norms and what is kept in float32
 
@@ -194,8 +192,8 @@ def test_whose():
     ones = torch.ones(8)
     model = Does(lambda m,x: m.lin(x)+m.own, own=ones, f64=ones.double(), list=nn.ParameterList([ones]),
                  dict=nn.ParameterDict(dict(a=ones)), lin=nn.Linear(8,8), layer=OwnLinear(8,8), norm=nn.LayerNorm(8),
-                 mine=MyNorm(noop, weight=ones), attend=nn.MultiheadAttention(8, 2), emb=nn.Embedding(4, 8),
-                 kept=OwnLinear(8,8))
+                 mine=type('MyNorm', (Does,), {})(noop, weight=ones), attend=nn.MultiheadAttention(8, 2),
+                 emb=nn.Embedding(4, 8), kept=OwnLinear(8,8))
     params = dict(model.named_parameters())
     with half(model, keep='kept'):
         own = {k for k,p in model.named_parameters() if type(p) is OwnParameter}
@@ -282,7 +280,7 @@ def class_and_dtype(around, f):
     with around(model): model(TensorImage(numbers(32)[0]))
     return type(seen[0]),seen[0].dtype
 
-rounded = {**sums, **products, **joins}
+rounded = {f'{kind}_{k}':f for kind,fs in dict(sum=sums, product=products, join=joins).items() for k,f in fs.items()}
 
 @pytest.mark.parametrize('name', [*rounded,*(o for o in others if o not in ('alone','baddbmm','equal'))])
 def test_class_of_an_activation(name):

@@ -82,6 +82,11 @@ def test_memory_format():
     copy.square().sum().backward()
     for o in (copy,weight.grad): assert o.is_contiguous(memory_format=torch.channels_last)
 
+def test_aligned():
+    "Vectors that share a block of memory begin where a kernel reads whole lines"
+    copies = cast.CastAll.apply(bf16, *[torch.ones(n) for n in (65,64,130,128,195)])
+    assert not any([o.data_ptr()%64 for o in copies])
+
 def written(write):
     "Writes into the weights of a layer before it computes, in the middle of a call"
     def _forward(m, x):

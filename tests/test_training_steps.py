@@ -176,6 +176,16 @@ def test_rescues():
     assert other.rescued==steps.rescued
     assert new().explain(*data[0]).module=='1' and other.explain(*data[0]).where=='nothing'
 
+def test_what_is_explained():
+    "Inputs and targets, or a batch that is one part, such as a dict"
+    (x,y),*_ = data
+    steps = make()
+    assert [steps.explain(*o).where for o in ((x,y*math.inf),(x*math.inf,y))]==['targets','inputs']
+    model = Does(lambda m, x, y: m.layer(x)-y, layer=mlp(True))
+    def loss(model, b): return model(**b).square().mean()
+    steps = TrainingSteps(model, adamw(model.parameters()), compute_loss=loss)
+    assert steps.explain(dict(x=x*math.inf, y=y)).where=='inputs'
+
 def backward_alone(steps):
     with steps.batch(*data[0]): mse(steps.model, *data[0]).backward()
     steps.make()

@@ -74,12 +74,14 @@ def test_resumed(to, opt, tmp_path):
     resumed.to_fp32()
     assert not any(k.startswith('mp_') for k in resumed.opt.hypers[0])
 
-def test_another_model():
-    "What was rescued in the model of before is forgotten"
+@pytest.mark.parametrize('before', [0,1])
+def test_another_model(before):
+    "What was rescued in the model of before is forgotten, also if all that has weights now has the name of it"
     learn = sick['softmax'].make().to_fp16(rescue=True)
     fit(learn, 9)
     assert learn.mixed_precision.rescued==[('1',32)]
-    learn.model = nn.Sequential(nn.Linear(8,1))
+    learn.model = nn.Sequential(*[nn.Identity()]*before, nn.Linear(8,1))
+    assert learn.mixed_precision.half.model is learn.model
     assert 'rescued' not in ' '.join(learn.mixed_precision.policy().why)
     assert learn.find_nonfinite().where=='nothing'
     learn.fit(1)

@@ -145,9 +145,9 @@ def interrupted_before(rank):
 
 # --- Which cases run
 
-told = case(told, wrap=shard, others='waits for all processes')
+told = case(told, wrap=shard, others='each forward pass waits for all')
 quick = [case(trained, mode='fp16'), case(clipped), case(refused, mode='bf16'), case(grad_scaler),
-         case(unsent, mode='fp16')]
+         case(unsent, mode='fp16'), case(told, mode='native_fp16')]
 slow = [
     case(whole_batch, mode='native_fp16', engine='fsdp2'), case(whole_batch, mode='bf16', engine='fsdp2'),
     case(trained, mode='native_fp16', clip=.1), case(trained, mode='bf16', accumulate=32),
@@ -155,7 +155,7 @@ slow = [
     case(trained, mode='native_bf16', opt_func=Adam), case(trained, mode='bf16', opt_func=Adam, flat_master=True),
     case(trained, mode='native_bf16', policy=True, net=dict(norm=nn.LayerNorm)),
     case(trained, mode='fp16', max_loss_scale=2.**24), # which measures the headroom
-    case(told, mode='native_fp16'), case(validated_first, mode='fp16'),
+    case(validated_first, mode='fp16'),
     case(unsent, mode='bf16'), case(checkpointed, mode='native_fp16'), case(checkpointed, mode='fp16', before=True),
     case(interrupted, mode='native_bf16', where='head'), case(interrupted, mode='bf16', where='blocks.1.a'),
     case(interrupted, mode='fp16', where='blocks.1', backward=False), case(interrupted_before)]

@@ -148,6 +148,12 @@ def test_scaler_of_pytorch(scale, steps):
     numbers = fitted(get_learner().to_native_fp16(scale)).scaler.state_dict()
     assert (numbers['scale'],numbers['_growth_tracker'])==(8.,steps)
 
+def test_scaler_is_to_read():
+    "Gradients are unscaled already, so `unscale_` raises, instead of dividing them once more"
+    learn = get_learner().to_native_fp16()
+    with pytest.raises(AssertionError, match='_scale is None'):
+        learn.fit(1, cbs=On('before_step', lambda learn: learn.scaler.unscale_(learn.opt), 20))
+
 ways_out = dict( # a layer between two others, a change of its input, and what the note has to say
     double  = (lambda: nn.Linear(8,8), torch.Tensor.double, r'In 1 \(Linear\).* use x\.float\(\)'),
     mask    = (lambda: Lambda(lambda x: x.masked_fill(x>1, -1e9)), noop, # a number that float16 can't hold

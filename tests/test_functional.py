@@ -5,7 +5,7 @@ What becomes of each kind of leaf is in the notebooks, beside the functions."""
 from learners import *
 from mp_callbacks import emily,functional,jmp,mpx
 from mp_callbacks.dtypes import tree_map
-from mp_callbacks.functional import optimizer_update,value_and_grad
+from mp_callbacks.functional import all_finite,optimizer_update,value_and_grad
 
 signatures = {
     jmp: dict(
@@ -107,6 +107,31 @@ def fit(net, dtype, x, y, scale, overflows, n):
         losses.append(res.value.item())
         scales.append(scale.loss_scale)
     return losses,scales
+
+@pytest.mark.parametrize('period,factor', [(1,2),(2,4),(5,2)])
+def test_growth_steps_are_exact(period, factor):
+    "No step has other gradients or another value because the scale changes after it"
+    w,x = torch.tensor([0.,1.]),torch.tensor([6.,5.])
+    def f(w, x): return (w*x).sum().float()
+    s,j = [o(4., period=period, factor=factor) for o in (DynamicLossScale,jmp.DynamicLossScale)]
+    m = mpx.DynamicLossScaling(4., 1., factor, period)
+    e = emily.loss_scale(scale=4., growth_interval=period, growth_factor=float(factor), backoff_factor=1/factor)
+    skipped = 0
+    for _ in range(25):
+        res = value_and_grad(f, f16, s)(w, x)
+        mv,mn,mf,mg = mpx.filter_value_and_grad(f, m)(w, x)
+        jg = j.unscale(torch.func.grad(lambda w: j.scale(f(w.half(), x.half())))(w))
+        scaled = torch.func.grad(lambda w: emily.scale_loss(f(w.half(), x.half()), e))(w)
+        eg,eo = emily.unscale(scaled, e)
+        assert res.value==mv==5 and res.finite==mf==all_finite(jg)==(not eo)
+        if res.finite:
+            for g in (res.grads,mg,jg,eg): assert g.tolist()==[6.,5.] and g.dtype==f32
+        skipped += not res.finite
+        s,m,j,e = s.adjust(res.finite),mn,j.adjust(all_finite(jg)),emily.update(e, eo)
+        if s.loss_scale<=65504: assert s.loss_scale==m.loss_scaling
+        assert s.loss_scale==j.loss_scale==e.scale
+        if s.loss_scale>65504: m = mpx.DynamicLossScaling(s.loss_scale, 1., factor, period, s.counter)
+    assert skipped or period==5
 
 def test_skipped_steps():
     "A batch that overflows changes nothing but the scale: neither model, buffers nor optimizer"

@@ -206,6 +206,22 @@ def test_fast_path_is_off(options):
         assert (res-model(x)).norm()<=.02*res.norm()
     assert seen==[True,True,False,False]
 
+def test_fast_path_in_two_threads():
+    "Neither is in the other's way"
+    first_in,second_in,first_out = (threading.Event() for _ in range(3))
+    x,models = torch.randn(2,4,8),[attends(),attends()]
+    @torch.no_grad()
+    def call(model, wait):
+        with half_precision(model, bf16): return model(x, wait)
+    def first():
+        try: return call(models[0], lambda: first_in.set() or second_in.wait(20))
+        finally: first_out.set()
+    def second():
+        first_in.wait(20)
+        return call(models[1], lambda: second_in.set() or first_out.wait(20))
+    with ThreadPoolExecutor(2) as pool: a,b = [o.result() for o in [pool.submit(first), pool.submit(second)]]
+    assert torch.equal(a, b) and fast_path.get_fastpath_enabled()
+
 @pytest.mark.parametrize('grad', [torch.enable_grad,torch.no_grad])
 def test_attention_of_its_own(grad):
     "Without rules it computes as under autocast, to the bit"

@@ -199,7 +199,7 @@ def find_cure(
         findings = [None]*group.size()
         torch.distributed.all_gather_object(findings, found, group)
     findings = [o for o in findings if isinstance(o, Finding)] # in other processes the batch may have been finite
-    if not all(o.precision and o.keep for o in findings): return []
+    if not all(o.keep for o in findings): return []
     names = [*dict.fromkeys(name for o in findings for name in o.keep)]
     try: half.keeping(names)
     except ValueError: return [] # no module would be left in half precision

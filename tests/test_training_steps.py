@@ -159,8 +159,12 @@ def test_warns_and_stops():
     steps.trained.compute_loss = None
     (text,),_ = heard(train, steps, bad[:3])
     assert 'The gradient of 5.bias was the first that was not finite. Pass compute_loss= to learn' in text
-    (text,),_ = heard(train, make(warn_skips=1, max_skips=9), bad[:1])
-    assert text.startswith('Step 0 was skipped, because gradients were not finite. The inputs')
+    for o,why in ((bad[0], 'The inputs of this batch have inf or nan, 128 in all'),
+                  ((data[0][0],data[0][1]*math.inf), 'Looking for the cause failed: MemoryError: full')):
+        steps = make(warn_skips=1, max_skips=9)
+        steps.trained.compute_loss = raises(MemoryError('full'))
+        (text,),_ = heard(train, steps, [o])
+        assert text.startswith(f'Step 0 was skipped, because gradients were not finite. {why}.')
     with pytest.raises(FloatingPointError, match='^Step 0 was skipped, because'): train(make(max_skips=1), bad)
 
 def test_rescues():

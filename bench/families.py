@@ -1,10 +1,11 @@
 """Model families of timm, torchvision and transformers: which compute in half precision, and how exact are gradients?
 
 Each family's smallest model, with random weights and without dropout, computes one batch of random inputs on a CPU: in
-float32, with `torch.autocast` and with our rules, each twice, as the first call casts nothing ahead. What a family is:
-a module of timm or torchvision, a kind of configuration of transformers, which is made tiny. The loss is a fixed linear
-function of all floating outputs. The part `stream` compares autocast and our rules in transformers' GPT-2 and BERT: the
-gradient's error, memory of activations, and time, but not with `--float32-kernels`."""
+float32, with `torch.autocast`, and with our rules, without and with embeddings kept in float32; each twice, as the
+first call casts nothing ahead. What a family is: a module of timm or torchvision, a kind of configuration of
+transformers, which is made tiny. The loss is a fixed linear function of all floating outputs. The part `stream` compares
+the same in transformers' GPT-2 and BERT: the gradient's error, memory of activations, and time, but not with
+`--float32-kernels`."""
 import inspect,logging,multiprocessing,warnings
 from contextlib import nullcontext
 from functools import partial
@@ -22,7 +23,7 @@ from mp_callbacks.half import half_precision
 from mp_callbacks.plan import plan_memory
 
 libraries = ['timm','torchvision','transformers']
-in_half = {'autocast-bf16':dict(rules=False), 'bf16':dict()}
+in_half = {'autocast-bf16':dict(rules=False), 'bf16':dict(), 'bf16, embeddings kept':dict(keep=nn.Embedding)}
 quick = ['ghostnet','squeezenet','albert'] # one family of each library
 most = 200e6 # parameters that a model may have
 
@@ -211,8 +212,6 @@ def in_a_process(library, names, kernels, seconds):
 
 # --- Autocast, our rules, and our rules with a float32 residual stream
 
-ways = {'autocast-bf16':dict(rules=False), 'bf16':dict(), 'bf16, embeddings kept':dict(keep=nn.Embedding)}
-
 class Words(nn.Module):
     "A language model of transformers, and its loss"
     def __init__(self, name, dim=64, depth=6):
@@ -234,12 +233,12 @@ def seconds_of(model, words, half=None):
     return perf_counter()-start
 
 def relative_times(model, words, turns):
-    "The time of a pass in each of `ways`, divided by that of float32 in the same turn: medians, without the first turn"
-    halves = {way:half_precision(model, bf16, **options) for way,options in ways.items()}
+    "The time of a pass in each precision, divided by that of float32 in the same turn: medians, without the first turn"
+    halves = {o:half_precision(model, bf16, **options) for o,options in in_half.items()}
     rows = []
     for _ in range(turns+1): # in the first one nothing is cast ahead
         full = seconds_of(model, words)
-        rows.append({way:seconds_of(model, words, half)/full for way,half in halves.items()})
+        rows.append({o:seconds_of(model, words, half)/full for o,half in halves.items()})
     return pd.DataFrame(rows[1:]).median()
 
 def stream(name, kernels, turns=21, width=512):
@@ -248,17 +247,17 @@ def stream(name, kernels, turns=21, width=512):
     model,words = Words(name),torch.randint(200, (8,64))
     exact = gradient(model, (words,), {})
     def _loss(n): return model(torch.randint(200, (n,64)))
-    for way,options in ways.items():
+    for precision,options in in_half.items():
         half = half_precision(model, bf16, **options)
         with kernels:
             for _ in range(2): error = relative_error(gradient(model, (words,), {}, half), exact)
-        yield way,'error of the gradient',error,''
+        yield precision,'error of the gradient',error,''
         plan = plan_memory(model, _loss, torch.optim.AdamW(model.parameters()), 64, half).table
-        yield way,'activations, MB',plan.activations['to_bf16' if half.rules else 'to_native_bf16'],''
+        yield precision,'activations, MB',plan.activations['to_bf16' if half.rules else 'to_native_bf16'],''
     yield 'fp32','activations, MB',plan.activations.float32,''
     if isinstance(kernels, Float32Kernels): return # the time of those kernels says nothing about bfloat16
     times = relative_times(Words(name, width, 4), torch.randint(200, (8,64)), turns)
-    for way in ways: yield way,'time',times[way],''
+    for o in in_half: yield o,'time',times[o],''
 
 # --- The tables
 
@@ -270,8 +269,10 @@ def summary(df):
         rows[library] = dict(families=o.case.nunique(), float32=o[o.metric=='again'].case.nunique())
         for name,precision in dict(autocast='autocast-bf16', rules='bf16').items():
             rows[library] |= {name:errors[precision].count(), f'error, {name}':errors[precision].median()}
+        for name,precision in {'above 1.5':'bf16', 'embeddings kept':'bf16, embeddings kept'}.items():
+            if precision in errors: rows[library][name] = (errors[precision]/errors['autocast-bf16']>1.5).sum()
         rows[library]['whole'] = o[o.metric=='whole'].groupby('case').value.min().eq(1).sum()
-    return pd.DataFrame(rows).T.rename_axis('library')
+    return pd.DataFrame(rows).T.rename_axis('library').fillna('')
 
 def failures(df):
     "Families that compute in float32 and not in half precision, or don't come back whole"

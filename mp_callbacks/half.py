@@ -35,6 +35,13 @@ from .ways import Float32,HalfContext,Layer,Own,Way,choose_way,kept_dtypes,match
 _switching = RLock() # one thread at a time
 _switched_on = WeakSet() # each `Switch` that is on, or that an interrupt has left on in part
 
+def _surely(f, *args):
+    "Call `f`, which is idempotent, and if Ctrl-C ends it, once more"
+    try: f(*args)
+    except BaseException:
+        f(*args)
+        raise
+
 class Switch:
     "What stands in for the forwards of modules, and the classes of their own parameters, switched on and off together"
     def __init__(self,
@@ -48,7 +55,6 @@ class Switch:
     def turn_on(self):
         "Switch on. Idempotent."
         if self.on: return
-        self.turn_off() # what an interrupt has left on
         _switched_on.add(self)
         self._params = [p for m in self.owners for p in own_parameters(m)
                         if type(p) in (nn.Parameter,OwnParameter) and p.dtype==torch.float32]
@@ -119,7 +125,7 @@ class ChosenWays(HalfSettings):
         self.device_type,self.modules,self.params = None,[],[] # of the model
         self.ways = {} # name of a module -> how it computes
         self._cast,self._switch = OneCast(),Switch()
-        self.by_install,self._open = False,0 # on by `install`? And how many `with` are open?
+        self.by_install,self._open = False,[] # on by `install`? And an object for each `with` that is open
 
     def refresh(self):
         "Choose again how modules compute if the modules, their classes or the device of the model have changed"
@@ -150,11 +156,8 @@ class ChosenWays(HalfSettings):
 
     def _update(self):
         "Switch on or off, as `install` and the open `with`s want"
-        if self.by_install or self._open>0: return self._switch.turn_on()
-        try: self._switch.turn_off()
-        except BaseException: # Ctrl-C
-            self._switch.turn_off()
-            raise
+        if self.by_install or self._open: return self._switch.turn_on()
+        self._switch.turn_off()
         self._cast.forget() # none is open; this is for a Ctrl-C that came at the end of one
 
     def policy(self)->pd.DataFrame: # One row per module with parameters or with a reason
@@ -205,27 +208,30 @@ class half_precision(ChosenWays):
         "Let the model compute as it did before `install`, unless a `with` is open. Idempotent."
         with _switching:
             self.by_install = False
-            self._update()
+            _surely(self._update)
 
     def __enter__(self):
-        with _switching:
-            self.refresh()
-            self._open += 1
-            try: self._update()
-            except BaseException: # Ctrl-C: `__exit__` won't be called
-                self._close()
-                raise
-        return self
+        this = object()
+        try:
+            with _switching:
+                self.refresh()
+                self._open.append(this)
+                self._update()
+            return self
+        except BaseException: # `__exit__` won't be called
+            self._close(this)
+            raise
 
     def __exit__(self, kind=None, e=None, tb=None):
         try:
             if e is not None: note_dtypes(self.model, self, e)
         finally:
-            with _switching: self._close()
+            with _switching: _surely(self._close, self._open[-1])
 
-    def _close(self):
-        self._open -= 1
-        self._update()
+    def _close(self, this):
+        with _switching:
+            if this in self._open: self._open.remove(this)
+            self._update()
 
 # %% ../nbs/03_half.ipynb #8a140a12
 def _cast_ahead(named, ways):

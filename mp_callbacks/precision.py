@@ -210,12 +210,6 @@ class StepEvents:
         try:
             clear_state(opt) # optimizers pass all hyper-parameters to their steppers, some of which refuse unknown ones
             yield
-        except TypeError as e:
-            if "'closure'" in str(e) and hasattr(e, 'add_note'): e.add_note( # since Python 3.11
-                f"{type(getattr(opt, 'opt', opt)).__name__} computes the loss several times in a step, and asks for a "
-                "function that does so. fastai's Learner passes none, in float32 either. Use an optimizer without a "
-                "closure.")
-            raise
         finally: write_state(opt, numbers)
 
     def after_step(self): # fastai calls it after a cancelled step, too

@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/training_steps.html.md"""
 __all__ = ['default_max_skips', 'shared_options', 'first_scale', 'ScaleState', 'GatheredStep', 'check_float32', 'scaled_backward',
            'alone', 'explain_batches', 'name_culprit', 'find_cure', 'changed_weights', 'TrainedModel', 'check_device',
            'ChosenHalf', 'check_bools', 'StepSettings', 'StepsState', 'keep_from_now', 'report_skips', 'report_losses',
-           'guarded', 'TensorsBeside', 'CheckedSteps', 'split_batch', 'check_gathered', 'TrainingSteps']
+           'note_closure', 'guarded', 'TensorsBeside', 'CheckedSteps', 'split_batch', 'check_gathered', 'TrainingSteps']
 
 # %% ../nbs/09b_training_steps.ipynb #9b000010
 import math,torch
@@ -477,6 +477,16 @@ def report_losses(
     if not (rescue and keep_from_now(steps, found, story)): warn_caller(story)
 
 # %% ../nbs/09b_training_steps.ipynb #9b000017
+def note_closure(
+    opt, # The optimizer
+    e:BaseException, # What a step has raised
+):
+    "Say in a note to `e` that `opt` needs a closure, if that is its cause"
+    if not (isinstance(e, TypeError) and "'closure'" in str(e) and hasattr(e, 'add_note')): return # since Python 3.11
+    e.add_note(f"{type(getattr(opt, 'opt', opt)).__name__} computes the loss several times in a step, and asks for a "
+               "function that does so. Neither fastai's Learner nor TrainingSteps passes one. Use an optimizer without "
+               "a closure.")
+
 @contextmanager
 def guarded(
     steps:StepsState, # Of which a batch, or the step itself, is in the `with`
@@ -490,6 +500,7 @@ def guarded(
         yield
     except BaseException as e:
         note_dtypes(half.model, half, e)
+        note_closure(steps.opt, e)
         reset_ddp(steps.model)
         if isinstance(e, steps.trained.cancels): reshard(steps.model)
         else:

@@ -243,7 +243,7 @@ def test_optimizer_with_a_closure(mode):
     learn = in_mode(mode, opt_func=partial(OptimWrapper, opt=torch.optim.LBFGS))
     assert note_of(learn.fit, 1, raises=TypeError)==(
         "LBFGS computes the loss several times in a step, and asks for a function that does so. "
-        "fastai's Learner passes none, in float32 either. Use an optimizer without a closure.")
+        "Neither fastai's Learner nor TrainingSteps passes one. Use an optimizer without a closure.")
     def other(learn): learn.opt.step = raises(TypeError('another'))
     with pytest.raises(TypeError) as e: learn.fit(1, cbs=On('before_step', other))
     assert not hasattr(e.value, '__notes__')

@@ -46,9 +46,9 @@ products = dict(
     keyword    = lambda x,w: torch.mul(x, other=w),
     method     = lambda x,w: x.mul(w),
     multiply   = lambda x,w: x.multiply(w),
-    div        = lambda x,w: x/w,
+    quotient   = lambda x,w: x/w,
     rdiv       = lambda x,w: w/(x.abs()+1),
-    divide     = lambda x,w: torch.div(x, w),
+    **{o:(lambda x,w,o=o: getattr(torch, o)(x, w)) for o in ('div','divide','true_divide')},
     lerp       = lambda x,w: torch.lerp(x, 2*x, w))
 sums = dict(
     add        = lambda x,w: x+w,
@@ -57,8 +57,8 @@ sums = dict(
     alpha      = lambda x,w: torch.add(x, w, alpha=2),
     method     = lambda x,w: x.add(w),
     sub        = lambda x,w: x-w,
-    rsub       = lambda x,w: w-x,
-    subtract   = lambda x,w: torch.rsub(x, w),
+    minus      = lambda x,w: w-x,
+    **{o:(lambda x,w,o=o: getattr(torch, o)(x, w)) for o in ('subtract','rsub')},
     where      = lambda x,w: torch.where(x>0, x, w),
     where_not  = lambda x,w: torch.where(x>0, w, x),
     method_too = lambda x,w: x.where(x>0, w),
@@ -68,7 +68,7 @@ joins = dict( # of parameters as large as the activation
     cat        = lambda x,w: torch.cat([w,x]),
     columns    = lambda x,w: torch.cat((x,w), dim=1),
     keyword    = lambda x,w: torch.cat(tensors=[x,w]),
-    concat     = lambda x,w: torch.concat([x,w]),
+    **{o:(lambda x,w,o=o: getattr(torch, o)([x,w])) for o in ('concat','concatenate')},
     stack      = lambda x,w: torch.stack([w,x], 1))
 
 @pytest.mark.parametrize('name', sums)
@@ -94,7 +94,7 @@ views = dict(
     row         = lambda w: w[1],
     dots        = lambda w: w[...,:32],
     view        = lambda w: w.view(2,2,32).view(4,32),
-    view_as     = lambda w: w.view_as(w),
+    view_as     = lambda w: w.view_as(w).reshape_as(w),
     reshape     = lambda w: w.reshape(-1).reshape(4,32),
     function    = lambda w: torch.unsqueeze(torch.reshape(w, (4,32)), 0),
     narrow      = lambda w: w.narrow(0,0,4),
@@ -104,10 +104,10 @@ views = dict(
     broadcast   = lambda w: torch.broadcast_to(w[0], (4,32)),
     unsqueeze   = lambda w: w.unsqueeze(0),
     squeeze     = lambda w: w[None].squeeze(0),
-    permute     = lambda w: w.permute(1,0).permute(1,0),
-    transpose   = lambda w: w.transpose(0,1).transpose(0,1),
+    permute     = lambda w: w.permute(1,0).movedim(0,1),
+    transpose   = lambda w: w.transpose(0,1).contiguous().swapaxes(0,1),
     flatten     = lambda w: w.flatten().unflatten(0, (4,32)),
-    repeat      = lambda w: w[:1].repeat(4,1),
+    repeat      = lambda w: w[:1].repeat(2,1).tile(2,1),
     interpolate = lambda w: F.interpolate(w[None,:,:16], size=32, mode='linear'),
     itself      = lambda w: w.float().contiguous().to('cpu'),
     keyword     = lambda w: torch.unsqueeze(input=w, dim=0),
@@ -171,6 +171,7 @@ others = dict(
     expand     = lambda x,w: x+w[0,:1].expand(32,32),
     expand_as  = lambda x,w: x+w[0,:1].expand_as(x),
     tile       = lambda x,w: x+w[0,:1].repeat(32,32),
+    cat        = lambda x,w: torch.cat([x[:,:15],w[:1,:15]]),
     # what is larger than the activation is none: distances to prototypes, scores of pairs of labels that a CRF adds up
     pairs      = lambda x,w: x[:,None]+w[:4],
     prototypes = lambda x,w: x[:,None]-w,
@@ -342,7 +343,7 @@ def test_texts():
     with half(model): inside = texts()
     assert inside==texts()
 
-@pytest.mark.skipif(torch.__version__<'2.7', reason='torch.export of PyTorch 2.6 takes no function as `forward`')
+@pytest.mark.skipif(torch.__version__<'2.8', reason='torch.export of PyTorch before 2.8 takes no function as `forward`')
 def test_exported_inside():
     "With plain parameters, and as under autocast"
     model,x = blocks(),numbers(4)[0]

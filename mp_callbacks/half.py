@@ -35,13 +35,6 @@ from .ways import Float32,HalfContext,Layer,Own,Way,choose_way,kept_dtypes,match
 _switching = RLock() # one thread at a time
 _switched_on = WeakSet() # each `Switch` that is on, or that an interrupt has left on in part
 
-def _surely(f, *args):
-    "Call `f`, which is idempotent, and if Ctrl-C ends it, once more"
-    try: f(*args)
-    except BaseException:
-        f(*args)
-        raise
-
 class Switch:
     "What stands in for the forwards of modules, and the classes of their own parameters, switched on and off together"
     def __init__(self,
@@ -208,7 +201,10 @@ class half_precision(ChosenWays):
         "Let the model compute as it did before `install`, unless a `with` is open. Idempotent."
         with _switching:
             self.by_install = False
-            _surely(self._update)
+            try: self._update()
+            except BaseException: # Ctrl-C
+                self._update()
+                raise
 
     def __enter__(self):
         this = object()
@@ -226,7 +222,11 @@ class half_precision(ChosenWays):
         try:
             if e is not None: note_dtypes(self.model, self, e)
         finally:
-            with _switching: _surely(self._close, self._open[-1])
+            with _switching:
+                try: self._close(this := self._open[-1])
+                except BaseException: # Ctrl-C
+                    self._close(this)
+                    raise
 
     def _close(self, this):
         with _switching:

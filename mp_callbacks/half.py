@@ -153,6 +153,12 @@ class ChosenWays(HalfSettings):
         self._switch.turn_off()
         self._cast.forget() # none is open; this is for a Ctrl-C that came at the end of one
 
+    def _close(self, this):
+        "The `with` of the object `this` ends. Idempotent."
+        with _switching:
+            if this in self._open: self._open.remove(this)
+            self._update()
+
     def policy(self)->pd.DataFrame: # One row per module with parameters or with a reason
         "Table of the modules: class, size and dtype of own parameters, way and dtype of computing, and the reason"
         self.refresh()
@@ -227,11 +233,6 @@ class half_precision(ChosenWays):
                 except BaseException: # Ctrl-C
                     self._close(this)
                     raise
-
-    def _close(self, this):
-        with _switching:
-            if this in self._open: self._open.remove(this)
-            self._update()
 
 # %% ../nbs/03_half.ipynb #8a140a12
 def _cast_ahead(named, ways):

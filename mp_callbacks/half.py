@@ -185,13 +185,7 @@ class half_precision(ChosenWays):
         fp8=None, # `Fp8`: how linear layers multiply in FP8, see [fp8](09_fp8.ipynb); None: they don't
         way=None, # Function of a module's name and the module: a `Way` of your own for it, or None
     ):
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}, and must be an nn.Module. For a learner, pass "
-                            "learn.model.")
-        if fp8 is not None and not hasattr(fp8, 'ways'):
-            raise TypeError(f"fp8={fp8!r} must be an Fp8, as in half_precision(model, torch.bfloat16, fp8=Fp8()).")
-        if way is not None and not callable(way):
-            raise TypeError(f"way={way!r} must be a function of a module's name and the module. Use way=None for none.")
+        _check_types(model, fp8, way)
         self.model,self.dtype,self.keep,self.rules,self.fp8,self.way = model,check_half(dtype),keep,rules,fp8,way
         self._forget()
         self.refresh()
@@ -359,6 +353,16 @@ def check_half(
     raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. Use learn.to_fp32() for float32.")
 
 # %% ../nbs/03_half.ipynb #bbe22733
+def _check_types(model, fp8, way):
+    "Raise a `TypeError` if arguments of `half_precision` are of other types"
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, and must be an nn.Module. For a learner, pass "
+                        "learn.model.")
+    if fp8 is not None and not hasattr(fp8, 'ways'):
+        raise TypeError(f"fp8={fp8!r} must be an Fp8, as in half_precision(model, torch.bfloat16, fp8=Fp8()).")
+    if way is not None and not callable(way):
+        raise TypeError(f"way={way!r} must be a function of a module's name and the module. Use way=None for none.")
+
 def _device_type(model): return next((p.device.type for p in model.parameters() if p.dtype==torch.float32), None)
 
 def _check_model(model):

@@ -4,7 +4,7 @@ Each family's smallest model, with random weights and without dropout, computes 
 float32, with `torch.autocast`, and with our rules, without and with embeddings kept in float32; each twice, as the
 first call casts nothing ahead. What a family is: a module of timm or torchvision, a kind of configuration of
 transformers, which is made tiny. The loss is a fixed linear function of all floating outputs. The part `stream` has
-transformers' GPT-2 and BERT: the gradient's error, memory of activations, and time, but not with `--float32-kernels`."""
+transformers' GPT-2 and BERT: the gradient's error, memory of activations, and (not with `--float32-kernels`) time."""
 import inspect,logging,multiprocessing,warnings
 from contextlib import nullcontext
 from functools import partial

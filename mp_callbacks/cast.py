@@ -70,17 +70,17 @@ class CastLayer:
         self.layer,self._calls = layer,calls
         self.in_vain = set() # whether gradients were on, when it was ever cast in vain
 
-    def state(self)->list: # Parameters, versions, addresses; None unless all are plain, trained and float32
+    def state(self)->list: # Names, parameters, versions, addresses; None unless all are plain, trained and float32
         """By what a change of the layer's parameters is seen
 
         Momentum encoders write frozen ones in the middle of a call, and one of inference mode has no version."""
         if not has_plain_weights(self.layer): return None
         res = []
-        for p in self.layer._parameters.values():
+        for name,p in self.layer._parameters.items():
             if p is not None:
                 plain = type(p) is nn.Parameter and p.dtype is torch.float32 and not p.is_inference()
                 if not plain or not p.requires_grad: return None
-            res.append((p,0,0) if p is None else (p,p._version,p.data_ptr()))
+            res.append((name,p,0,0) if p is None else (name,p,p._version,p.data_ptr()))
         return res
 
     def take(self)->tuple: # None: autocast is to cast
@@ -99,9 +99,9 @@ class CastLayer:
 def _unchanged(layer, state):
     "Are the parameters of `layer` what they were at `state`?"
     params = layer._parameters
-    if len(params)!=len(state): return False
-    for p,(was,version,address) in zip(params.values(), state):
-        if p is not was: return False
+    if len(params)!=len(state) or 'bias' in layer.__dict__: return False # a bias computed by hand
+    for (name,p),(was,q,version,address) in zip(params.items(), state):
+        if p is not q or name!=was: return False
         if p is not None and not (p._version==version and p.data_ptr()==address and p.requires_grad): return False
     return True
 
@@ -165,6 +165,6 @@ class OneCast:
         "Cast what the last call has used, and none has cast in vain"
         for node in self._used[call.graph]:
             states = [(o,state) for o in node if call.graph not in o.in_vain and (state := o.state())]
-            params = [p for _,state in states for p,*_ in state]
+            params = [p for _,state in states for _,p,*_ in state]
             copies = CastAll.apply(self.dtype, *params) if params else ()
             for o,state in states: call.copies[o],copies = (state,copies[:len(state)]),copies[len(state):]

@@ -46,7 +46,7 @@ class Switch:
         self.on,self._params = False,[] # the latter those that the owners had when it was switched on
 
     def turn_on(self):
-        "Switch on. Idempotent."
+        "Switch on, or the rest of what an interrupt has left. Idempotent."
         if self.on: return
         _switched_on.add(self)
         self._params = [p for m in self.owners for p in own_parameters(m)
@@ -151,12 +151,12 @@ class ChosenWays(HalfSettings):
         "Switch on or off, as `install` and the open `with`s want"
         if self.by_install or self._open: return self._switch.turn_on()
         self._switch.turn_off()
-        self._cast.forget() # none is open; this is for a Ctrl-C that came at the end of one
+        self._cast.forget() # no call of the model is open, unless Ctrl-C came at its end
 
-    def _close(self, this):
-        "The `with` of the object `this` ends. Idempotent."
+    def _close(self, opened):
+        "Take the objects in `opened` from those of the open `with`s. Idempotent."
         with _switching:
-            if this in self._open: self._open.remove(this)
+            self._open = [o for o in self._open if o not in opened]
             self._update()
 
     def policy(self)->pd.DataFrame: # One row per module with parameters or with a reason
@@ -202,20 +202,20 @@ class half_precision(ChosenWays):
         with _switching:
             self.by_install = False
             try: self._update()
-            except BaseException: # Ctrl-C
+            except BaseException: # Ctrl-C may come halfway
                 self._update()
                 raise
 
     def __enter__(self):
-        this = object()
+        opened = object()
         try:
             with _switching:
                 self.refresh()
-                self._open.append(this)
+                self._open.append(opened)
                 self._update()
             return self
         except BaseException: # `__exit__` won't be called
-            self._close(this)
+            self._close([opened])
             raise
 
     def __exit__(self, kind=None, e=None, tb=None):
@@ -223,9 +223,9 @@ class half_precision(ChosenWays):
             if e is not None: note_dtypes(self.model, self, e)
         finally:
             with _switching:
-                try: self._close(this := self._open[-1])
-                except BaseException: # Ctrl-C
-                    self._close(this)
+                try: self._close(opened := self._open[-1:])
+                except BaseException: # Ctrl-C may come halfway
+                    self._close(opened)
                     raise
 
 # %% ../nbs/03_half.ipynb #8a140a12
@@ -303,7 +303,7 @@ def note_dtypes(
     named = named_modules(model)
     e.mp_modules,where,cure = _raised_in(e, named, isinstance(half, HalfContext)) # which the call of the model passes
     if e.mp_modules:
-        if all(isinstance(half.ways[name], Float32) for name in e.mp_modules): return
+        if all(isinstance(half.ways.get(name), Float32) for name in e.mp_modules): return # a new one has none yet
         cure = f"keep={e.mp_modules[0]!r} computes it" if e.mp_modules[0] else 'learn.to_fp32() computes'
         cure += ' in float32.'
     elif not re.search(_half_words, text, re.IGNORECASE): return

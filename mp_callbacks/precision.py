@@ -23,7 +23,8 @@ from .loss_scale import DynamicLossScale,StaticLossScale
 from .modules import reset_ddp,reshard,training_group
 from .grads import prepare_grads
 from .half import half_precision
-from .training_steps import CheckedSteps,StepSettings,TrainedModel,check_device,check_float32,guarded
+from .training_steps import CheckedSteps,StepSettings,TrainedModel,check_device,check_float32,closure_noted
+from .training_steps import guarded
 from .inside import LeanCallback,cancels,hand_over_loss,is_fastai_precision,keep_average,reset_state
 from .inside import within_batch
 from .skipped import explain_step,loss_modules,weights_since
@@ -209,7 +210,7 @@ class StepEvents:
         opt,numbers = self.learn.opt,read_state(self.learn.opt)
         try:
             clear_state(opt) # optimizers pass all hyper-parameters to their steppers, some of which refuse unknown ones
-            yield
+            with closure_noted(opt): yield
         finally: write_state(opt, numbers)
 
     def after_step(self): # fastai calls it after a cancelled step, too

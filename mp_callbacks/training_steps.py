@@ -8,7 +8,8 @@ Docs: https://example.github.io/mp_callbacks/training_steps.html.md"""
 __all__ = ['default_max_skips', 'shared_options', 'first_scale', 'ScaleState', 'GatheredStep', 'check_float32', 'scaled_backward',
            'alone', 'explain_batches', 'name_culprit', 'find_cure', 'changed_weights', 'TrainedModel', 'check_device',
            'ChosenHalf', 'check_bools', 'StepSettings', 'StepsState', 'keep_from_now', 'report_skips', 'report_losses',
-           'note_closure', 'guarded', 'TensorsBeside', 'CheckedSteps', 'split_batch', 'check_gathered', 'TrainingSteps']
+           'closure_noted', 'guarded', 'TensorsBeside', 'CheckedSteps', 'split_batch', 'check_gathered',
+           'TrainingSteps']
 
 # %% ../nbs/09b_training_steps.ipynb #9b000010
 import math,torch
@@ -477,15 +478,18 @@ def report_losses(
     if not (rescue and keep_from_now(steps, found, story)): warn_caller(story)
 
 # %% ../nbs/09b_training_steps.ipynb #9b000017
-def note_closure(
+@contextmanager
+def closure_noted(
     opt, # The optimizer
-    e:BaseException, # What a step has raised
 ):
-    "Say in a note to `e` that `opt` needs a closure, if that is its cause"
-    if not (isinstance(e, TypeError) and "'closure'" in str(e) and hasattr(e, 'add_note')): return # since Python 3.11
-    e.add_note(f"{type(getattr(opt, 'opt', opt)).__name__} computes the loss several times in a step, and asks for a "
-               "function that does so. Neither fastai's Learner nor TrainingSteps passes one. Use an optimizer without "
-               "a closure.")
+    "Context manager around its step: a note says so if it needs a closure"
+    try: yield
+    except TypeError as e:
+        if "'closure'" in str(e) and hasattr(e, 'add_note'): e.add_note( # since Python 3.11
+            f"{type(getattr(opt, 'opt', opt)).__name__} computes the loss several times in a step, and asks for a "
+            "function that does so. Neither fastai's Learner nor TrainingSteps passes one. Use an optimizer without a "
+            "closure.")
+        raise
 
 @contextmanager
 def guarded(
@@ -500,7 +504,6 @@ def guarded(
         yield
     except BaseException as e:
         note_dtypes(half.model, half, e)
-        note_closure(steps.opt, e)
         reset_ddp(steps.model)
         if isinstance(e, steps.trained.cancels): reshard(steps.model)
         else:
@@ -676,7 +679,7 @@ class TrainingSteps(CheckedSteps):
         check_gathered(self)
         with guarded(self):
             if self.check(self.step.losses).finite:
-                self.opt.step()
+                with closure_noted(self.opt): self.opt.step()
                 self.made()
             else: self.skip()
         return self.last

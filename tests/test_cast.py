@@ -397,9 +397,9 @@ def test_ddp_sends_early(one_process, monkeypatch):
     assert forward.together and len(sent)>2 and sent[0]<=4 and len(differentiated)==8
 
 core = 'cast.py','ways.py','own.py','modules.py','turn_on','turn_off','_whole'
-own  = 'own.py','half.py'
+others = 'own.py','half.py'
 
-@pytest.mark.parametrize('where,each', [(core,17),(own,3)], ids=['core','own_parameters'])
+@pytest.mark.parametrize('where,each', [(core,17),(others,3)], ids=['core','others'])
 def test_interrupted(where, each):
     "By Ctrl-C at any line: nothing is left, and the next batch has the numbers that it would have had"
     model,x = stack(),data()

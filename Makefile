@@ -5,6 +5,8 @@ ARGS   ?=
 FLAGS  ?=
 SET    ?= lower-bounds
 BIN    := .venv/bin
+# pytest runs these, and compares their outputs with those saved
+PAGES  := ^(tutorials|howto|explanations|[_.].*)$$
 UV     := $(or $(shell command -v uv 2>/dev/null),$(BIN)/uv)
 OLDEST := $(shell sed -n 's/^pythons *= *\([0-9.]*\).*/\1/p' settings.ini)
 stop    = { echo "$(1)" >&2; exit 1; }
@@ -21,7 +23,7 @@ demo: $(DEMO)  ## try every precision on this machine; make demo ARGS="--help" f
 	$(BIN)/python -m mp_callbacks $(ARGS)
 
 test: check  ## everything that can be tested here; FLAGS="cuda slow" adds those cells and tests
-	$(BIN)/nbdev-test --flags "$(FLAGS)" --skip-folder-re "."
+	$(BIN)/nbdev-test --flags "$(FLAGS)" --skip-folder-re "$(PAGES)"
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --flags "$(FLAGS)"
 
 set: .sets/$(SET)/ready  ## the tests with other versions: SET=lower-bounds (the oldest), kaggle or colab

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common import *
 from loops import Variant
 from models import Task,ViT,loss_func,mlp
-from mp_callbacks.half import half_precision
+from mp_callbacks.core.half import half_precision
 
 full = [Task('mlp', lambda: mlp(1024, 6, 1024),                (1024,),   1024, 256),
         Task('vit', lambda: ViT(32, 4, 192, 768, 3, 6, 10),    (3,32,32), 10,   16)]

@@ -15,7 +15,7 @@ from common import *
 from host import Laps,build_timed,tasks
 from loops import Variant
 from models import Task,Weights
-from mp_callbacks.grads import reached_leaves
+from mp_callbacks.core.grads import reached_leaves
 
 class Search(Callback):
     "Microseconds of a search, from the loss to the predictions and in all of the graph, before each backward pass"

@@ -17,9 +17,9 @@ from torchvision.models import get_model,get_model_builder,list_models
 
 from common import *
 from loops import Variant
-from mp_callbacks.dtypes import cast_tree
-from mp_callbacks.half import half_precision
-from mp_callbacks.plan import plan_memory
+from mp_callbacks.core.dtypes import cast_tree
+from mp_callbacks.core.half import half_precision
+from mp_callbacks.look.plan import plan_memory
 
 libraries = ['timm','torchvision','transformers']
 in_half = {'autocast-bf16':dict(rules=False), 'bf16':dict(), 'bf16, embeddings kept':dict(keep=nn.Embedding)}

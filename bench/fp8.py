@@ -18,9 +18,9 @@ from common import *
 from gpu import Syncs
 from loops import Variant,emulated
 from models import GPT,Task,ViT
-from mp_callbacks.fp8 import Fp8,fp8_linear,fp8_recipes
-from mp_callbacks.fp8_report import Fp8Report,measure_fp8
-from mp_callbacks.half import half_precision
+from mp_callbacks.core.fp8 import Fp8,fp8_linear,fp8_recipes
+from mp_callbacks.look.fp8_report import Fp8Report,measure_fp8
+from mp_callbacks.core.half import half_precision
 
 recipes = [*fp8_recipes]
 shapes = [(12608,768,3072), (12608,3072,768), (12608,1024,4096), (16384,2048,8192), (16384,8192,2048), (16384,4096,4096),

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy,fully_shard
 from torch.profiler import ProfilerActivity,profile
 
 from common import *
-from mp_callbacks.half import half_precision
+from mp_callbacks.core.half import half_precision
 
 class Block(nn.Module):
     def __init__(self, width):

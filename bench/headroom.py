@@ -9,9 +9,9 @@ import timm,torch,transformers
 
 from common import command,machine
 from models import GPT,ViT,conv,loss_func,mlp
-from mp_callbacks.grads import prepare_grads
-from mp_callbacks.half import half_precision
-from mp_callbacks.loss_scale import DynamicLossScale
+from mp_callbacks.core.grads import prepare_grads
+from mp_callbacks.core.half import half_precision
+from mp_callbacks.core.loss_scale import DynamicLossScale
 
 def hf(kind, head, **config):
     "A small `transformers` model with random weights"

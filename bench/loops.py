@@ -10,7 +10,7 @@ from fastai.learner import Learner
 from fastai.optimizer import Adam,OptimWrapper
 
 import mp_callbacks.all # adds `to_fp16` and its kin to `Learner`
-from mp_callbacks.loss_scale import DynamicLossScale
+from mp_callbacks.core.loss_scale import DynamicLossScale
 from models import loss_func
 
 fp16,bf16 = torch.float16,torch.bfloat16
@@ -77,7 +77,7 @@ class Bare(Hand):
 
 def emulated(dev):
     "Must `dev` emulate FP8?"
-    from mp_callbacks.fp8 import check_fp8 # here, as older versions that we compare with don't have it
+    from mp_callbacks.core.fp8 import check_fp8 # here, as older versions that we compare with don't have it
     try: return check_fp8(dev) is not None
     except ValueError: return True
 

@@ -28,7 +28,8 @@ import pandas as pd
 from common import command,machine,markdown
 
 root = Path(__file__).resolve().parent.parent
-modules = 'loss_scale grads modules own cast ways half training_steps precision callback'.split()
+modules = {o:f'mp_callbacks/core/{o}.py' for o in 'loss_scale grads modules own cast ways half training_steps'.split()}
+modules |= {o:f'mp_callbacks/learner/{o}.py' for o in ('precision','callback')}
 
 class Mutant(NamedTuple):
     "An edit of a module"
@@ -147,7 +148,7 @@ class Copy:
 
     def tried(self, o, tests, limit):
         "Which of `tests` fails with the mutant `o`"
-        file = self.path/'mp_callbacks'/f'{o.module}.py'
+        file = self.path/modules[o.module]
         source = file.read_text(encoding='utf-8')
         file.write_text(o.apply(source), encoding='utf-8')
         try: return self.failed(tests[:40], limit) or self.failed(tests[40:], limit) # to collect all takes long
@@ -165,7 +166,7 @@ class Tests:
         self.seconds = {name(o):float(o.get('time')) for o in ET.parse(xml).iter('testcase') if not len(o)}
         coverage = CoverageData(str(data))
         coverage.read()
-        self.lines = {k:self._by_line(coverage, str(place.path/'mp_callbacks'/f'{k}.py')) for k in modules}
+        self.lines = {k:self._by_line(coverage, str(place.path/file)) for k,file in modules.items()}
         self.every = {k:{*chain.from_iterable(lines.values())} for k,lines in self.lines.items()}
         self.size = Counter(t for lines in self.lines.values() for tests in lines.values() for t in tests)
         self.seen = {*self.size}
@@ -246,12 +247,12 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--n', type=int, default=300, help='how many mutants [300]')
     p.add_argument('--seed', type=int, default=1, help='which [1]')
-    p.add_argument('--only', nargs='+', choices=modules, default=modules, help='of these modules')
+    p.add_argument('--only', nargs='+', choices=modules, default=[*modules], help='of these modules')
     p.add_argument('--jobs', type=int, default=2, help='how many at once [2]')
     p.add_argument('--limit', type=float, default=600, help='end the tests of a mutant after so many seconds [600]')
     p.add_argument('--out', type=Path, default=root/'bench/results', help='folder for the results [bench/results]')
     args = p.parse_args()
-    every = [o for k in modules for o in mutants(k, (root/'mp_callbacks'/f'{k}.py').read_text(encoding='utf-8'))]
+    every = [o for k,file in modules.items() for o in mutants(k, (root/file).read_text(encoding='utf-8'))]
     some = [o for o in every if o.module in args.only]
     chosen = random.Random(args.seed).sample(some, min(args.n, len(some)))
     path = args.out/'mutations.csv'

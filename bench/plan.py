@@ -9,7 +9,7 @@ from fastai.optimizer import Adam,OptimWrapper
 from common import Path,command,machine,markdown
 from gpu import tasks
 from models import loss_func
-from mp_callbacks.plan import plan_memory
+from mp_callbacks.look.plan import plan_memory
 
 results = Path(__file__).parent/'results'/'gpu.csv'
 opts = dict(fused  = lambda params: OptimWrapper(params, torch.optim.AdamW, fused=True),

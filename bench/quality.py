@@ -39,8 +39,8 @@ from torch import nn
 from common import *
 from equivalence import compare,forest
 from loops import Variant,emulated
-from mp_callbacks.fp8 import Fp8
-from mp_callbacks.half import half_precision
+from mp_callbacks.core.fp8 import Fp8
+from mp_callbacks.core.half import half_precision
 from models import GPT
 
 # --- Data

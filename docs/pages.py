@@ -17,6 +17,7 @@ from textwrap import dedent,indent
 
 from latex2mathml.converter import convert as mathml
 
+from mp_callbacks import moved
 from fastcore.docments import docments,docstring
 from fastcore.nbio import read_nb
 from nbdev.config import get_config,nbpath2html
@@ -33,6 +34,9 @@ install = f'! [ -e /content ] && pip install -Uqq git+{cfg.git_url}'
 sidebar = {k: v if isinstance(v, list) else [v] for part in yaml.safe_load((here/'mkdocs.yml').read_text())['nav']
            for k,v in part.items()}
 generated,root_files = 'names.md',['CONTRIBUTING.md','CHANGELOG.md'] # pages that come from no notebook
+# modules that hold the package together: no user needs a name of theirs
+internals = {*'core.own core.modules core.cast core.blame learner.fastai_internals learner.explain_skips '
+             'learner.opt_state learner.precision demo'.split()}
 
 # --- What the pages are made of, in three dialects of Markdown
 
@@ -122,8 +126,9 @@ def internal(name, ns):
 
 def namespace(mod):
     "What a notebook can document: the names in `mod`, to which it exports, or in every module"
-    mods = [mod] if mod else sorted(o.stem for o in cfg.lib_path.glob('[!_]*.py'))
-    return {k: v for o in mods for k,v in vars(import_module(f'{cfg.lib_path.name}.{o}')).items()}
+    def _dotted(o): return '.'.join(o.relative_to(cfg.lib_path.parent).with_suffix('').parts)
+    mods = [f'{cfg.lib_path.name}.{mod}'] if mod else sorted(map(_dotted, cfg.lib_path.rglob('[!_]*.py')))
+    return {k: v for o in mods for k,v in vars(import_module(o)).items()}
 
 def brief(s): return re.sub(r'\b(?:[a-z_]\w*\.)+(?=[A-Z])', '', s) # without the modules that classes are from
 def type_name(o): return '' if o in (None, inspect.Parameter.empty) else brief(inspect.formatannotation(o).strip("'"))
@@ -207,7 +212,7 @@ def symbol_md(name, ns, shown, d):
     # Links to methods without a heading lead to their class
     anchors = [name, *(o for o in lookup.syms if o.startswith(f'{name}.') and '._' not in o and o not in shown)]
     # not the lookup's, where two modules may have the name
-    file = f'{cfg.lib_path.name}/{Path(inspect.getsourcefile(func)).name}'
+    file = Path(inspect.getsourcefile(func)).relative_to(cfg.lib_path.parent).as_posix()
     source = f'{cfg.git_url}/blob/{cfg.branch}/{file}#L{line}' if isinstance(lookup[name], tuple) else None
     res = [d.symbol(name, [o.lower() for o in anchors], source)]
     if not callable(func): return '\n\n'.join([*res, to_dialect(docstring(func), d)])
@@ -285,11 +290,10 @@ def first_sentence(doc): return re.split(r'(?<=[.?!])\s|\n\n', doc, maxsplit=1)[
 
 def name_index(d):
     "Title, description and Markdown of the page with all public names by module: those of users first, then internals"
-    modidx = import_module(f'{cfg.lib_path.name}._modidx').d['syms']
-    internals = {Path(o).stem for o in sidebar['Contributing']}
-    names = [o.split('.')[-1] for o in modidx]
+    names = [o.partition('.')[2] for o in import_module(f'{cfg.lib_path.name}._modidx').d['syms']]
+    names = [o for o in names if o.split('.')[-1] not in vocabularies]
     res = ['The names that a user needs. Those at the end hold the package together, and may change in any version.']
-    for name in sorted({*names}-vocabularies, key=lambda o: (o in internals, names.index(o))):
+    for name in sorted(names, key=lambda o: o in internals):
         mod = f'{cfg.lib_path.name}.{name}'
         module = import_module(mod)
         values = {o: getattr(module, o) for o in getattr(module, '__all__', ())}
@@ -324,6 +328,12 @@ def site_page(title, desc, md, links=''):
     links,desc = links and f'{links}\n{{ .links data-search-exclude=1 }}',desc and f'{desc}\n{{ .lead }}'
     return '\n\n'.join(o for o in (f'---\n{meta}---', f'# {title}', links, desc, md) if o)
 
+def moved_page(new):
+    "What stands at the old address of the page `new`: it leads there, also to a heading"
+    return (f'<!doctype html><meta charset="utf-8"><title>Moved to {new}</title><link rel="canonical" href="{base}{new}">'
+            f'<meta http-equiv="refresh" content="0; url={new}">'
+            f'<script>location.replace("{new}"+location.hash)</script><a href="{new}">{new}</a>\n')
+
 def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding='utf-8')
@@ -341,6 +351,10 @@ def pages(dest):
         write(plain, f'# {title}\n\n> {desc}\n\n{md}')
     for name in root_files:
         write(dest/'pages'/name, site_page(*convert_file(cfg.config_path/name, Site(Path(name)))))
+    for old,new in moved.items():
+        new = f"{new.replace('.', '/')}.html"
+        write(dest/'pages'/f'{old}.html', moved_page(new))
+        write(dest/'md'/f'{old}.html.md', f'Moved to {base}{new}.md\n')
     write(dest/'pages'/generated, site_page(*name_index(Site(Path(generated)))))
     shutil.copytree(here/'assets', dest/'pages', dirs_exist_ok=True)
     site = dict(INHERIT=os.path.relpath(here/'mkdocs.yml', dest), site_name=cfg.title, site_url=base,

@@ -6,8 +6,8 @@ import os,torch,torch.nn.functional as F
 from pathlib import Path
 from sklearn.datasets import load_digits
 from torch import nn
-from mp_callbacks.loss_scale import DynamicLossScale
-from mp_callbacks.training_steps import TrainingSteps
+from mp_callbacks.core.loss_scale import DynamicLossScale
+from mp_callbacks.core.training_steps import TrainingSteps
 
 torch.set_num_threads(1) # faster for so small a net
 x,y = load_digits(return_X_y=True)

@@ -6,8 +6,8 @@ import torch,torch.nn.functional as F
 from torch import nn
 from transformers import BertConfig,BertModel,Trainer,TrainerCallback,TrainingArguments
 from transformers.trainer_callback import PrinterCallback
-from mp_callbacks.half import half_precision
-from mp_callbacks.training_steps import TrainingSteps
+from mp_callbacks.core.half import half_precision
+from mp_callbacks.core.training_steps import TrainingSteps
 
 def seeded_loss(model, inputs, seed): # of a batch that is computed again, with the same dropout
     torch.manual_seed(seed)

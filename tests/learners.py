@@ -16,7 +16,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai.callback.fp16 import MixedPrecision as FastaiPrecision
 from mp_callbacks.all import *
-from mp_callbacks.precision import PrecisionCallback
+from mp_callbacks.learner.precision import PrecisionCallback
 from cases import *
 from interpreters import cells_of,root
 from states import *

@@ -2,8 +2,8 @@
 from unittest.mock import patch as patched
 
 from learners import *
-from mp_callbacks import devices
-from mp_callbacks.devices import Machine
+from mp_callbacks.core import devices
+from mp_callbacks.core.devices import Machine
 
 rnns = nn.LSTM,nn.GRU,nn.RNN
 convs = nn.Conv1d,nn.Conv2d,nn.Conv3d,nn.ConvTranspose1d,nn.ConvTranspose2d,nn.ConvTranspose3d

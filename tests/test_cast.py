@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from learners import *
-from mp_callbacks import cast
+from mp_callbacks.core import cast
 from states import *
 from tracing import interrupted
 

@@ -1,10 +1,10 @@
 "`checkup`: each line is true, each has its explanation on the page, and the learner is as it was"
 from learners import *
 from machines import machine,pretend
-from mp_callbacks import checkup,looks,precision
-from mp_callbacks.checkup import Checkup,Line
-from mp_callbacks.devices import emulation
-from mp_callbacks.looks import BatchTimes
+from mp_callbacks.learner import checkup,looks,precision
+from mp_callbacks.learner.checkup import Checkup,Line
+from mp_callbacks.core.devices import emulation
+from mp_callbacks.learner.looks import BatchTimes
 from sick_models import Overflows
 from test_looks import folder,untouched
 
@@ -277,7 +277,7 @@ def test_not_asked(tmp_path):
 
 def test_links():
     "Each line that there can be has an explanation, on the page where the links lead"
-    text = '\n'.join(cells_of('12a_checkup.ipynb', 'markdown'))
+    text = '\n'.join(cells_of('learner/checkup.ipynb', 'markdown'))
     found = [o.lower().replace(' ', '-') for o in re.findall('^#+ (.*)$', text, re.M)]
     urls = re.findall('<a href="(.*?)">', get_learner().to_fp16().precision_checkup()._repr_html_())
     assert len(urls)>=len(titles) and {o.partition('#')[0] for o in urls}=={checkup.page}
@@ -285,7 +285,8 @@ def test_links():
     headings = re.findall("yield '(.*?)'", Path(checkup.__file__).read_text())
     headings += [o for kind in checkup._slow.values() for o in kind]
     assert len(headings)==13 and {o.lower().replace(' ', '-') for o in headings}<={*found} and len({*found})==len(found)
-    assert checkup.page==re.search('Documentation = "(.*)"', (root/'pyproject.toml').read_text())[1]+'checkup.html'
+    site = re.search('Documentation = "(.*)"', (root/'pyproject.toml').read_text())[1]
+    assert checkup.page==f'{site}learner/checkup.html'
 
 def test_text():
     "Short lines, in columns; HTML is escaped"

@@ -4,7 +4,7 @@ The file takes long because models are compiled."""
 import torch._dynamo
 from torch._dynamo.utils import counters
 from learners import *
-from mp_callbacks import ways
+from mp_callbacks.core import ways
 
 def norms():
     torch.manual_seed(1)

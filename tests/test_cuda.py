@@ -6,8 +6,8 @@ from functools import cache
 from torch.utils.checkpoint import checkpoint
 
 from learners import *
-from mp_callbacks.fp8 import fp8_linear,fp8_recipes
-from mp_callbacks.modules import named_modules
+from mp_callbacks.core.fp8 import fp8_linear,fp8_recipes
+from mp_callbacks.core.modules import named_modules
 from machines import machine,pretend
 from test_policy import norm_errors,norm_of,norms
 

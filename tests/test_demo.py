@@ -6,7 +6,7 @@ import signal
 from learners import *
 from mp_callbacks import demo
 from machines import Fake,SlowLayer,machine,pretend
-from mp_callbacks.devices import support
+from mp_callbacks.core.devices import support
 
 error = 'python -m mp_callbacks: error:'
 cmd = [sys.executable, '-m', 'mp_callbacks', '--device', 'cpu']

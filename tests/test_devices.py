@@ -3,10 +3,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from learners import *
 from machines import *
-from mp_callbacks.devices import Machine,emulation,known_faults,layers,missing,support
-from mp_callbacks.fp8 import fp8_recipes
-from mp_callbacks.modules import fork_rngs
-from mp_callbacks.training_steps import TrainingSteps
+from mp_callbacks.core.devices import Machine,emulation,known_faults,layers,missing,support
+from mp_callbacks.core.fp8 import fp8_recipes
+from mp_callbacks.core.modules import fork_rngs
+from mp_callbacks.core.training_steps import TrainingSteps
 from sick_models import Overflows
 
 fp8 = torch.float8_e4m3fn
@@ -103,7 +103,7 @@ def overflow(**kwargs):
 
 def one_of_several():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('mp_callbacks.training_steps.several_ranks', lambda: True)
+        patch.setattr('mp_callbacks.core.training_steps.several_ranks', lambda: True)
         overflow(rescue=True)
 
 def infinite_loss():

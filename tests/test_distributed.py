@@ -3,9 +3,9 @@
 Also what one rank does alone, and what becomes of the others: an overflow, a fit, a question to the doctor, an
 exception. The page about several GPUs promises it. The file takes long because its cases train one after the other, in
 two processes that share the cores."""
-from mp_callbacks.grads import prepare_grads
-from mp_callbacks.step import read_state
-from mp_callbacks.training_steps import TrainingSteps
+from mp_callbacks.core.grads import prepare_grads
+from mp_callbacks.learner.opt_state import read_state
+from mp_callbacks.core.training_steps import TrainingSteps
 from ranks import *
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 

@@ -23,13 +23,13 @@ diff = '```diff\n-a = 1\n+a = 2\n\n for b in c:\n+    b\n```'
 @pytest.mark.parametrize('dialect,text,want', [
     # a link to a notebook leads to its page: on the site by a relative path, from GitHub to the site
     (github, '[a](tutorials/b.ipynb)',       f'[a]({pages.base}tutorials/b.html)'),
-    (site,   '[a](00_dtypes.ipynb#policy)',  '[a](dtypes.md#policy)'),
-    (deep,   '[a](../00_dtypes.ipynb#b)',    '[a](../dtypes.md#b)'),
-    (deep,   f'[a]({pages.base}dtypes.html#b) [c]({pages.base})', '[a](../dtypes.md#b) [c](../index.md)'),
+    (site,   '[a](core/dtypes.ipynb#policy)', '[a](core/dtypes.md#policy)'),
+    (deep,   '[a](../core/dtypes.ipynb#b)',  '[a](../core/dtypes.md#b)'),
+    (deep,   f'[a]({pages.base}core/dtypes.html#b) [c]({pages.base})', '[a](../core/dtypes.md#b) [c](../index.md)'),
     (deep,   f'[a]({pages.blob}CONTRIBUTING.md#b)',  '[a](../CONTRIBUTING.md#b)'),
     (deep,   '[a](https://x.org/a.ipynb) [b](#b)',   '[a](https://x.org/a.ipynb) [b](#b)'),
     # a name in back-ticks becomes a link, if it isn't private or a plain word, which are fastai's functions, too
-    (deep,   '`cast_tree` casts',            '[`cast_tree`](../dtypes.md#cast_tree) casts'),
+    (deep,   '`cast_tree` casts',            '[`cast_tree`](../core/dtypes.md#cast_tree) casts'),
     (site,   'a `Learner`',                  'a [`Learner`](https://docs.fast.ai/learner.html#learner)'),
     (site,   'its `module` and `_norms`',    'its `module` and `_norms`'),
     (site,   code,                           code),
@@ -77,7 +77,7 @@ def test_index_of_names():
     "Those of users come first"
     heads = re.findall('^## (.*)', pages.name_index(site)[2], re.M)
     internal = [o.endswith(' (internal)') for o in heads]
-    assert {'half','callback','inside (internal)'}<={*heads} and internal==sorted(internal)
+    assert {'core.half','learner.callback','learner.fastai_internals (internal)'}<={*heads} and internal==sorted(internal)
 
 def test_columns():
     "A phone shows two: what to do, and what an option means, are never behind them"
@@ -91,13 +91,13 @@ def test_sidebar():
     pages.check_sidebar(found)
     assert max(len(pages.sidebar[o]) for o in ('First steps','How-to','Advanced'))<=7
     for names,match in (([*found, 'x.md'], 'x.md: not in the sidebar. Add it'),
-                        ([o for o in found if o!='half.md'], 'half.md: in `nav`.* no such page')):
+                        ([o for o in found if o!='core/half.md'], 'core/half.md: in `nav`.* no such page')):
         with pytest.raises(SystemExit, match=match): pages.check_sidebar(names)
 
 nbs = {o.relative_to(root/'nbs').with_suffix('').as_posix(): o for o in sorted(pages.nbglob(root/'nbs', as_path=True))}
 def cells(name, kind): return [o.source for o in read_nb(nbs[name]).cells if o.cell_type==kind]
 
-@pytest.mark.parametrize('name', [o for o in nbs if re.match('index|1|tutorials/|howto/', o)])
+@pytest.mark.parametrize('name', [o for o in nbs if re.match('index|learner/|tutorials/|howto/', o)])
 def test_colab(name):
     "What users read can be run in Colab: it installs this package before anything runs, and the page has no such cell"
     assert cells(name, 'code')[0]==f'#| hide\n#| eval: false\n{pages.install}'

@@ -5,7 +5,9 @@ from fastcore.nbio import read_nb
 from learners import *
 
 results = root/'bench/results'
-pages = {o.stem: o for o in (root/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in o.parts}
+parts = 'tutorials','howto','explanations' # whose pages are known by their names, and modules by folder and name
+pages = {o.stem if o.parent.name in parts else o.relative_to(root/'nbs').with_suffix('').as_posix(): o
+         for o in (root/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in o.parts}
 
 def medians(name, metric='step_ms', part=None):
     "Median by case, size, loop, optimizer and precision"
@@ -114,14 +116,14 @@ claims = [ # page, the figures in a sentence of it, and where they are from
     ('results', r'ViT-base rises from ([\d.]+) at 16 images to ([\d.]+) at 256', lambda: batches('vit-base', 16, 256)),
     ('results', r'a ViT with 256 features from ([\d.]+) at 64 images to ([\d.]+) at 1024',
         lambda: batches('vit-256-800', 64, 1024)),
-    ('12a_checkup', r"took ([\d.]+) ms with fastai's `Adam` and ([\d.]+) ms with the fused `AdamW` for a ViT, "
+    ('learner/checkup', r"took ([\d.]+) ms with fastai's `Adam` and ([\d.]+) ms with the fused `AdamW` for a ViT, "
                     r'([\d.]+) and ([\d.]+) ms for a GPT, ([\d.]+) and ([\d.]+) ms for a ResNet',
         lambda: [one(medians('gpu', part='train'), o, 'ours', opt, 'bf16')
                  for o in on_gpu[:3] for opt in ('fastai','fused')]),
-    ('02_grads', r"was ([\d.]+) to ([\d.]+) microseconds a batch, ([\d.]+) to ([\d.]+) % of the host's",
+    ('core/grads', r"was ([\d.]+) to ([\d.]+) microseconds a batch, ([\d.]+) to ([\d.]+) % of the host's",
         lambda: [*extras('search', 'search_us'),*extras('search', 'search_us', unit=100, other_metric='step_us')]),
-    ('02_grads', r'This took (\d+) to (\d+) microseconds', lambda: extras('search', 'all_us')),
-    ('11_recorder', r'it took ([\d.]+) to ([\d.]+) times as long as another step. .* all steps together took '
+    ('core/grads', r'This took (\d+) to (\d+) microseconds', lambda: extras('search', 'all_us')),
+    ('learner/recorder', r'it took ([\d.]+) to ([\d.]+) times as long as another step. .* all steps together took '
                     r'([\d.]+) to ([\d.]+) times as long as without',
         lambda: [*extras('tensors', 'step_us', 'tensors=1', **plain),
                  *extras('tensors', 'step_us', 'tensors=100', **plain)]),
@@ -152,7 +154,7 @@ def test_figures(page, pattern, values):
 def test_no_other_times(page):
     "No sentence has milliseconds that aren't tested above, but for lines that a report may have, as quotations"
     s = text(page)
-    if page=='12a_checkup': s = re.sub('(?m)^> .*$', '', s)
+    if page=='learner/checkup': s = re.sub('(?m)^> .*$', '', s)
     for _,pattern,_ in [o for o in claims if o[0]==page]: s = re.sub(pattern, '', s)
     assert re.findall(r'(?<![\w.])\d[\d.,]* ?(?:ms|milliseconds)\b', s)==[]
 

@@ -4,7 +4,7 @@ Each test has twins: the same parameters and the same optimizer twice, one stepp
 Learners with `flat_master=True`, and what they refuse, are in `test_parity.py`."""
 from fastai.optimizer import l2_reg,sgd_step,weight_decay
 from learners import *
-from mp_callbacks.flat import flat_steps
+from mp_callbacks.learner.optimizers import flat_steps
 from tracing import interrupted
 
 optimizers = dict(
@@ -178,7 +178,7 @@ def test_interrupt_anywhere():
         a,b = twins.opts
         before = deepcopy(params(b))
         lists,state = inner(b).param_lists,inner(b).state
-        done = not interrupted(lambda: flat_step(b), n, 'mp_callbacks/flat.py')
+        done = not interrupted(lambda: flat_step(b), n, 'mp_callbacks/learner/optimizers.py')
         assert inner(b).param_lists is lists and inner(b).state is state and 'step' not in vars(inner(b))
         a.step()
         assert all(torch.equal(q, p) or torch.equal(q, w) for p,q,w in zip(params(a), params(b), before))

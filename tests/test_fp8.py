@@ -8,9 +8,9 @@ from torch.nn.utils import parametrizations,prune
 from torch.utils.checkpoint import checkpoint
 
 from learners import *
-from mp_callbacks.dtypes import half_dtypes
-from mp_callbacks.fp8 import Fp8,Fp8Recipe,fp8_linear,fp8_recipes
-from mp_callbacks.fp8_report import Fp8Report,measure_fp8
+from mp_callbacks.core.dtypes import half_dtypes
+from mp_callbacks.core.fp8 import Fp8,Fp8Recipe,fp8_linear,fp8_recipes
+from mp_callbacks.look.fp8_report import Fp8Report,measure_fp8
 
 recipes = [*fp8_recipes]
 each_recipe = pytest.mark.parametrize('recipe', recipes)
@@ -19,7 +19,7 @@ def has_kernels():
     except NotImplementedError: return False
 
 # PyTorch's CPU kernels take everything, so they show the bits only
-kernels = patched('mp_callbacks.fp8.check_fp8', lambda device: None)
+kernels = patched('mp_callbacks.core.fp8.check_fp8', lambda device: None)
 
 with kernels: emulations = [True] if not has_kernels() else [True,False] # PyTorch 2.6 has no kernel for a CPU
 each_emulation = pytest.mark.parametrize('emulate', emulations)
@@ -275,7 +275,7 @@ def test_the_cause_names_the_call():
 @each_emulation
 def test_plan(emulate):
     "FP8 keeps less for the backward pass"
-    with kernels, patched('mp_callbacks.training_steps.check_fp8'):
+    with kernels, patched('mp_callbacks.core.training_steps.check_fp8'):
         table = learner(mlp(n=256), dls=get_dls(64)).to_fp8(emulate=emulate).precision_plan().table
     row = 'fp8, emulated' if emulate else 'fp8'
     assert [*table.index]==['float32','to_bf16','to_native_bf16',row]

@@ -3,7 +3,7 @@
 Also what is refused, and what an exception in the middle of a batch leaves. The page about several GPUs promises it.
 Taken over from the tests of PyTorch, `test/distributed/_composable/fsdp`: `test_gradient_scaler` of
 `test_fully_shard_grad_scaler.py`, `test_clip_grad_norm_1d` of `test_fully_shard_clip_grad_norm_.py`."""
-from mp_callbacks.grads import prepare_grads
+from mp_callbacks.core.grads import prepare_grads
 from ranks import *
 from test_distributed import case,modes,told,whole_batch
 

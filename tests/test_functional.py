@@ -3,9 +3,9 @@ leave no trace
 
 What becomes of each kind of leaf is in the notebooks, beside the functions."""
 from learners import *
-from mp_callbacks import emily,functional,jmp,mpx
-from mp_callbacks.dtypes import tree_map
-from mp_callbacks.functional import all_finite,optimizer_update,value_and_grad
+from mp_callbacks.names import emily,functional,jmp,mpx
+from mp_callbacks.core.dtypes import tree_map
+from mp_callbacks.names.functional import all_finite,optimizer_update,value_and_grad
 
 signatures = {
     jmp: dict(

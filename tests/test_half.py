@@ -5,9 +5,9 @@ import gc,weakref
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
-from mp_callbacks.grads import prepare_grads
-from mp_callbacks.modules import parameter_name
-from mp_callbacks.ways import is_norm
+from mp_callbacks.core.grads import prepare_grads
+from mp_callbacks.core.modules import parameter_name
+from mp_callbacks.core.ways import is_norm
 from learners import *
 from states import *
 

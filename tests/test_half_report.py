@@ -1,7 +1,7 @@
 "`half_report`: its numbers beside those of a slow reference, and the modules that it says to keep"
 from learners import *
-from mp_callbacks.half_report import PrecisionReport,measure_precision
-from mp_callbacks.nonfinite import fewest,shortest_keep
+from mp_callbacks.look.half_report import PrecisionReport,measure_precision
+from mp_callbacks.core.blame import fewest,shortest_keep
 from sick_models import Overflows,SmallVariance,net
 
 # --- Models, each with something that could be counted wrongly

@@ -4,7 +4,7 @@ scale
 What is compared with is the rule without a `headroom`, from 2**24, as in fastai. The models have linear layers only:
 float16 convolutions are slow on a CPU."""
 from learners import *
-from mp_callbacks.loss_scale import as_loss_scale,loss_scale_presets
+from mp_callbacks.core.loss_scale import as_loss_scale,loss_scale_presets
 
 def residual(*layers): return Does(lambda m, x: x+m.inner(x), inner=nn.Sequential(*layers))
 def deep(*layers): return nn.Sequential(nn.Linear(8, 32), *layers, nn.Linear(32, 1))

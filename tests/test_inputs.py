@@ -1,7 +1,7 @@
 "Odd models and data: what reaches model and loss, and the learner afterwards is an ordinary one in float32"
 import cloudpickle,learners
-from mp_callbacks.flat import flat_steps
-from mp_callbacks.grads import prepare_grads
+from mp_callbacks.learner.optimizers import flat_steps
+from mp_callbacks.core.grads import prepare_grads
 from interpreters import paste
 from learners import *
 
@@ -73,7 +73,7 @@ def test_moved(mode):
         assert {(o.device.type, o.dtype) for o in seen}=={(device, f16 if 'fp16' in mode else bf16)}
 
 n,big = torch.tensor([1,2]),torch.tensor([1e5,1e-8]) # float16 can hold neither of the latter
-predictions = dict( # from a prediction, and back to it; more of them in nbs/00_dtypes.ipynb
+predictions = dict( # from a prediction, and back to it; more of them in nbs/core/dtypes.ipynb
     dict   = (lambda p: OrderedDict(b=[True,p], a=None),             lambda o: o['b'][1]),
     data   = (lambda p: Data(p, 'word'),                             lambda o: o.a),
     image  = (lambda p: (TensorImage(p), SimpleNamespace(x=1)),      lambda o: o[0].as_subclass(torch.Tensor)),
@@ -161,7 +161,7 @@ def see():
     return [learn.predict(i)[2].tolist() for i in (3,4)],sorted({str(p.dtype) for p in learn.model.parameters()})
 res = [see()] # with a little of fastai, and with all of it
 from fastai.callback.all import *
-print(json.dumps([*res, see()]), 'mp_callbacks.learner' in sys.modules)
+print(json.dumps([*res, see()]), 'mp_callbacks.learner.calls' in sys.modules)
 """
 
 @pytest.mark.slow

@@ -1,48 +1,100 @@
 """The layout is the architecture, and what an import does
 
-Numbers of notebooks are layers, imports point to lower ones, only one module changes fastai, a class is one piece, no
-module uses a private name of another, and none unpickles. Lines are short, in the tests, too, and functions, classes
-and cells are small. What a module imports, anywhere in it, is found by grimp, the library below import-linter; its
-contracts would repeat the order that the numbers have."""
+The folders of the package are its layers, imports point down, and in the sidebar a module stands above those that it
+imports. Only one module changes fastai, a class is one piece, no module uses a private name of another, and none
+unpickles. Lines are short, in the tests, too, and functions, classes and cells are small. What a module imports, anywhere
+in it, is found by grimp, the library below import-linter."""
 import ast,tokenize
 from importlib import import_module
 
+import yaml
 from interpreters import paste
 from learners import *
+from mp_callbacks import moved
 
 pkg,nbs = root/'mp_callbacks',root/'nbs'
-by_hand = {'__init__','__main__','_modidx','all'} # modules that come from no notebook
+by_hand = {'__main__','all','core.all'} # modules that come from no notebook
+below = { # folder -> those that it may import from, beside itself; the top, which is no folder, from all
+    'core':[], 'look':['core'], 'names':['core'], 'learner':['core','look','names'],
+    '':['core','look','names','learner']}
+points_up = {('core.training_steps','look.explain')} # in `TrainingSteps(…, compute_loss=f)`: the one exception
 
-numbered = [m for o in sorted(nbs.glob('*.ipynb')) if (m := re.fullmatch(r'(\d\d[a-z]?)_(\w+)', o.stem))]
-layers = {m[2]:m[1] for m in numbered} # such as '03', and '02a' between '02' and '03'
-in_order = sorted(layers, key=layers.get)
-foundation = [o for o in in_order if layers[o]<'10' or o in ('jmp','mpx','emily')] # or other libraries' names
+def dotted(file, top): return '.'.join(file.relative_to(top).with_suffix('').parts)
+def folder_of(name): return name.rpartition('.')[0]
+
+with_exports = {dotted(o, nbs) for o in nbs.rglob('*.ipynb') if '#| default_exp' in o.read_text(encoding='utf-8')}
+nav = yaml.safe_load((root/'docs/mkdocs.yml').read_text(encoding='utf-8'))['nav']
+sidebar = [o.removesuffix('.md').replace('/', '.') for part in nav for title,pages in part.items()
+           if title.startswith('Reference') for o in pages]
+in_order = [*reversed([o for o in sidebar if o in with_exports]),*sorted(with_exports-{*sidebar})]
 each_module = pytest.mark.parametrize('name', in_order)
 
-def source(name): return (pkg/f'{name}.py').read_text(encoding='utf-8')
+def source(name): return (pkg/f"{name.replace('.', '/')}.py").read_text(encoding='utf-8')
 
 def test_a_notebook_for_each_module():
-    "With a number of its own, and named after the module that it exports"
-    assert len({m[1] for m in numbered})==len(layers)==len(numbered)
-    assert {o.stem for o in pkg.glob('*.py')}==layers.keys()|by_hand
+    "In the same place, and of the same name; and of the old addresses each leads to one of them"
+    modules = {dotted(o, pkg) for o in pkg.rglob('*.py') if o.name not in ('__init__.py','_modidx.py')}
+    assert modules==with_exports|by_hand and {folder_of(o) for o in modules}==below.keys()
+    for name in with_exports:
+        assert f'#| default_exp {name}' in cells_of(f"{name.replace('.', '/')}.ipynb", 'code'), name
+    assert {*moved.values()}<=with_exports and len(moved)==30
 
 @pytest.fixture(scope='module')
 def imports():
     "Module -> what it imports, ours without the package's name"
     grimp = pytest.importorskip('grimp', reason='needs the dev extra')
     graph = grimp.build_graph(pkg.name, include_external_packages=True, cache_dir=None)
-    found = {o:graph.find_modules_directly_imported_by(f'{pkg.name}.{o}') for o in layers.keys()|by_hand-{'__init__'}}
+    found = {o:graph.find_modules_directly_imported_by(f'{pkg.name}.{o}') for o in with_exports|by_hand}
     return {k:{o.removeprefix(f'{pkg.name}.') for o in v} for k,v in found.items()}
 
-@each_module
+@pytest.mark.parametrize('name', [*in_order,*sorted(by_hand)])
 def test_imports(name, imports):
-    "Lower modules only. The foundation: PyTorch, fastcore, tables, plots, the standard library. fastai begins at 10."
-    assert {o for o in imports[name]&(layers.keys()|by_hand) if layers.get(o, '99')>=layers[name]}==set()
-    plain = {'torch','fastcore','matplotlib','numpy','pandas',*sys.stdlib_module_names}
-    if name not in foundation: plain |= {'fastai','sklearn','fastprogress'}
-    assert imports[name]-layers.keys()<=plain
+    "Of its folder and of those below. Outside the package: fastai at the learner, tables and plots above the core"
+    ours,folder = imports[name]&(with_exports|by_hand),folder_of(name)
+    up = {(name,o) for o in ours if folder_of(o) not in (folder,*below[folder])}
+    assert up==(points_up if name=='core.training_steps' else set())
+    plain = {'torch','fastcore','pandas',*sys.stdlib_module_names} # pandas in functions: `test_core_is_light`
+    if folder!='core': plain |= {'matplotlib','numpy'}
+    if folder in ('learner',''): plain |= {'fastai','sklearn','fastprogress'}
+    assert imports[name]-ours-{pkg.name,*below}<=plain
 
-@pytest.mark.parametrize('name', [*in_order,'__main__','all'])
+def test_sidebar_shows_the_order(imports):
+    "A module stands above those that it imports, but for one that beginners find elsewhere"
+    place = {o:i for i,o in enumerate(sidebar)}
+    assert with_exports-{*sidebar}=={'learner.checkup'}
+    found = {(k,o) for k in place.keys()&imports.keys() for o in imports[k]&place.keys() if place[o]<place[k]}
+    assert found=={('core.training_steps','look.explain')}
+
+def test_core_is_light():
+    "Half precision and steps without fastai and plots, and without tables until one is asked for"
+    code = """if True:
+        import sys,mp_callbacks.core.half,mp_callbacks.core.training_steps
+        from mp_callbacks.core.all import *
+        def loaded(): return [o for o in ('fastai','matplotlib','pandas') if o in sys.modules]
+        print(sorted(k for k in globals() if k[0]!='_' and k not in ('sys','mp_callbacks','loaded')), loaded())
+        import torch
+        model = torch.nn.Linear(2,2)
+        def compute_loss(model, x): return model(x).sum()
+        steps = TrainingSteps(model, torch.optim.SGD(model.parameters(), .1), torch.bfloat16, compute_loss=compute_loss)
+        with steps.batch(torch.ones(2,2)): steps.backward(compute_loss(model, torch.ones(2,2)))
+        steps.make()
+        found = steps.explain(torch.ones(2,2)*torch.inf)
+        print(found.where, loaded())
+        steps.policy()
+        print(loaded())"""
+    names = ['DynamicLossScale','StaticLossScale','TrainingSteps','half_precision','prepare_grads']
+    assert paste(code, root).splitlines()==[f'{names} []', 'inputs []', "['pandas']"]
+
+@pytest.mark.parametrize('how', ['import mp_callbacks.{}','from mp_callbacks import {}','from mp_callbacks.{} import *'])
+def test_old_imports(how):
+    "Say where the module is now. `mp_callbacks.learner` is a folder now, of which nothing can be imported as before."
+    for old,new in moved.items():
+        if old=='learner': continue
+        with pytest.raises(ImportError) as e: exec(how.format(old), {})
+        assert str(e.value)==f'mp_callbacks.{old} is mp_callbacks.{new} now.'
+    with pytest.raises(ImportError, match='unknown'): exec(how.format('unknown'), {})
+
+@pytest.mark.parametrize('name', [*in_order,*sorted(by_hand)])
 def test_nothing_of_ours_unpickles(name, imports):
     "Checkpoints are data, as Guarantees promises; nor is anything imported by name, which grimp wouldn't see"
     assert not {'pickle','_pickle','cloudpickle','dill','joblib','marshal','shelve'} & imports[name]
@@ -51,7 +103,7 @@ def test_nothing_of_ours_unpickles(name, imports):
 
 @pytest.mark.parametrize('folder', [pkg,root/'tests'], ids=lambda o: o.name)
 def test_lines_are_short(folder):
-    for file in folder.glob('*.py'):
+    for file in folder.rglob('*.py'):
         lines = file.read_text(encoding='utf-8').splitlines()
         assert file.stem=='_modidx' or [o for o in lines if len(o)>120 and not o.startswith('__all__')]==[], file
 
@@ -81,7 +133,7 @@ def test_sizes(name):
         if isinstance(o, ast.FunctionDef): assert size(o.body[0].lineno, o.end_lineno)<=30, o.name
         if isinstance(o, ast.ClassDef): assert size(o.lineno, o.end_lineno)<=160, o.name
         if isinstance(o, ast.ClassDef): assert sum(isinstance(m, ast.FunctionDef) for m in o.body)<=25, o.name
-    for o in cells_of(f'{layers[name]}_{name}.ipynb', 'code'): assert len(o.splitlines())<=60, o
+    for o in cells_of(f"{name.replace('.', '/')}.ipynb", 'code'): assert len(o.splitlines())<=60, o
 
 @functools.cache
 def private_names(name):
@@ -99,7 +151,7 @@ def private_names(name):
 def test_no_private_name_of_another(name):
     "What two modules need has a public name in the lower one; `_with_events` is fastai's"
     used,defined = private_names(name)
-    others = set().union(*(private_names(o)[1] for o in layers if o!=name))
+    others = set().union(*(private_names(o)[1] for o in in_order if o!=name))
     assert (used & others)-defined-{'_with_events'}==set()
 
 methods = ('to_fp16 to_bf16 to_fp8 to_native_fp16 to_native_bf16 to_fp32 to_native_fp32 to_non_native_fp16 '
@@ -132,7 +184,7 @@ changes = '''if True:
 @pytest.mark.slow
 def test_only_learner_changes_fastai(imports):
     "Or PyTorch's classes, or fastai's default callbacks; and `learner` only methods of `Learner`"
-    last = [o for o in in_order if o=='learner' or 'learner' in imports[o]]
+    last = [o for o in in_order if o=='learner.calls' or 'learner.calls' in imports[o]]
     parts = ' '.join(o for o in in_order if o not in last),' '.join(last)
     others,learner = ast.literal_eval(paste(f'parts = {parts}\n{changes}', root).splitlines()[-1])
     assert others==[] and {*learner}=={f'fastai.learner.Learner.{o}' for o in methods}
@@ -146,9 +198,9 @@ def test_all():
     exec('from mp_callbacks.all import *', ours)
     exec('from fastai.basics import *\nfrom fastai.callback.all import *', theirs)
     assert ours.keys()-{'__builtins__'}=={*public}
-    mods = [import_module(f'mp_callbacks.{o}') for o in layers]
+    mods = [import_module(f'mp_callbacks.{o}') for o in in_order]
     assert all(any(getattr(m, k, None) is ours[k] for m in mods if k in m.__all__) for k in public)
     assert all(ours[k].__module__.startswith('mp_callbacks.') for k in public)
     assert {*public}&theirs.keys()<={'MixedPrecision', 'ModelToHalf'}
     calls = [o for o in methods if o.startswith('to_') and o!='to_contiguous']
-    assert all(getattr(theirs['Learner'], o).__module__=='mp_callbacks.learner' for o in calls)
+    assert all(getattr(theirs['Learner'], o).__module__=='mp_callbacks.learner.calls' for o in calls)

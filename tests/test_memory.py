@@ -2,8 +2,8 @@
 import gc,platform
 
 from learners import *
-from mp_callbacks import cast
-from mp_callbacks.plan import LiveBytes
+from mp_callbacks.core import cast
+from mp_callbacks.look.plan import LiveBytes
 
 def make_model(sizes=[256]*33, bias=True):
     return nn.Sequential(*[nn.Linear(*o, bias=bias) for o in zip(sizes, sizes[1:])])

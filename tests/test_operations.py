@@ -6,8 +6,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from learners import *
-from mp_callbacks.devices import support
-from mp_callbacks.dtypes import cast_tree,leaves
+from mp_callbacks.core.devices import support
+from mp_callbacks.core.dtypes import cast_tree,leaves
 from states import assert_plain,identical,seed_cpu
 
 ways = dict(float32=None, autocast=False, half=True)

@@ -1,6 +1,6 @@
 "Optimizers of any kind, also several, train as in float32; they see no numbers of ours, which their files have"
 from learners import *
-from mp_callbacks.step import read_state
+from mp_callbacks.learner.opt_state import read_state
 from test_inputs import trains
 
 each_mode = pytest.mark.parametrize('mode', modes)

@@ -1,8 +1,8 @@
-"""The cells of the numbered notebooks print what is saved
+"""The cells of notebooks with modules print what is saved
 
 Readers see saved outputs, so these must be those of the code. Cells whose outputs depend on the machine or on the time
 are marked `#| varies`. `make outputs PAGE=nbs/…` saves outputs again."""
-import difflib,os,sys
+import difflib,os,re,subprocess,sys
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from multiprocessing import get_context
@@ -10,6 +10,7 @@ from multiprocessing import get_context
 import pytest,torch
 from interpreters import root
 from nbdev.doclinks import nbglob
+from nbdev.test import nb_test_cells
 
 sys.path.insert(0, str(root/'docs'))
 import outputs
@@ -46,14 +47,15 @@ def pool():
 def check(fn, flags, pool):
     if error := pool.submit(run_alone, fn, flags).result(): pytest.fail(error, pytrace=False)
 
-def cases(numbered):
-    "The notebooks, or the pages; those without fastai come first: when it is imported, other libraries change, too"
-    found = [o for o in nbglob(nbs, as_path=True) if (o.parent==nbs and o.name[0].isdigit())==numbered]
-    found.sort(key=lambda o: ('from fastai' in o.read_text(encoding='utf-8'), o))
+def cases(modules):
+    "Notebooks with modules, or pages; those without fastai come first: when it is imported, other libraries change, too"
+    texts = {o:o.read_text(encoding='utf-8') for o in nbglob(nbs, as_path=True)}
+    found = [o for o,text in texts.items() if ('#| default_exp' in text)==modules]
+    found.sort(key=lambda o: ('from fastai' in texts[o], o))
     return [pytest.param(o, id=o.relative_to(nbs).with_suffix('').as_posix()) for o in found]
 
 @pytest.mark.slow # nbdev-test runs them, too
-@pytest.mark.parametrize('fn', cases(numbered=True))
+@pytest.mark.parametrize('fn', cases(modules=True))
 def test_module(fn, flags, pool): check(fn, flags, pool)
 
 def test_outdated():
@@ -75,3 +77,18 @@ def test_outdated():
     assert not outdated([picture], [value(image_png='y')]) and outdated([picture], []) and outdated([], [picture])
     assert outdated([value(text_plain='a', text_html='<b>')], [value(text_plain='a', text_html='<i>')])
     assert not outdated([value(text_plain='<A at 0x12>')], [value(text_plain='<A at 0x3f>')])
+
+def test_no_notebook_is_lost():
+    "`nbdev-test` leaves out folders: it runs each notebook with a module, and README's, and all cells but those marked"
+    left_out = re.search(r'^PAGES *:= *(.*)$', (root/'Makefile').read_text(encoding='utf-8'), re.M)[1].replace('$$', '$')
+    found = [*nbglob(nbs, skip_folder_re=left_out, as_path=True)]
+    assert {o.id for o in cases(modules=True)}|{'index'}=={o.relative_to(nbs).with_suffix('').as_posix() for o in found}
+    ran = sum(len([*nb_test_cells(o, outputs.cfg.tst_flags, [])]) for o in found)
+    assert len(found)>=34 and ran>=700
+
+@pytest.mark.slow
+def test_no_test_is_lost():
+    "What pytest finds, when all are asked for"
+    cmd = [sys.executable, '-m', 'pytest', '-q', '--collect-only', '--flags', 'cuda slow', root/'tests']
+    found = subprocess.run(cmd, cwd=root, capture_output=True, text=True).stdout
+    assert found.count('::')>=3700

@@ -5,7 +5,7 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 from torch.func import functional_call,grad,jacrev,vmap
 from learners import *
-from mp_callbacks.own import OwnParameter
+from mp_callbacks.core.own import OwnParameter
 from states import assert_plain,identical,same,without_gradients
 
 def float32(model): return nullcontext()
@@ -332,7 +332,7 @@ def test_copies(how):
     assert {type(t) for o in found for t in tensors(o)}=={nn.Parameter,torch.Tensor}
     forwards = [vars(m).get('forward') for o in found if isinstance(o, nn.Module) for m in o.modules()]
     assert not any('mp_callbacks' in type(o).__module__ for o in forwards)
-    assert b'mp_callbacks.own' not in pickle.dumps(found)
+    assert b'mp_callbacks.core.own' not in pickle.dumps(found)
 
 def test_texts():
     "`repr` is that of a parameter"

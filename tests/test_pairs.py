@@ -1,6 +1,6 @@
 """One precision at a time: every ordered pair of calls that change it, fastai's own among them, once and twice"""
 from fastai.callback import fp16
-from mp_callbacks.precision import is_precision
+from mp_callbacks.learner.precision import is_precision
 from learners import *
 
 pytestmark = pytest.mark.filterwarnings('ignore')

@@ -6,8 +6,8 @@ from dataclasses import asdict,fields,is_dataclass,replace
 from learners import *
 pytest.importorskip('hypothesis')
 from hypothesis import HealthCheck,assume,given,settings,strategies as st
-from mp_callbacks.dtypes import cast_tree
-from mp_callbacks.grads import prepare_grads
+from mp_callbacks.core.dtypes import cast_tree
+from mp_callbacks.core.grads import prepare_grads
 
 def examples(n):
     return settings(max_examples=n, derandomize=True, deadline=None, database=None,

@@ -1,6 +1,6 @@
 "`recorder`: what PrecisionRecorder keeps of each step, draws, says, and adds to fastai's table of epochs"
 from learners import *
-from mp_callbacks.recorder import LogRow
+from mp_callbacks.learner.recorder import LogRow
 
 def cancel(event, ex, order, at=(1,)): return On(event, raises(ex), order, at)
 def row(i, scale=4., norm=1., skipped=False, culprit='', loss=.5):
@@ -247,6 +247,6 @@ def test_tensors_refused(tensors):
 
 def test_tensors_of_shards(monkeypatch):
     "Each process has a part: refused, with a way out"
-    monkeypatch.setattr('mp_callbacks.recorder.is_sharded', lambda model: True)
+    monkeypatch.setattr('mp_callbacks.learner.recorder.is_sharded', lambda model: True)
     with pytest.raises(ValueError, match='tensors=9 measures whole parameters.* Use tensors=None'):
         get_learner(cbs=PrecisionRecorder(tensors=9)).fit(1)

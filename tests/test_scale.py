@@ -2,7 +2,7 @@
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook,bf16_compress_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy,fully_shard
 
-from mp_callbacks.plan import plan_memory
+from mp_callbacks.look.plan import plan_memory
 from ranks import *
 
 def formulas():

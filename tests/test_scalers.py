@@ -12,7 +12,7 @@ import dataclasses,inspect,math,os,random,re
 import pytest,torch
 from cases import *
 from functools import partial
-from mp_callbacks.loss_scale import DynamicLossScale,StaticLossScale,loss_scale_presets
+from mp_callbacks.core.loss_scale import DynamicLossScale,StaticLossScale,loss_scale_presets
 
 f32,inf = torch.finfo(torch.float32),math.inf
 def _f32(x): return torch.tensor(x, dtype=torch.float32).item()

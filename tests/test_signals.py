@@ -2,7 +2,7 @@
 import signal
 
 from faults import *
-from mp_callbacks import half,modules,training_steps
+from mp_callbacks.core import half,modules,training_steps
 from test_inputs import trains
 from tracing import interrupted
 

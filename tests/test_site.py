@@ -5,6 +5,7 @@ from http.server import SimpleHTTPRequestHandler,ThreadingHTTPServer
 from urllib.parse import unquote
 
 from learners import *
+from mp_callbacks import moved
 from test_docs import pages,words
 
 pytestmark = pytest.mark.slow
@@ -48,8 +49,9 @@ def new_tab(site):
 
 @pytest.fixture(scope='module')
 def texts(site):
-    "The HTML of each page"
-    found = sorted(o for o in site.rglob('*.html') if o.name!='404.html')
+    "The HTML of each page, without those that only lead to another"
+    left_out = {site/'404.html',*[site/f'{o}.html' for o in moved]}
+    found = sorted({*site.rglob('*.html')}-left_out)
     return {o.relative_to(site).as_posix(): o.read_text(encoding='utf-8') for o in found}
 
 # What is wrong with how a page is laid out, where it can be seen from inside
@@ -106,7 +108,7 @@ def test_look(key, looks):
 answers = [ # words that people type, and the page that answers
     ('migrate', 'howto/migrate'), ('nan', 'howto/troubleshooting'), ('Lightning', 'howto/from_other_libraries'),
     ('gradient accumulation', 'howto/accumulation_and_clipping'), ('how does it work', 'explanations/training_step'),
-    ('loss scale', 'loss_scale'), ('memory', 'howto/less_memory'), ('benchmark', 'tutorials/measure'),
+    ('loss scale', 'core/loss_scale'), ('memory', 'howto/less_memory'), ('benchmark', 'tutorials/measure'),
     ('huggingface', 'howto/other_trainers'), ('early stopping', 'howto/examples'), ('resume', 'howto/checkpoints'),
     *words.items()]
 
@@ -133,9 +135,17 @@ def test_search(new_tab):
 def test_plots_in_the_dark(scheme, new_tab):
     "Are inverted, as they are drawn on white"
     tab,_ = new_tab(color_scheme=scheme)
-    tab.goto('loss_scale.html')
+    tab.goto('core/loss_scale.html')
     style = tab.evaluate("getComputedStyle(document.querySelector('figure img')).filter")
     assert ('invert' in style)==(scheme=='dark')
+
+def test_old_addresses(new_tab):
+    "Lead to the page of the module, and to its heading"
+    tab,errors = new_tab()
+    for old,new in moved.items():
+        tab.goto(f'{old}.html#reference')
+        tab.wait_for_url(f"**/{new.replace('.', '/')}.html#reference")
+    assert errors==[]
 
 @pytest.mark.parametrize('pattern', ['<title>(.*?)</title>','<meta name="description" content="(.*?)"'])
 def test_heads(pattern, texts):

@@ -1,7 +1,7 @@
 """Training steps without fastai: the same as a learner's, skipped without a trace, resumed bit for bit
 
 Any optimizer of `torch.optim`; accumulation; Ctrl-C at any line; warnings, errors and rescue. DDP: test_distributed."""
-from mp_callbacks.training_steps import TrainingSteps
+from mp_callbacks.core.training_steps import TrainingSteps
 from learners import *
 from sick_models import Softmax,net
 from tracing import interrupted
@@ -156,13 +156,13 @@ def test_warns_and_stops():
     assert text.startswith(f'3 {start}') and str(e).startswith(f'5 {start}') and 'weights have not changed' in str(e)
     assert (steps.state.steps,steps.state.skips,steps.loss_scale)==(5,0,1024.) and not steps.last.finite
     assert_clean(train(steps, data).model)
-    steps.trained.compute_loss = None
+    steps.trained.explainer = None
     (text,),_ = heard(train, steps, bad[:3])
     assert 'The gradient of 5.bias was the first that was not finite. Pass compute_loss= to learn' in text
     for o,why in ((bad[0], 'The inputs of this batch have inf or nan, 128 in all'),
                   ((data[0][0],data[0][1]*math.inf), 'Looking for the cause failed: MemoryError: full')):
         steps = make(warn_skips=1, max_skips=9)
-        steps.trained.compute_loss = raises(MemoryError('full'))
+        steps.trained.explainer.compute_loss = raises(MemoryError('full'))
         (text,),_ = heard(train, steps, [o])
         assert text.startswith(f'Step 0 was skipped, because gradients were not finite. {why}.')
     with pytest.raises(FloatingPointError, match='^Step 0 was skipped, because'): train(make(max_skips=1), bad)

@@ -5,9 +5,9 @@ Models are small and have linear layers, which are fast in emulated half precisi
 import torch._dynamo
 from learners import *
 from interpreters import launch
-from mp_callbacks.grads import prepare_grads
-from mp_callbacks.nonfinite import diagnose
-from mp_callbacks.training_steps import TrainingSteps
+from mp_callbacks.core.grads import prepare_grads
+from mp_callbacks.look.nonfinite import diagnose
+from mp_callbacks.core.training_steps import TrainingSteps
 
 some_modes = pytest.mark.parametrize('mode', ['fp16','native_bf16'])
 

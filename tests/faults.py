@@ -5,7 +5,7 @@ that change precision; or the model, the loss, the backward pass, or the optimiz
 from functools import wraps
 from unittest.mock import patch as patched
 
-import mp_callbacks.learner.optimizers
+from mp_callbacks.learner import optimizers
 from learners import *
 
 def asked(kind): return lambda: kind('as asked')
@@ -104,7 +104,7 @@ class PatientWithTwin:
         for o in (learn.model[2], learn.loss_func): o.fault = fault
         fault.learn = learn
         opt,step = type(getattr(learn.opt, 'opt', learn.opt)),'step'
-        if getattr(learn.mixed_precision, 'flat_master', False): opt,step = mp_callbacks.learner.optimizers,'_step_groups'
+        if getattr(learn.mixed_precision, 'flat_master', False): opt,step = optimizers,'_step_groups'
         own = getattr(opt, step)
         @wraps(own)
         def _first(*args, **kwargs):

@@ -2,8 +2,8 @@
 
 The folders of the package are its layers, imports point down, and in the sidebar a module stands above those that it
 imports. Only one module changes fastai, a class is one piece, no module uses a private name of another, and none
-unpickles. Lines are short, in the tests, too, and functions, classes and cells are small. What a module imports, anywhere
-in it, is found by grimp, the library below import-linter."""
+unpickles. Lines are short, in the tests, too, and functions, classes and cells are small. What a module imports,
+anywhere in it, is found by grimp, the library below import-linter."""
 import ast,tokenize
 from importlib import import_module
 
@@ -85,7 +85,8 @@ def test_core_is_light():
     names = ['DynamicLossScale','StaticLossScale','TrainingSteps','half_precision','prepare_grads']
     assert paste(code, root).splitlines()==[f'{names} []', 'inputs []', "['pandas']"]
 
-@pytest.mark.parametrize('how', ['import mp_callbacks.{}','from mp_callbacks import {}','from mp_callbacks.{} import *'])
+ways_to_import = 'import mp_callbacks.{}','from mp_callbacks import {}','from mp_callbacks.{} import *'
+@pytest.mark.parametrize('how', ways_to_import)
 def test_old_imports(how):
     "Say where the module is now. `mp_callbacks.learner` is a folder now, of which nothing can be imported as before."
     for old,new in moved.items():

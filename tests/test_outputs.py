@@ -48,7 +48,7 @@ def check(fn, flags, pool):
     if error := pool.submit(run_alone, fn, flags).result(): pytest.fail(error, pytrace=False)
 
 def cases(modules):
-    "Notebooks with modules, or pages; those without fastai come first: when it is imported, other libraries change, too"
+    "Notebooks with modules, or pages; those without fastai come first: it changes other libraries when it is imported"
     texts = {o:o.read_text(encoding='utf-8') for o in nbglob(nbs, as_path=True)}
     found = [o for o,text in texts.items() if ('#| default_exp' in text)==modules]
     found.sort(key=lambda o: ('from fastai' in texts[o], o))

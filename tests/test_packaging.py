@@ -33,7 +33,8 @@ def built(tmp_path_factory):
 def test_files(built):
     "The package, the mark that it has types, and nothing else; and what is needed to build the wheel again"
     with zipfile.ZipFile(built[0]) as z: files = [o for o in z.namelist() if '.dist-info/' not in o]
-    assert sorted(files)==sorted(['mp_callbacks/py.typed', *(o.relative_to(root).as_posix() for o in package.rglob('*.py'))])
+    modules = [o.relative_to(root).as_posix() for o in package.rglob('*.py')]
+    assert sorted(files)==sorted(['mp_callbacks/py.typed', *modules])
     with tarfile.open(built[1]) as t: files = {o.partition('/')[2] for o in t.getnames()}
     assert {'settings.ini', 'setup.py', 'pyproject.toml', 'README.md', 'LICENSE', 'mp_callbacks/__init__.py'} <= files
     assert not [o for o in files if o.startswith('tests')] # they would need the rest of the repository
@@ -77,7 +78,8 @@ def test_one_owner():
     "All addresses have the owner that pyproject.toml names, so that .ci/owner.py finds them"
     owner = re.match('https://github.com/([^/]+)/', project['urls']['Repository'])[1]
     found = set()
-    for o in [*root.glob('nbs/**/*.ipynb'), *root.glob('mp_callbacks/**/*.py'), *root.glob('*.md'), root/'pyproject.toml']:
+    written = [o for pat in ('nbs/**/*.ipynb','mp_callbacks/**/*.py','*.md','pyproject.toml') for o in root.glob(pat)]
+    for o in written:
         text = o.read_text(encoding='utf-8')
         for o in (r'github\.com/([\w-]+)/mp_callbacks', r'//([\w-]+)\.github\.io/mp_callbacks'):
             found |= {*re.findall(o, text)}

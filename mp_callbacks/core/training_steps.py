@@ -6,10 +6,10 @@ Docs: https://example.github.io/mp_callbacks/core/training_steps.html.md"""
 
 # %% auto #0
 __all__ = ['default_max_skips', 'shared_options', 'first_scale', 'ScaleState', 'GatheredStep', 'check_float32', 'scaled_backward',
-           'alone', 'name_culprit', 'find_cure', 'changed_weights', 'TrainedModel', 'check_device', 'ChosenHalf',
-           'check_bools', 'StepSettings', 'StepsState', 'keep_from_now', 'report_skips', 'report_losses',
-           'closure_noted', 'guarded', 'TensorsBeside', 'CheckedSteps', 'step_explainer', 'split_batch',
-           'check_gathered', 'TrainingSteps']
+           'alone', 'name_culprit', 'find_cure', 'changed_weights', 'step_explainer', 'TrainedModel', 'check_device',
+           'ChosenHalf', 'check_bools', 'StepSettings', 'StepsState', 'keep_from_now', 'report_skips', 'report_losses',
+           'closure_noted', 'guarded', 'TensorsBeside', 'CheckedSteps', 'split_batch', 'check_gathered',
+           'TrainingSteps']
 
 # %% ../../nbs/core/training_steps.ipynb #9b000010
 import math,torch
@@ -193,6 +193,14 @@ def changed_weights(
     name = parameter_name(model, bad[0])
     return f"{len(bad)} of the model's parameters are inf or nan, such as {name}: load weights from before."
 
+# %% ../../nbs/core/training_steps.ipynb #9b00003e
+def step_explainer(
+    compute_loss, # Function of a model and of what `TrainingSteps.batch` is given: its loss
+): # A `StepExplainer`
+    "What explains the steps of a loop of one's own"
+    from mp_callbacks.look.explain import StepExplainer # the one import of `core` that points up
+    return StepExplainer(compute_loss)
+
 # %% ../../nbs/core/training_steps.ipynb #9b00001a
 class TrainedModel:
     "A model and its optimizer, what else a batch leads to, and who explains a step"
@@ -201,8 +209,10 @@ class TrainedModel:
         model:nn.Module, # The model, perhaps in `DistributedDataParallel`
         opt:torch.optim.Optimizer, # Its optimizer
         half:half_precision, # How it computes at first
-        explainer=None, # What explains a step, such as a `StepExplainer`; None: nothing does
-    ): self.model,self.opt,self.first_half,self.explainer = model,opt,half,explainer
+        compute_loss=None, # Function of a model and a batch: its loss, to explain steps
+    ):
+        self.model,self.opt,self.first_half = model,opt,half
+        self.explainer = None if compute_loss is None else step_explainer(compute_loss)
 
     @property
     def device(self)->torch.device:
@@ -579,14 +589,6 @@ class CheckedSteps(StepsState):
 first_scale = DynamicLossScale(2.**10, period=500, headroom=default_headroom) # that of `to_fp16`
 
 # %% ../../nbs/core/training_steps.ipynb #9b000038
-def step_explainer(
-    compute_loss=None, # Function of a model and of what `TrainingSteps.batch` is given: its loss
-): # A `StepExplainer`; None without `compute_loss`
-    "What explains the steps of a loop of one's own"
-    if compute_loss is None: return None
-    from mp_callbacks.look.explain import StepExplainer # the one import of `core` that points up
-    return StepExplainer(compute_loss)
-
 def split_batch(
     batch, # Inputs, and at the end the targets
     explainer=None, # What needs the batch; None: nothing does
@@ -624,8 +626,7 @@ class TrainingSteps(CheckedSteps):
     ):
         if not isinstance(half, half_precision): half = half_precision(without_ddp(model), half)
         if loss_scale is None: loss_scale = first_scale if half.dtype==torch.float16 else 1.
-        trained = TrainedModel(model, opt, half, step_explainer(compute_loss))
-        super().__init__(trained, as_loss_scale(loss_scale), **kwargs)
+        super().__init__(TrainedModel(model, opt, half, compute_loss), as_loss_scale(loss_scale), **kwargs)
         if self.rescue and compute_loss is None: raise ValueError("rescue=True needs compute_loss=, to find the cause.")
         check_device(self.trained.device, half)
 

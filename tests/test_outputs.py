@@ -80,7 +80,8 @@ def test_outdated():
 
 def test_no_notebook_is_lost():
     "`nbdev-test` leaves out folders: it runs each notebook with a module, and README's, and all cells but those marked"
-    left_out = re.search(r'^PAGES *:= *(.*)$', (root/'Makefile').read_text(encoding='utf-8'), re.M)[1].replace('$$', '$')
+    makefile = (root/'Makefile').read_text(encoding='utf-8')
+    left_out = re.search(r'^PAGES *:= *(.*)$', makefile, re.M)[1].replace('$$', '$')
     found = [*nbglob(nbs, skip_folder_re=left_out, as_path=True)]
     assert {o.id for o in cases(modules=True)}|{'index'}=={o.relative_to(nbs).with_suffix('').as_posix() for o in found}
     ran = sum(len([*nb_test_cells(o, outputs.cfg.tst_flags, [])]) for o in found)

@@ -32,7 +32,14 @@ calls = 'to_fp16 to_bf16 to_native_fp16 to_native_bf16'.split()
 
 f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
 def autocast(model=None, dtype=bf16): return torch.autocast('cpu', dtype, cache_enabled=False)
-def half(model, **kwargs): return half_precision(model, bf16, **kwargs)
+def unmeasured(*args, **kwargs):
+    "A `half_precision` that calls the model once in its first batch, for who counts its calls, or what it sees"
+    return half_precision(*args, measure=False, **kwargs)
+def ask_nothing(learn):
+    "`learn`, whose model isn't called in its first batch to measure: for who counts calls, or what is seen in them"
+    if cb := getattr(learn, 'mixed_precision', None): cb.half.measured = False
+    return learn
+def half(model, **kwargs): return unmeasured(model, bf16, **kwargs)
 
 # A test's processes are forks of one that has imported fastai, and so start at once. A fork can't use a GPU.
 start_method = 'spawn' if torch.cuda.is_available() else 'forkserver'

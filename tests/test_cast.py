@@ -42,7 +42,7 @@ def check(make, run=backward, tol=.02, inference=True):
 
     And what they return in training they return without gradients, too."""
     model = make()
-    half = half_precision(model, bf16)
+    half = unmeasured(model, bf16)
     first,*others = grads(model, half, run)
     with half:
         outs = [model(data()),*without_gradients(model, data(), inference=inference),model(data())]
@@ -68,7 +68,7 @@ def test_once(node_bytes, nodes, monkeypatch):
     Or one for each node of `node_bytes`, so that gradients in half precision don't all wait for the last."""
     monkeypatch.setattr(cast, 'node_bytes', node_bytes)
     model,x = net(),data()
-    half = half_precision(model, bf16)
+    half = unmeasured(model, bf16)
     for together,single in (([],7),(nodes,1),(nodes,1)): # the input is cast, too
         with half,Casts() as forward: loss = model(x).sum()
         with half,Casts() as back: loss.backward()
@@ -146,7 +146,7 @@ def test_written(kind):
     def run(half):
         torch.manual_seed(0)
         model,x,seen = kinds[kind](),data(),[]
-        around = half_precision(model, bf16) if half else nullcontext()
+        around = unmeasured(model, bf16) if half else nullcontext()
         for i in range(4):
             with around, torch.set_grad_enabled(i!=2):
                 loss = model(x).square().mean()
@@ -162,7 +162,7 @@ def test_written(kind):
 def test_limit_of_data():
     "A trained weight that is written in place through `.data` counts from the next call on, as the page says"
     model,x = written(lambda m: m.weight.data.mul_(1.5)),data()
-    with half_precision(model, bf16):
+    with unmeasured(model, bf16):
         for _ in range(2): model(x)
         before = model.b.weight.detach().clone()
         stale = model(x)
@@ -175,7 +175,7 @@ def test_not_cast_in_vain():
     "A layer that a call writes into, or doesn't use any more, is left to autocast from then on"
     for model,uses,casts in ((written(mul),             [True]*4,                     [[],[6],[4],[4]]),
                              (net(branches, use=True), [True,True,False,True,True], [[],[6],[6],[4],[4]])):
-        half = half_precision(model, bf16)
+        half = unmeasured(model, bf16)
         for model.use,together in zip(uses, casts, strict=True):
             with half,Casts() as forward: model(data())
             assert forward.together==together
@@ -297,7 +297,7 @@ def test_torch_func(f):
                 jacrev=lambda: jacrev(model)(x[:1]), jacfwd=lambda: jacfwd(model)(x[:1]),
                 functional_call=lambda: functional_call(model, {k:2*p for k,p in params.items()}, (x,)))
     want = runs[f]()
-    with half_precision(model, bf16):
+    with unmeasured(model, bf16):
         for _ in range(2): backward(model, x) # so that weights are cast ahead
         for _ in range(2): assert close(runs[f](), want, .05)
         backward(model, x)
@@ -331,7 +331,7 @@ def test_checkpointing(kind, reentrant, once):
     "Modules and functions, also a block that is called several times: the bits of a run without, in each batch"
     def run(**kwargs):
         model = stack(kind, once, **kwargs)
-        return grads(model, half_precision(model, bf16))
+        return grads(model, unmeasured(model, bf16))
     assert same(run(use_reentrant=reentrant), run())
 
 class Reverse(torch.autograd.Function):
@@ -350,13 +350,13 @@ def test_reversible():
     def run(b):
         model = net(lambda m,x: m.c(b(m.b, m.a(x))))
         model.b = nn.Sequential(model.b, nn.RMSNorm(64))
-        return grads(model, half_precision(model, bf16))
+        return grads(model, unmeasured(model, bf16))
     assert same(run(lambda f,x: Reverse.apply(x, f)), run(lambda f,x: f(x)))
 
 def ddp_grads(f, uses, **kwargs):
     "Has the second layer of a model that computes `f` a gradient, in each batch?"
     model,res = net(f),[]
-    ddp,half = DistributedDataParallel(model, **kwargs),half_precision(model, bf16)
+    ddp,half = DistributedDataParallel(model, **kwargs),unmeasured(model, bf16)
     for model.use in uses:
         model.zero_grad()
         with half: ddp(data()).square().mean().backward()
@@ -386,7 +386,7 @@ def test_ddp_sends_early(one_process, monkeypatch):
         fut.set_result(bucket.buffer())
         return fut
     ddp.register_comm_hook(None, note)
-    half = half_precision(model, bf16)
+    half = unmeasured(model, bf16)
     for _ in range(3):
         sent.clear()
         differentiated.clear()
@@ -403,7 +403,7 @@ others = 'own.py','half.py'
 def test_interrupted(where, each):
     "By Ctrl-C at any line: nothing is left, and the next batch has the numbers that it would have had"
     model,x = stack(),data()
-    half = half_precision(model, bf16)
+    half = unmeasured(model, bf16)
     want = grads(model, half)[0]
     def batch():
         with half: backward(model, x)

@@ -58,7 +58,7 @@ def test_model_changed_in_a_fit(mode):
         model.body.append(nn.LayerNorm(16))
         seen.append(returned(model.body[1]))
     seen,changes = [],[noop,lambda learn: model.last.requires_grad_(False).double(),replace]
-    learn = modes[mode](get_learner(model), keep=nn.LayerNorm)
+    learn = ask_nothing(modes[mode](get_learner(model), keep=nn.LayerNorm))
     fitted(learn, 3, On('before_train', lambda o: changes[o.epoch](o)))
     assert len(seen[0])==8 and {o.dtype for o in seen[0]}=={torch.float32}
     assert {p.dtype for p in model.last.parameters()}=={torch.float64}
@@ -211,7 +211,7 @@ def test_lr_find_overflow(tmp_path):
     scale is again what it was"""
     cancelled,bad = [],InfiniteAt(1,2,3) # as `lr_find` leaves no rows in the recorder
     learn = make(None, tmp_path, norm=True, cbs=[bad,On('after_cancel_step', cancelled.append)])
-    learn.to_fp16(max_loss_scale=2.**24, headroom=None).create_opt()
+    ask_nothing(learn.to_fp16(max_loss_scale=2.**24, headroom=None)).create_opt()
     before,scale = everything(learn),learn.mixed_precision.loss_scale
     got = learn.lr_find(suggest_funcs=suggest_funcs, show_plot=False)
     assert same(everything(learn), before) and learn.mixed_precision.loss_scale==scale

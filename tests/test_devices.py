@@ -57,14 +57,14 @@ def test_gaps(name, dtype):
         if device!='cpu': return
         net = nn.ModuleDict({o.__name__:o(*args) for o,(args,_) in layers.items()})
         for copies in (True,False):
-            table = half_precision(net, dtype, rules=copies).policy().set_index('module')
+            table = unmeasured(net, dtype, rules=copies).policy().set_index('module')
             assert {k for k,o in table.iterrows() if o.compute=='float32'}=={o.__name__ for o in kinds}
             assert all(why in table.why[o.__name__] for o in kinds)
 
 def test_known_fault_of_any_module(monkeypatch):
     "An entry of `known_faults` may name modules that no try is made with, by their base class, too"
     monkeypatch.setitem(known_faults, ('CPU',bf16), (nn.RNNCellBase,'no cells here'))
-    table = half_precision(nn.Sequential(nn.LSTMCell(2,2), nn.Linear(2,2)), bf16).policy()
+    table = unmeasured(nn.Sequential(nn.LSTMCell(2,2), nn.Linear(2,2)), bf16).policy()
     assert table.why[0]=='no cells here' and table.compute.tolist()==['float32','bfloat16']
 
 @pytest.mark.parametrize('dtype,other,use', [(f16,bf16,'to_bf16() or to_native_bf16()'),
@@ -186,7 +186,7 @@ def test_this_machine(kind, dtype):
     "Each layer trains in half precision here, or in float32 where that is missing"
     args,shape = layers[kind]
     net = kind(*args)
-    with half_precision(net, dtype):
+    with unmeasured(net, dtype):
         res = net(torch.randn(shape))
         (res[0] if isinstance(res, tuple) else res).sum().backward()
     assert all(p.grad.isfinite().all() for p in net.parameters())
@@ -227,6 +227,6 @@ def test_fake_tensors():
             net,seen = nn.Sequential(nn.Linear(16,16), nn.GroupNorm(2,16), nn.Linear(16,16)),[]
             for m in net: m.register_forward_hook(lambda m,args,res: seen.append(res.dtype))
             for _ in range(2): # the second call casts all weights at once
-                with half_precision(net, bf16): net(torch.ones(4,16)).sum().backward()
+                with unmeasured(net, bf16): net(torch.ones(4,16)).sum().backward()
             return seen+[p.grad.dtype for p in net.parameters()]
     assert _dtypes(FakeTensorMode())==_dtypes(nullcontext())

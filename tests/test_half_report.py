@@ -59,7 +59,7 @@ def run(model, batch, half=None, scale=1.):
 def run_both(model, batch, dtype, rules, scale, keep=()):
     "In float32 and in half precision, each with a copy of the model"
     a,b = [deepcopy(plain(model)) for _ in range(2)]
-    return run(a, batch),run(b, batch, half_precision(b, dtype, keep, rules), scale)
+    return run(a, batch),run(b, batch, unmeasured(b, dtype, keep, rules), scale)
 
 def norm(ts): return math.sqrt(sum(t.double().pow(2).sum().item() for t in ts))
 def error(xs, ys): return norm([x.double()-y.double() for x,y in zip(xs, ys, strict=True)])/norm(ys) if norm(ys) else 0.
@@ -95,7 +95,7 @@ def report_of(model, batches, dtype, rules=True, scale=1., keep=(), **kwargs):
     report = PrecisionReport(dtype, scale, **kwargs)
     for xb,yb in batches:
         torch.manual_seed(5)
-        measure_precision(report, model, lambda: F.mse_loss(model(xb), yb), half_precision(model, dtype, keep, rules))
+        measure_precision(report, model, lambda: F.mse_loss(model(xb), yb), unmeasured(model, dtype, keep, rules))
     return report
 
 def check(name, n, dtype, rules, scale):
@@ -173,7 +173,7 @@ def test_keep_of_several_batches():
         def __init__(self, i): super().__init__(); self.i = i
         def forward(self, x): return super().forward(x) if seen==self.i else x
     model = net(partial(Sometimes, 0), middle, partial(Sometimes, 1))
-    report,half = PrecisionReport(torch.float16),half_precision(model, torch.float16)
+    report,half = PrecisionReport(torch.float16),unmeasured(model, torch.float16)
     def loss(i):
         nonlocal seen
         seen,(xb,yb) = i,batches[i]
@@ -212,7 +212,7 @@ def test_keep_of_odd_names():
 @pytest.mark.parametrize('n', [8, 64, 128])
 def test_few_runs(n):
     "One sick module among `n` is found by halves"
-    half = half_precision(nn.Sequential(*[nn.Linear(1,1) for _ in range(n)]), torch.bfloat16)
+    half = unmeasured(nn.Sequential(*[nn.Linear(1,1) for _ in range(n)]), torch.bfloat16)
     def _runs(sick, *guess):
         tried = []
         def _works(longer):

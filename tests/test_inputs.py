@@ -40,7 +40,7 @@ def test_jagged_predictions():
         res.note = 'kept'
         return res
     model,x = Does(words, linear=nn.Linear(8, 4)),numbers()[0]
-    with half_precision(model, 'bf16'): res = model(x, torch.tensor([0,3,64]))
+    with unmeasured(model, 'bf16'): res = model(x, torch.tensor([0,3,64]))
     assert res.dtype==res.values().dtype==torch.float32 and res.note=='kept'
     assert [len(o) for o in res.unbind()]==[3,61] and (res.values()-model(x, torch.tensor([0,64])).values()).norm()<.1
 
@@ -110,7 +110,7 @@ def seen(inp, prediction, mode):
         to_loss.append(sketch(pred))
         return F.mse_loss(get(pred), y)
     dls = DataLoaders(batches, batches)
-    learn = in_mode(mode, Does(forward, layers=mlp()), dls=dls, loss_func=loss, opt_func=SGD, lr=.05)
+    learn = ask_nothing(in_mode(mode, Does(forward, layers=mlp()), dls=dls, loss_func=loss, opt_func=SGD, lr=.05))
     return (to_model,to_loss),flat(weights(fitted(learn)))
 
 @pytest.mark.parametrize('prediction,inp', in_turns(predictions, inputs).items())

@@ -175,7 +175,7 @@ def test_classes_in_the_backward_pass(mode):
     learn,seen = get_learner(nn.Sequential(Block(8,16), nn.Linear(16,1))),[]
     events = 'before_backward','after_backward','before_step','after_step'
     Counted.calls = 0
-    modes[mode](learn).fit(1, cbs=[On(o, lambda learn: seen.append(learn.loss_grad), 20) for o in events])
+    ask_nothing(modes[mode](learn)).fit(1, cbs=[On(o, lambda learn: seen.append(learn.loss_grad), 20) for o in events])
     assert {type(o) for o in seen}=={TensorBase} and all(seen[i] is seen[i-i%4] for i in range(len(seen)))
     assert Counted.calls==3*4 # forward and again in four batches, and four of validation
 
@@ -266,7 +266,7 @@ def test_a_tensor_that_joins_in(call, kind):
 @pytest.mark.parametrize('mode', ['fp16','native_fp16','bf16'])
 def test_cost_of_the_search(mode, depth):
     "Of the search for others that the loss leads to: its own six nodes; all of the model only in the first batch"
-    learn = in_mode(mode, nn.Sequential(*[nn.Linear(8,8) for _ in range(depth)], nn.Linear(8,1)))
+    learn = ask_nothing(in_mode(mode, nn.Sequential(*[nn.Linear(8,8) for _ in range(depth)], nn.Linear(8,1))))
     lines,own = [],sys.gettrace()
     def trace(frame, event, arg):
         if frame.f_code.co_name!='reached_leaves': return

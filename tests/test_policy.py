@@ -49,7 +49,7 @@ def watched(model):
     yield seen
     for o in hooks: o.remove()
 
-def policy(net, half, keep=()): return half_precision(net, half, keep).policy()
+def policy(net, half, keep=()): return unmeasured(net, half, keep).policy()
 def computes(net, half, keep=()): return policy(net, half, keep).set_index('module').compute.to_dict()
 def short(dtype): return str(dtype).removeprefix('torch.')
 
@@ -85,7 +85,7 @@ def test_table_is_true(name, call, half, keep):
     names = [n for n,_ in net.named_modules()]
     fitting = [k for k in keep if not isinstance(k, str) or any(fnmatch(n, k) for n in names)]
     keep = {k:keep[k] or half for k in fitting} if isinstance(keep, dict) else fitting
-    learn = getattr(get_learner(net), call)(keep=keep)
+    learn = ask_nothing(getattr(get_learner(net), call)(keep=keep))
     table = learn.mixed_precision.policy()
     def predict():
         with learn.mixed_precision.half, torch.inference_mode(): return net(numbers()[0])
@@ -142,7 +142,7 @@ bad = [({'nothing.*':'f32'},         ValueError, r"'nothing.\*' matches no modul
 @pytest.mark.parametrize('keep,error,match', bad)
 def test_refused(keep, error, match):
     "With what is wrong and a way out; more of them are in the cells of the notebook"
-    with pytest.raises(error, match=match): half_precision(model('conv'), f16, keep)
+    with pytest.raises(error, match=match): unmeasured(model('conv'), f16, keep)
 
 @pytest.mark.parametrize('half', [f16,bf16])
 def test_what_stays_float32_anyway(half):
@@ -167,14 +167,14 @@ def test_odd_parameters():
 def test_only_a_layer(make):
     "A model that is one module returns float32, and is as it was afterwards"
     net = make()
-    with half_precision(net, bf16): res = net(torch.ones(2,4))
+    with unmeasured(net, bf16): res = net(torch.ones(2,4))
     assert {o.dtype for o in floats(res)}=={f32} and 'forward' not in vars(net)
     assert policy(net, bf16).module.to_list()==['']
 
 def test_rules_of_the_user_and_more():
     "`keeping`: whatever rules the user has, more modules in float32 change nothing else"
     def layers(**parts): return seq(**{o:nn.Linear(2,2) for o in ('[a]','a','x*','x1')}, **parts)
-    half = half_precision(layers(sub=layers()), bf16, {'sub*':'f32', 'sub.*':'bf16', 'a*':'f32'})
+    half = unmeasured(layers(sub=layers()), bf16, {'sub*':'f32', 'sub.*':'bf16', 'a*':'f32'})
     before = half.policy().set_index('module').compute
     for more in (['[a]'], ['x*','sub.a'], ['sub'], ['sub.[a]','sub.x*']):
         after = half.keeping(more).policy().set_index('module').compute
@@ -206,7 +206,7 @@ def norm_errors(norm, shape, half):
     exact,net,y = deepcopy(norm).double(),seq(before=nn.Identity(), norm=deepcopy(norm)),x.double().requires_grad_()
     seen = returned(net.norm)
     keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype,t.numel())) or t, noop)
-    with half_precision(net, half) as o:
+    with unmeasured(net, half) as o:
         with keep: net(x.requires_grad_())
         seen[0].backward(grad)
     composite = isinstance(norm, nn.RMSNorm) or type(norm).__name__.startswith('Rms') # as PyTorch has it on a CPU
@@ -246,7 +246,7 @@ def test_norms_by_name(name, big):
     net = seq(a=nn.Linear(8,8), norm=sums_in_half(name), head=nn.Linear(8,1))
     with torch.no_grad(): net.a.weight.mul_(1000)
     seen = returned(net.norm)
-    with half_precision(net, f16): net(torch.randn(4,8)).sum().backward()
+    with unmeasured(net, f16): net(torch.randn(4,8)).sum().backward()
     assert seen[0].dtype==f16 and is_norm('norm', net.norm)==big
     assert (computes(net, f16)['norm']=='float32')==big and (seen[0].abs().mean()>.5)==big
 
@@ -257,7 +257,7 @@ def test_norm_keeps_float32_input(norm):
     with torch.no_grad(): net.big.weight.mul_(1e6)
     x = torch.randn(5,4)
     ref = net(x)
-    with half_precision(net, f16, keep='big'): res = net(x)
+    with unmeasured(net, f16, keep='big'): res = net(x)
     assert torch.allclose(res, ref, atol=1e-2)
 
 def with_head(layer): return nn.Sequential(layer, nn.GELU(), nn.Linear(16,1))
@@ -295,7 +295,8 @@ class Rounded(Way):
 def test_way_of_ones_own(call):
     "One argument of the calls; the table and the report know it, and so does a copy"
     way = Rounded('mine')
-    learn = fitted(getattr(get_learner(), call)(way=lambda name, m: way if isinstance(m, nn.GELU) else None))
+    learn = getattr(get_learner(), call)(way=lambda name, m: way if isinstance(m, nn.GELU) else None)
+    fitted(ask_nothing(learn))
     assert way.calls==2*2*4 # two activations, in training and validation
     table = learn.mixed_precision.policy()
     assert list(table.way).count('rounded')==2 and {*table.why[table.way=='rounded']}=={'mine'}

@@ -8,31 +8,34 @@ Docs: https://example.github.io/mp_callbacks/core/blame.html.md"""
 __all__ = ['fewest', 'shortest_keep', 'keep_option']
 
 # %% ../../nbs/core/blame.ipynb #b1a3e008
+import itertools
 from fastcore.basics import flatten
 
 from .modules import named_modules
-from .half import half_precision
 
 # %% ../../nbs/core/blame.ipynb #bcab7fs1
 def fewest(
     names, # Some things
     works, # Function of a list of some of them: true for all of them, and not for none
-)->list: # In order
+    tries:int=None, # Most calls of `works`; None: as many as it takes
+)->list: # In order; all of `names` if there were not enough `tries`
     """Of `names` as few as `works`: each is needed
 
     By halves: for one of n, at most 2 log2(n) calls of `works`. QuickXplain (Junker, AAAI 2004)."""
+    left = itertools.repeat(True) if tries is None else itertools.repeat(True, tries)
     def _find(kept, new, names):
         "What is needed of `names` beside `kept`; `new`: has `kept` not been tried yet?"
-        if new and works(kept): return []
+        if new and (next(left) and works(kept)): return []
         if len(names)==1: return names
         first,last = names[:len(names)//2],names[len(names)//2:]
         needed = _find(kept+last, True, first) # so that of several ways the later modules are taken
         return needed+_find(kept+needed, bool(needed), last)
-    return _find([], False, [*names])
+    try: return _find([], False, [*names])
+    except StopIteration: return [*names]
 
 # %% ../../nbs/core/blame.ipynb #bcab7fd4
 def shortest_keep(
-    half:half_precision, # How the model computes
+    half, # The `half_precision` of the model
     works, # Function of a `half_precision` that keeps more modules: is all well with it?
     guess:str='', # Name of the module to try first
 )->list|None: # Names of modules, none inside another; None if no `keep` helps

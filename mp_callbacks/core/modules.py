@@ -6,13 +6,14 @@ Docs: https://example.github.io/mp_callbacks/core/modules.html.md"""
 
 # %% auto #0
 __all__ = ['unwrap', 'named_modules', 'compiled_parts', 'parameter_name', 'several_ranks', 'without_ddp', 'training_group',
-           'is_sharded', 'reshard', 'reset_ddp', 'reset_shards', 'no_collectives', 'remember_buffers',
+           'is_sharded', 'reshard', 'reset_ddp', 'reset_shards', 'no_collectives', 'alone', 'remember_buffers',
            'restore_buffers', 'find_stored', 'as_float32', 'restore_float32', 'fork_rngs', 'unchanged',
            'replaced_forward', 'StandIn']
 
 # %% ../../nbs/core/modules.ipynb #9b1c2a08
-import re,torch
-from contextlib import ExitStack,contextmanager
+import random,re,sys,torch
+from collections import OrderedDict
+from contextlib import ExitStack,contextmanager,nullcontext
 from functools import update_wrapper
 from inspect import getattr_static
 from fastcore.imports import noop
@@ -120,6 +121,20 @@ class no_collectives(TorchDispatchMode):
         raise RuntimeError(f"{func.overloadpacket} waits for all processes, which don't look at the same time. Until "
                            "you have asked, use a loss, model and callbacks that gather nothing from other processes.")
 
+# %% ../../nbs/core/modules.ipynb #9b000013
+@contextmanager
+def alone(
+    model:nn.Module, # Model that is to compute a batch again
+):
+    "Inside a `with`, nothing waits for other processes. Raises `RuntimeError` if something would."
+    # what has this method is made by `fully_shard` or `replicate`
+    def _waits(m): return isinstance(m, nn.SyncBatchNorm) or hasattr(m, 'set_requires_gradient_sync')
+    if several_ranks() and any(map(_waits, model.modules())):
+        raise RuntimeError("with fully_shard (FSDP2), replicate or SyncBatchNorm each forward pass waits for all "
+                           "processes, which don't look at the same time. Load the weights into an ordinary model in "
+                           "one process, and ask there")
+    with no_collectives() if several_ranks() else nullcontext(): yield
+
 # %% ../../nbs/core/modules.ipynb #9b1c2a0e
 def remember_buffers(
     modules, # Modules, without those inside them
@@ -203,9 +218,11 @@ def _has_ours(tree, depth=4):
 def fork_rngs(
     params, # Parameters, whose devices count
 ):
-    "At the end of a `with`, restore the random number generators of the CPU and of the devices of `params`"
+    "At the end of a `with`, restore random numbers: PyTorch's of the CPU and the devices of `params`, NumPy's, Python's"
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([]))
+        stack.callback(random.setstate, random.getstate())
+        if np := sys.modules.get('numpy'): stack.callback(np.random.set_state, np.random.get_state()) # else nobody draws
         for kind,index in {(p.device.type,p.device.index) for p in params}:
             rngs = getattr(torch, kind, None)
             if hasattr(rngs, 'get_rng_state_all'):
@@ -220,21 +237,29 @@ def unchanged(
     params=(), # More parameters whose gradients are to be restored
     others=(), # More modules, such as those of a loss, without those inside them
 ):
-    "Without gradients; restore them, buffers, attributes of modules and random numbers afterwards"
+    "Without gradients; restore them, buffers, attributes of modules, also lists and dicts, and random numbers afterwards"
     modules = [*model.modules(),*others]
     params = [*model.parameters(), *params, *[p for m in others for p in m.parameters(recurse=False)]]
-    dicts = [(d,dict(d)) for m in modules for d in (vars(m),m._buffers)]
+    held = [*map(vars, modules)]
+    held += [o for d in held for o in d.values() if type(o) in (dict,list,OrderedDict)] # parameters and buffers, too
+    before = [(o,o.copy()) for o in held]
     buffers = remember_buffers(modules)
     grads = [p.grad for p in params]
     for p in params: p.grad = None
     try:
         with fork_rngs(params): yield
     finally:
-        for d,before in dicts:
-            d.clear()
-            d.update(before)
+        for o,had in before:
+            if _same_objects(o, had): continue # another thread may be reading
+            o.clear()
+            (o.extend if isinstance(o, list) else o.update)(had)
         restore_buffers(buffers)
         for p,g in zip(params,grads): p.grad = g
+
+def _same_objects(o, had):
+    "Do two lists, or two dicts, have the same objects in the same places?"
+    some,others = [[*enumerate(d)] if isinstance(d, list) else [*d.items()] for d in (o,had)]
+    return len(some)==len(others) and all(a==b and x is y for (a,x),(b,y) in zip(some, others))
 
 # %% ../../nbs/core/modules.ipynb #9b1c2a15
 def replaced_forward(

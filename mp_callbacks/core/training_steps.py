@@ -6,7 +6,7 @@ Docs: https://example.github.io/mp_callbacks/core/training_steps.html.md"""
 
 # %% auto #0
 __all__ = ['default_max_skips', 'shared_options', 'first_scale', 'ScaleState', 'GatheredStep', 'check_float32', 'scaled_backward',
-           'alone', 'name_culprit', 'find_cure', 'changed_weights', 'step_explainer', 'TrainedModel', 'check_device',
+           'name_culprit', 'find_cure', 'changed_weights', 'step_explainer', 'TrainedModel', 'check_device',
            'ChosenHalf', 'check_bools', 'StepSettings', 'StepsState', 'keep_from_now', 'report_skips', 'report_losses',
            'closure_noted', 'guarded', 'TensorsBeside', 'CheckedSteps', 'split_batch', 'check_gathered',
            'TrainingSteps']
@@ -25,10 +25,11 @@ from .devices import emulation,support,warn_caller
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale,default_headroom
 from .grads import StepStats,check_clip,largest_number,mul_grads,prepare_grads,reached_leaves
 from .grads import remove_grads
-from .modules import is_sharded,named_modules,no_collectives,parameter_name,remember_buffers,reset_ddp
+from .modules import alone,is_sharded,named_modules,parameter_name,remember_buffers,reset_ddp
 from .modules import reset_shards,reshard,restore_buffers,several_ranks,training_group,unwrap
 from .modules import without_ddp
 from .half import half_precision,note_dtypes
+from .measure import Measured,answer,in_all_processes,measure_gradients,not_finite
 from .blame import keep_option
 from .fp8 import check_fp8
 
@@ -40,20 +41,24 @@ class ScaleState(NamedTuple):
     skips:int=0 # Skipped steps in a row
     bad_losses:int=0 # Steps in a row that were made though their loss was not finite
     rescued:tuple=() # Pairs of a module that is kept in float32 since a step of the training, and this step
+    measured:Measured=None # What the first batch has shown
 
     def numbers(self)->dict: # Plain numbers by name
         "For a checkpoint"
         rescued = {f'rescued_{name}':step for name,step in self.rescued}
         counts = dict(steps=self.steps, skips=self.skips, bad_losses=self.bad_losses)
-        return dict(self.scaling.state_dict(), **counts, **rescued)
+        measured = {f'measured_{k}':o for k,o in (self.measured.numbers() if self.measured else {}).items()}
+        return dict(self.scaling.state_dict(), **counts, **rescued, **measured)
 
     def loaded(self,
         numbers:dict, # From `numbers` of this or another state
     )->'ScaleState':
-        "The state with the settings of `self` and the `numbers` of another"
+        "The state with the settings of `self` and the `numbers` of another; if these have no answer, with its own"
         rescued = tuple((k.removeprefix('rescued_'),v) for k,v in numbers.items() if k.startswith('rescued_'))
         counts = {k:numbers.get(k, 0) for k in ('steps','skips','bad_losses')}
-        return type(self)(self.scaling.load_state_dict(numbers), **counts, rescued=rescued)
+        known = {k.removeprefix('measured_'):o for k,o in numbers.items() if k.startswith('measured_')}
+        measured = Measured.load(known) if known else self.measured
+        return type(self)(self.scaling.load_state_dict(numbers), **counts, rescued=rescued, measured=measured)
 
     def after(self,
         stats:StepStats, # Of the step's gradients
@@ -141,20 +146,6 @@ def scaled_backward(
         mul_grads(params, 1/scale)
     none = scale!=1 and loss.grad_fn and all(p.grad is None for p in params) # a leaf is the loss of an empty batch
     if none: raise RuntimeError(_no_gradient(half.model, scale))
-
-# %% ../../nbs/core/training_steps.ipynb #9b000013
-@contextmanager
-def alone(
-    model:nn.Module, # Model that is to compute a batch again
-):
-    "Inside a `with`, nothing waits for other processes. Raises `RuntimeError` if something would."
-    # what has this method is made by `fully_shard` or `replicate`
-    def _waits(m): return isinstance(m, nn.SyncBatchNorm) or hasattr(m, 'set_requires_gradient_sync')
-    if several_ranks() and any(map(_waits, model.modules())):
-        raise RuntimeError("with fully_shard (FSDP2), replicate or SyncBatchNorm each forward pass waits for all "
-                           "processes, which don't look at the same time. Load the weights into an ordinary model in "
-                           "one process, and ask there")
-    with no_collectives() if several_ranks() else nullcontext(): yield
 
 # %% ../../nbs/core/training_steps.ipynb #9b00001c
 def name_culprit(
@@ -246,6 +237,18 @@ class TrainedModel:
             "compute_loss=, a function of a model and of the batch that returns the loss.")
         return self.explainer.look(batch, half, scale)
 
+    @property
+    def measures(self)->bool:
+        "Can it compute a batch again, to compare gradients?"
+        return self.explainer is not None
+
+    def measured(self, half, batch, scale)->Measured:
+        "What a batch shows of precision: are gradients as exact as under autocast?"
+        def _measure(batch):
+            xb,yb = batch
+            return measure_gradients(half, lambda: self.explainer.compute_loss(half.model, *xb, *yb), scale)
+        return answer(half, _measure, batch)
+
     def explain(self, half, step): # A `Finding`, or a text
         "What was not finite first in a `GatheredStep`, and what to do"
         if self.explainer is not None: return self.explainer.explain(self.model, half, step.stats, step.batches)
@@ -286,33 +289,36 @@ class ChosenHalf:
         return [name for name,_ in rescued if name in named]
 
     def choose(self,
-        rescued=None, # As `ScaleState.rescued`; None: as before
+        state:ScaleState=None, # With what was rescued and measured; None: as before
     )->half_precision:
-        "How the model computes, chosen again if it has been replaced, or others are `rescued`"
+        "How the model computes, chosen again if it has been replaced, or others were rescued or measured"
         first,model = self.half is None,without_ddp(self.trained.model) # to hold the wrapper would keep it alive
-        names = self.names if rescued is None else self.parts(rescued)
+        names = self.names if state is None else self.parts(state.rescued)
         if first or self.half.model is not model or names!=self.names:
             half = self.trained.new_half(model)
             try: self.half = half.keeping(names) if names else half
             except ValueError: self.half = half # another model, of which nothing would be left in half precision
             self.names = names
             if first and (text := emulation(self.trained.device, half.dtype)): warn_caller(text)
+        known = None if state is None else state.measured
+        if known is not None and known!=self.half.measured and known.model==self.half.checksum:
+            self.half.answered(known, tell=False)
         return self.half
 
     def kept(self,
-        rescued, # As `ScaleState.rescued`
-    )->list: # The same
-        "Those of the `rescued` modules that the model has, and that compute in float32"
-        half = self.choose(rescued) if rescued else None
+        state:ScaleState, # With what was rescued
+    )->list: # As `ScaleState.rescued`
+        "Those of the rescued modules that the model has, and that compute in float32"
+        half,rescued = self.choose(state) if state.rescued else None,state.rescued
         def _full(name): return name in self.names and half.ways[name].compute_dtype(half)==torch.float32
         return [o for o in rescued if _full(o[0])]
 
     def policy(self,
-        rescued, # As `ScaleState.rescued`
+        state:ScaleState, # With what was rescued and measured
     )->'pd.DataFrame': # As from `half_precision.policy`
         "How each module of the model computes, and why"
-        table = self.choose(rescued).policy()
-        for name,step in self.kept(rescued):
+        table = self.choose(state).policy()
+        for name,step in self.kept(state):
             table.loc[[o==name or o.startswith(f'{name}.') for o in table.module],'why'] = f'rescued, step {step}'
         return table
 
@@ -401,16 +407,16 @@ class StepsState(StepSettings):
     @property
     def half(self)->half_precision:
         "How the model computes. What a step rescues counts from the next one on."
-        return self.chosen.choose(None if self.depth else self.state.rescued)
+        return self.chosen.choose(None if self.depth else self.state)
 
     @property
     def rescued(self)->list: # As `ScaleState.rescued`
         "The rescued modules that the model has, and that compute in float32"
-        return self.chosen.kept(self.state.rescued)
+        return self.chosen.kept(self.state)
 
     def policy(self)->'pd.DataFrame': # As from `half_precision.policy`
         "How each module of the model computes, and why"
-        return self.chosen.policy(self.state.rescued)
+        return self.chosen.policy(self.state)
 
 # %% ../../nbs/core/training_steps.ipynb #9b000015
 def keep_from_now(
@@ -428,7 +434,7 @@ def keep_from_now(
                     f"{keep_option(own, names)}.")
         return False
     rescued = *state.rescued,*[(name,state.steps) for name in names]
-    steps.state = ScaleState(steps.initial, state.steps, rescued=rescued) # the loss scale is looked for again
+    steps.state = ScaleState(steps.initial, state.steps, rescued=rescued, measured=state.measured) # the loss scale is looked for again
     start = keep_option(own, steps.chosen.parts(rescued))
     warn_caller(f"{story} Kept in float32 from step {state.steps}: {names}. To do so from the start: {start}.")
     return True
@@ -439,13 +445,16 @@ def report_skips(
     "Warn or stop after many skipped steps in a row, or rescue"
     state = steps.state
     if not steps.tells(state.skips): return
+    if steps.step.batches and steps.ask(steps.step.batches[-1], again=True): # autocast could train what was skipped
+        steps.state = ScaleState(steps.initial, state.steps, rescued=state.rescued, measured=steps.state.measured)
+        return
     first,found = state.steps-state.skips,steps.trained.explain(steps.half, steps.step)
     one,many = f"Step {first} was skipped,",f"{state.skips} steps in a row were skipped, since step {first},"
     story = (f"{many if state.skips>1 else one} because gradients were not finite. {found} The loss scale is "
              f"{state.scaling.loss_scale:.9g}, and {steps.trained.weights_since(first)}")
     if steps.rescue and keep_from_now(steps, found, story): return
     if state.skips<steps.max_skips: return warn_caller(f"{story} After {steps.max_skips} training will stop.")
-    steps.state = ScaleState(steps.initial, state.steps, rescued=state.rescued) # for what comes next
+    steps.state = ScaleState(steps.initial, state.steps, rescued=state.rescued, measured=state.measured) # for what comes next
     raise FloatingPointError(story)
 
 def report_losses(
@@ -542,6 +551,26 @@ class CheckedSteps(StepsState):
         if self.step is None: self.step = GatheredStep(self.trained.loss_modules())
         self.step.begin_batch(self.half)
 
+    def ask(self,
+        batch:tuple, # Its inputs and targets
+        again:bool=False, # Also if it has been asked for the model as it is?
+    )->bool: # Are there modules that compute as under autocast now?
+        "Compare gradients of a batch with those under autocast, unless that was asked before"
+        half,state = self.half,self.state
+        known = state.measured
+        if half.measured is False or not half.goes_beyond or not self.trained.measures: return False
+        if not again and known is not None and known.covers(half.checksum, half.trains): return False
+        on = half.by_install
+        half.remove()
+        try: found = self.trained.measured(half, batch, state.scaling.loss_scale)
+        finally:
+            if on: half.install()
+        found = in_all_processes(found, training_group(self.model)).joined(known)
+        if found.why in not_finite and state.steps==state.skips: return False # asked again in the next batch
+        self.state = state._replace(measured=found)
+        half.answered(found)
+        return known is None or found.names!=known.names
+
     def scaled(self,
         loss:torch.Tensor, # Of a batch
         batch:tuple, # Its inputs and targets
@@ -560,7 +589,9 @@ class CheckedSteps(StepsState):
         losses, # Of the step's batches
     )->StepStats:
         "Measure and clip the gradients of the step"
-        (scaling,steps,*_),opt_params = self.state,self.trained.opt_params()
+        (scaling,steps,*_),opt_params,found = self.state,self.trained.opt_params(),self.half.measured
+        if isinstance(found, Measured) and found!=self.state.measured: # the first call has shown it
+            self.state = self.state._replace(measured=found)
         self.last = prepare_grads(opt_params, scaling.loss_scale, self.clip, steps, scaling.wants_amax,
                                   also=self.model_params(), unscaled=True, losses=losses)
         self.step.stats = self.last
@@ -621,10 +652,12 @@ class TrainingSteps(CheckedSteps):
         half:torch.dtype|str|half_precision=torch.float16, # Half-precision dtype, or how the model computes
         loss_scale:float|str|StaticLossScale|DynamicLossScale=None, # Or a preset; None: as `to_fp16`, none for bfloat16
         *,
-        compute_loss=None, # Function of a model and of what `batch` is given: its loss, to explain steps
+        compute_loss=None, # Function of a model and of what `batch` is given: its loss, to explain steps, and to measure
+        measure:bool=True, # Compare the first batch with autocast? What is less exact computes as autocast then.
         **kwargs
     ):
-        if not isinstance(half, half_precision): half = half_precision(without_ddp(model), half)
+        if not isinstance(half, half_precision): half = half_precision(without_ddp(model), half, measure=measure)
+        elif not measure: half = half.replace(measure=False)
         if loss_scale is None: loss_scale = first_scale if half.dtype==torch.float16 else 1.
         super().__init__(TrainedModel(model, opt, half, compute_loss), as_loss_scale(loss_scale), **kwargs)
         if self.rescue and compute_loss is None: raise ValueError("rescue=True needs compute_loss=, to find the cause.")
@@ -635,9 +668,11 @@ class TrainingSteps(CheckedSteps):
         *batch, # For `compute_loss`: inputs, and at the end the targets
     ):
         "Context manager around forward and backward pass of a batch; those up to `make` are one step"
+        batch = split_batch(batch, self.trained.explainer)
+        if torch.is_grad_enabled(): self.ask(batch)
         with guarded(self), self.half:
             self.begin_batch()
-            self.step.batch = split_batch(batch, self.trained.explainer)
+            self.step.batch = batch
             yield
             self.step.batch = None
 

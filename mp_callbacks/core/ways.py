@@ -46,6 +46,11 @@ class Way:
 
     def __repr__(self): return f'{type(self).__name__}({self.why!r})'
 
+    @property
+    def beyond_autocast(self)->bool:
+        "Does it round what autocast leaves in float32, or use other copies of weights? A way of your own may."
+        return type(self) not in (Way,Float32)
+
     def compute_dtype(self,
         half, # The `half_precision` of the model
     )->torch.dtype:
@@ -303,23 +308,24 @@ def matches(
                     "of these, or a dict of dtypes by name pattern. Use keep=() to keep nothing.")
 
 def _kept_dtype(pattern, value, dtype):
-    "The dtype to compute in that `value` of a dict as `keep` asks for: float32 or `dtype`"
+    "What `value` of a dict as `keep` asks for: float32, `dtype` or 'autocast'"
     if not isinstance(pattern, str):
         raise TypeError(f"keep={{{pattern!r}: …}} must have name patterns as keys, as in {{'head': 'float32'}}.")
+    if value=='autocast': return value
     item = f"keep={{{pattern!r}: {str(value)!r}}}"
     try: res = as_dtype(value)
     except ValueError as e: raise ValueError(f"{item} is not a dtype: {e}") from None
     if res not in (torch.float32,dtype):
         raise ValueError(f"{item} computes in {res}, and must compute in float32 or {dtype}. "
-                         "Use 'float32', or another dtype for the whole model.")
+                         "Use 'float32', 'autocast', or another dtype for the whole model.")
     return res
 
 def kept_dtypes(
     named:dict, # Name -> module
-    keep, # As for `matches`, or a dict: name pattern -> float32 or `dtype`, of which the last that fits decides
+    keep, # As for `matches`, or a dict: name pattern -> float32, `dtype` or 'autocast'; the last that fits decides
     dtype:torch.dtype, # The model's half-precision dtype
-)->dict: # Name -> dtype to compute in
-    "What `keep` asks for, for the modules that it names and those inside them"
+)->dict: # Name -> dtype to compute in, or 'autocast'
+    "What `keep` asks for, for the modules that it names and those inside them; 'autocast' is for these alone"
     if isinstance(keep, dict): rules = [(pattern,_kept_dtype(pattern, o, dtype)) for pattern,o in keep.items()]
     else: rules = [(keep,torch.float32)]
     res = {}
@@ -330,5 +336,5 @@ def kept_dtypes(
         if asked and not roots: warn_caller(f"keep={asked} selects no module. The model has {kinds}.")
         for name in named:
             parents = {'', *(name[:i] for i,c in enumerate(name) if c=='.'), name}
-            if roots & parents: res[name] = compute
+            if roots & ({name} if compute=='autocast' else parents): res[name] = compute
     return res

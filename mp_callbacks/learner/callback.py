@@ -190,13 +190,16 @@ class ModelToHalf(PrecisionPart):
         keep=(), # Modules to keep in float32, see [keep](../core/half.ipynb#keep-modules-to-keep-in-float32)
         fp8:Fp8=None, # How linear layers multiply in FP8; None: they don't
         way=None, # Function of a module's name and the module: a `Way` of your own for it, or None
-    ): self.dtype,self.keep,self.fp8,self.way = check_half(dtype),keep,fp8,way
+        measure:bool=True, # Compare the first batch with autocast? What is less exact computes as autocast then.
+    ):
+        check_bools(measure=measure)
+        self.dtype,self.keep,self.fp8,self.way,self.measure = check_half(dtype),keep,fp8,way,measure
 
     def new_half(self,
         model:nn.Module, # The learner's model
     )->half_precision:
         "How `model` computes"
-        return half_precision(model, self.dtype, self.keep, fp8=self.fp8, way=self.way)
+        return half_precision(model, self.dtype, self.keep, fp8=self.fp8, way=self.way, measure=self.measure)
 
     def before_fit(self):
         if not any(isinstance(cb, MixedPrecision) for cb in self.learn.cbs):

@@ -34,6 +34,7 @@ from .checkup import precision_checkup
 def to_bf16(self:Learner, *,
     keep=(), # Modules to keep in float32, see [keep](../core/half.ipynb#keep-modules-to-keep-in-float32)
     way=None, # Function of name and module: a `Way`, or None, see [ways](../core/ways.ipynb#a-way-of-your-own)
+    measure:bool=True, # Compare the first batch with autocast, see [measure](../core/measure.ipynb)?
     **kwargs
 )->Learner: # The same learner
     """Train in bfloat16, by autocast, and by rules for norms, embeddings and own parameters, which it leaves in float32
@@ -41,7 +42,7 @@ def to_bf16(self:Learner, *,
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
     return _set_precision(self, MixedPrecision(1, dynamic=False, **kwargs),
-                          ModelToHalf(torch.bfloat16, keep=keep, way=way))
+                          ModelToHalf(torch.bfloat16, keep=keep, way=way, measure=measure))
 
 # %% ../../nbs/learner/calls.ipynb #752affb0
 @patch
@@ -51,6 +52,7 @@ def to_bf16(self:Learner, *,
 def to_fp16(self:Learner, *,
     keep=(), # Modules to keep in float32, see [keep](../core/half.ipynb#keep-modules-to-keep-in-float32)
     way=None, # Function of name and module: a `Way`, or None, see [ways](../core/ways.ipynb#a-way-of-your-own)
+    measure:bool=True, # Compare the first batch with autocast, see [measure](../core/measure.ipynb)?
     **kwargs
 )->Learner: # The same learner
     """Train in float16 with loss scaling, by autocast and by rules for what it leaves in float32, see `to_bf16`
@@ -58,7 +60,7 @@ def to_fp16(self:Learner, *,
     Defaults are those of fastai's `to_non_native_fp16`, except for the start of the scale.
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
-    return _set_precision(self, MixedPrecision(**kwargs), ModelToHalf(torch.float16, keep=keep, way=way))
+    return _set_precision(self, MixedPrecision(**kwargs), ModelToHalf(torch.float16, keep=keep, way=way, measure=measure))
 
 # %% ../../nbs/learner/calls.ipynb #27fa3051
 @patch
@@ -182,9 +184,9 @@ def _one_batch(plain, self, *args, **kwargs):
         raise
 
 def _with_events(plain, self, f, event_type, *args, **kwargs):
-    cb = precision_callback(self) if event_type in ('backward','step') else None
+    cb = precision_callback(self) if event_type in ('batch','backward','step') else None
     def _inside():
-        with cb.backward() if event_type=='backward' else cb.step(): f()
+        with dict(batch=cb.forward, backward=cb.backward, step=cb.step)[event_type](): f()
     return plain(self, f if cb is None else _inside, event_type, *args, **kwargs)
 
 _wrap_method('one_batch', _one_batch)

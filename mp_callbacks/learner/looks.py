@@ -16,15 +16,14 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity,profile
 
 from ..core.dtypes import leaves,map_tensors
-from ..core.modules import unchanged,unwrap
+from ..core.modules import alone,unwrap
 from ..look.nonfinite import Finding
 from ..look.half_report import PrecisionReport,measure_precision
 from ..look.plan import MemoryPlan,plan_memory
 from ..look.fp8_report import Fp8Report,measure_fp8
 from .fastai_internals import LeanCallback,autocast_closed,is_look,keep_quiet,look_name,reset_state
 from .fastai_internals import training_batches,within_batch
-from ..core.training_steps import CheckedSteps,alone
-from .explain_skips import diagnose_batch,loss_again,loss_modules
+from .explain_skips import diagnose_batch,loss_again,unchanged_learner
 from .opt_state import clear_state
 from .precision import fit_device,precision_callback
 
@@ -96,7 +95,7 @@ def precision_plan(
     The learner doesn't change. Raises `ValueError` if there is no batch, and `RuntimeError` in the middle of one."""
     cb,half = precision_callback(learn),_half(learn)
     if batch is None:
-        with _unchanged_learner(learn): batch = first(training_batches(learn))
+        with unchanged_learner(learn): batch = first(training_batches(learn))
     sizes = {len(t) if t.ndim else 0 for t in leaves(batch) if isinstance(t, torch.Tensor)}
     if len(sizes)>1: raise ValueError(
         f"The first dimensions of the tensors of this batch are {sorted(sizes)}, and must be the number of items, as "
@@ -180,33 +179,6 @@ class _Look(LeanCallback):
 
     def after_train(self): raise CancelFitException # before metrics are reset for a validation
 
-_generators = (random.Random,torch.Generator,np.random.Generator,np.random.RandomState)
-
-@contextmanager
-def _unchanged_learner(learn, training=True):
-    "Restore the learner, its callbacks, its model and the random number generators at the end"
-    dls = training_batches(learn),training_batches(learn, training) # a look at one may change both
-    opt,rngs = learn.opt,get_random_states()
-    while hasattr(opt, 'opt'): opt = opt.opt
-    groups = getattr(opt, 'hypers', None) or getattr(opt, 'param_groups', ())
-    data = [getattr(dl, o, None) for dl in dls for o in ('dataset','sampler','batch_sampler','items')]
-    holders = [o for o in (learn,*dls,*data,*learn.cbs,*learn.metrics) if hasattr(o, '__dict__')]
-    holders += [v for o in holders for v in vars(o).values() if isinstance(v, (L,Metric,CheckedSteps))]
-    held = [*map(vars, holders),*groups]
-    held += [v for d in held for v in d.values() if isinstance(v, (list,dict))] # as the order that shuffling changes
-    before = [(o,o.copy()) for o in held]
-    for o in held: # copies of the random number generators that loaders, samplers and datasets have draw in their place
-        if isinstance(o, dict): o.update({k:deepcopy(v) for k,v in o.items() if isinstance(v, _generators)})
-    if learn.opt is None: learn.create_opt()
-    try:
-        params = [p for ps in learn.opt.param_lists for p in ps]
-        with unchanged(learn.model, params, others=loss_modules(learn)): yield
-    finally:
-        for o,had in before:
-            o.clear()
-            (o.extend if isinstance(o, list) else o.update)(had)
-        set_random_states(**rngs)
-
 # %% ../../nbs/learner/looks.ipynb #aa30d2s1
 def _look_at(learn, look, batch=None, training=True):
     """Call `look` with `learn` at the start of `batch`, or of each batch, until it returns something true: what?
@@ -218,8 +190,8 @@ def _look_at(learn, look, batch=None, training=True):
     if is_look(learn) or within_batch(learn):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
     cb = _Look(look, training_batches(learn, training) if batch is None else [batch], training)
-    unchanged_learner = _unchanged_learner(learn, training)
-    with alone(learn.model), unchanged_learner, learn.no_mbar(), learn.no_logging(), autocast_closed(learn):
+    quiet_learner = unchanged_learner(learn, training)
+    with alone(learn.model), quiet_learner, learn.no_mbar(), learn.no_logging(), autocast_closed(learn):
         learn.model = unwrap(learn.model)
         keep_quiet(learn)
         if hasattr(learn, 'progress'): vars(learn.progress).pop('mbar', None) # the bar of a fit that goes on
@@ -232,4 +204,4 @@ def _half(learn):
     "How the learner's model computes, without its wrappers; None: in float32"
     cb = precision_callback(learn)
     if cb: cb.check(learn)
-    return cb and cb.half.replace(model=unwrap(learn.model))
+    return cb and cb.half.replace(model=unwrap(learn.model)).unasked()

@@ -20,14 +20,15 @@ from fastai.torch_core import default_device
 
 from ..core.dtypes import leaves
 from ..core.loss_scale import DynamicLossScale,StaticLossScale
-from ..core.modules import reset_ddp,reshard,training_group
+from ..core.modules import reset_ddp,reshard,training_group,unwrap
 from ..core.grads import prepare_grads
 from ..core.half import half_precision
+from ..core.measure import answer,measure_gradients
 from ..core.training_steps import CheckedSteps,StepSettings,TrainedModel,check_device,check_float32,closure_noted
 from ..core.training_steps import guarded
 from .fastai_internals import LeanCallback,cancels,hand_over_loss,is_fastai_precision,keep_average,reset_state
 from .fastai_internals import within_batch
-from .explain_skips import explain_step,loss_modules,weights_since
+from .explain_skips import explain_step,loss_again,loss_modules,unchanged_learner,weights_since
 from .opt_state import clear_state,read_state,write_state
 
 # %% ../../nbs/learner/precision.ipynb #67641138
@@ -62,6 +63,17 @@ class LearnerModel(TrainedModel):
     def opt_params(self): return [p for pg in self.opt.param_lists for p in pg]
     def loss_modules(self): return loss_modules(self.cb.learn)
     def predictions(self): return [o for o in leaves(self.cb.learn.pred) if isinstance(o, torch.Tensor)]
+    @property
+    def measures(self): return True
+
+    def measured(self, half, batch, scale):
+        learn = self.cb.learn
+        def _measure(batch):
+            with unchanged_learner(learn), loss_again(learn) as compute_loss:
+                learn.xb,learn.yb = batch
+                return measure_gradients(half.replace(model=unwrap(learn.model)), compute_loss, scale)
+        return answer(half, _measure, batch)
+
     def explain(self, half, step): return explain_step(self.cb.learn, half, step.stats, step.batches)
     def weights_since(self, first): return weights_since(self.cb.learn, first, self.cb.order)
 
@@ -101,7 +113,7 @@ class LearnerSteps(CheckedSteps):
         if (group := training_group(self.model)) is None: return
         numbers = [self.state_dict()]
         torch.distributed.broadcast_object_list(numbers, group=group, group_src=0)
-        self.state = self.state.loaded(numbers[0])._replace(bad_losses=self.state.bad_losses) # its losses are its own
+        self.state = self.state._replace(measured=None).loaded(numbers[0])._replace(bad_losses=self.state.bad_losses) # its own
 
 # %% ../../nbs/learner/precision.ipynb #6b95f678
 class PrecisionPart(LeanCallback):
@@ -163,6 +175,12 @@ class BatchEvents:
         if self.half.outdated: self.half.refresh() # a callback has added a block, say
         if self.learn.training: self.steps.begin_batch()
         self.half.install()
+
+    @contextmanager
+    def forward(self):
+        "Context manager around forward and backward pass of a batch, which the callbacks have changed"
+        if self.learn.training and len(self.learn.yb): self.steps.ask((self.learn.xb,self.learn.yb))
+        yield
 
     def after_pred(self):
         if within_batch(self.learn):

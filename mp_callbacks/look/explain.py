@@ -11,9 +11,9 @@ __all__ = ['explain_batches', 'StepExplainer']
 from torch import nn
 
 from ..core.grads import StepStats
-from ..core.modules import several_ranks,unwrap
+from ..core.modules import alone,several_ranks,unwrap
 from ..core.half import half_precision
-from ..core.training_steps import alone,name_culprit
+from ..core.training_steps import name_culprit
 from .nonfinite import Finding,count_nonfinite,diagnose
 
 # %% ../../nbs/look/explain.ipynb #9b00001c

@@ -126,6 +126,7 @@ def trace_batch(
     with_masks:bool=False, # Look at each operation, too: does a softmax get a masked row? Takes three times as long
 )->Trace:
     "Run `compute_loss` and the backward pass, and `measure` what modules take and return, and all gradients"
+    if half is not None: half = half.unasked() # by the hooks below it would be seen
     named,calls,running,halved,masked = named_modules(model),[],[],[],set()
     def _watch(tree):
         seen = []

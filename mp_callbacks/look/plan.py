@@ -117,7 +117,7 @@ def plan_memory(
     stepped = {p:nn.Parameter(p.detach().clone(), p.requires_grad) for p in model.parameters()}
     memo = {id(p):c for p,c in stepped.items()}
     opt = copy.deepcopy(opt, memo) # its state is in `memo`, too
-    if half is None: half = half_precision(model, torch.bfloat16)
+    half = half_precision(model, torch.bfloat16, measure=False) if half is None else half.unasked()
     short = {torch.float16:'fp16', torch.bfloat16:'bf16'}[half.dtype]
     halves = {'float32':None, f'to_{short}':half.replace(rules=True, fp8=None),
               f'to_native_{short}':half.replace(rules=False, fp8=None)}

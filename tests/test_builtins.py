@@ -11,7 +11,8 @@ import fastai
 from fastai.callback import fp16
 
 # The helpers for learners import mp_callbacks, which would change fastai: the script has nothing in its place
-if __name__=='__main__': sys.modules |= {f'mp_callbacks{o}': MagicMock() for o in ('','.all','.learner','.learner.precision')}
+if __name__=='__main__':
+    sys.modules |= {f'mp_callbacks{o}': MagicMock() for o in ('','.all','.learner','.learner.precision')}
 from learners import *
 
 masters,natives = ('to_fp16', 'to_bf16'),('to_native_fp16', 'to_native_bf16')

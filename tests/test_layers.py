@@ -125,7 +125,9 @@ def code_lines(text):
 
 @each_module
 def test_sizes(name):
-    "Rooms to live in: a class has at most 25 methods and 160 lines of code, what a function does 30, a cell 60 lines"
+    """Rooms to live in: a class has at most 25 methods and 160 lines of code, what a function does 30
+
+    A cell has 60 lines, or one class of 130."""
     text = source(name)
     lines = code_lines(text)
     # a signature has a line for each parameter, and doesn't count
@@ -134,7 +136,9 @@ def test_sizes(name):
         if isinstance(o, ast.FunctionDef): assert size(o.body[0].lineno, o.end_lineno)<=30, o.name
         if isinstance(o, ast.ClassDef): assert size(o.lineno, o.end_lineno)<=160, o.name
         if isinstance(o, ast.ClassDef): assert sum(isinstance(m, ast.FunctionDef) for m in o.body)<=25, o.name
-    for o in cells_of(f"{name.replace('.', '/')}.ipynb", 'code'): assert len(o.splitlines())<=60, o
+    for o in cells_of(f"{name.replace('.', '/')}.ipynb", 'code'):
+        one_class = re.match(r'#\| export\n(@.*\n)?class ', o) and len(re.findall(r'^(class|def) ', o, re.M))==1
+        assert len(o.splitlines())<=(130 if one_class else 60), o
 
 @functools.cache
 def private_names(name):

@@ -31,6 +31,7 @@ from .cast import OneCast,in_transform
 from .ways import Float32,HalfContext,Layer,Own,Way,choose_way,kept_dtypes,matches,own_parameters
 from .blame import keep_option
 from .measure import Measured,answer,checksum,measure_gradients,measure_predictions
+from .measure import named_by
 
 # %% ../../nbs/core/half.ipynb #8a140a0e
 _switching = RLock() # one thread at a time
@@ -92,6 +93,16 @@ class HalfSettings:
         keep = {k:o for k,o in keep.items() if k not in names} # the last rule decides
         return self.replace(keep={**keep, **dict.fromkeys(names, dtype if dtype=='autocast' else dtype_name(dtype))})
 
+    def as_autocast(self,
+        names=(), # Names of modules
+    )->'half_precision':
+        "The same, with modules `names` as under autocast, too; it asks no more"
+        return self.replace(measure=Measured(tuple(dict.fromkeys([*named_by(self.measured),*names]))))
+
+    def unasked(self)->'half_precision':
+        "The same, but it doesn't ask in its first call: for whoever looks at a batch"
+        return self.replace(measure=False) if self.measured is True else self
+
     def choose_ways(self,
         named:dict, # Name -> module, for the modules of the model
     )->dict: # Name -> `Way`
@@ -120,7 +131,7 @@ class ChosenWays(HalfSettings):
     def _forget(self):
         self._chosen_for = None # device type, modules, their classes' forwards, compiled parts
         self.device_type,self.modules,self.params = None,[],[] # of the model
-        self.ways,self.checksum = {},0 # name of a module -> how it computes; a number for this, without what is measured
+        self.ways,self.checksum = {},0 # name of a module -> how it computes; a number for what isn't measured of this
         self._cast,self._switch = OneCast(),Switch()
         self.by_install,self._open = False,[] # on by `install`? And an object for each `with` that is open
 
@@ -138,7 +149,7 @@ class ChosenWays(HalfSettings):
         self.ways = self.choose_ways(named)
         how = [(name,type(m).__qualname__,self.ways[name].name) for name,m in named.items()]
         self.checksum = checksum(repr((self.dtype,device_type,how)))
-        for name in self.names_measured:
+        for name in named_by(self.measured):
             if name in named and self.ways[name].beyond_autocast: self.ways[name] = Way('measured')
         _check_ways(self, named)
         self._cast = OneCast(_cast_ahead(named, self.ways), self.dtype)
@@ -176,11 +187,6 @@ class ChosenWays(HalfSettings):
 class MeasuredWays(ChosenWays):
     "Whether the ways are as exact as autocast, asked once, and what follows"
     @property
-    def names_measured(self)->tuple:
-        "Modules that compute as under autocast, as the measure has shown"
-        return self.measured.names if isinstance(self.measured, Measured) else ()
-
-    @property
     def goes_beyond(self)->bool:
         "Is there something to measure? In FP8 there is a [report](../look/fp8_report.ipynb) instead."
         return self.rules and not self.fp8 and any([o.beyond_autocast for o in self.ways.values()])
@@ -190,33 +196,23 @@ class MeasuredWays(ChosenWays):
         "A number for the parameters that train"
         return checksum(str([p.requires_grad for p in self.params]))
 
-    def as_autocast(self,
-        names=(), # Names of modules
-    )->'half_precision':
-        "The same, with modules `names` as under autocast, too; it asks no more"
-        return self.replace(measure=Measured(tuple(dict.fromkeys([*self.names_measured,*names]))))
-
-    def unasked(self)->'half_precision':
-        "The same, but it doesn't ask in its first call: for whoever looks at a batch"
-        return self.replace(measure=False) if self.measured is True else self
-
     def answered(self,
         found:Measured, # An answer
         tell:bool=True, # Warn of modules that are new?
     ):
         "Compute from now on as the answer says"
-        new = [name for name in found.names if name not in self.names_measured]
-        changed,self.measured = found.names!=self.names_measured,found
+        new = [name for name in found.names if name not in named_by(self.measured)]
+        changed,self.measured = found.names!=named_by(self.measured),found
         if not changed: return
         with _switching:
             self._chosen_for = None
             self.refresh()
-        if new and tell: warn_caller(f"{found} These compute as under autocast from now on: "
-                            f"{', '.join(name or 'the model itself' for name in new)}. To begin so: "
-                            f"{keep_option(self.keeping(new, 'autocast').keep)}.")
+        named = ', '.join([name or 'the model itself' for name in new])
+        if new and tell: warn_caller(f"{found} These compute as under autocast from now on: {named}. To begin so: "
+                                     f"{keep_option(self.keeping(new, 'autocast').keep)}.")
 
     def measure(self,
-        compute_loss, # Function without arguments that calls the model on a batch, without `half`, and returns the loss
+        compute_loss, # Function without arguments that calls the model on a batch and returns the loss
         scale:float=1., # Loss scale
     )->Measured: # Prints as a text
         """Compare gradients of a batch with those under autocast, and compute from now on as the answer says
@@ -234,8 +230,9 @@ class MeasuredWays(ChosenWays):
         kwargs:dict, # Its keyword arguments
     )->bool: # Has it been asked?
         "Compare predictions with those under autocast, in the first call with two items or more"
-        sizes = [len(t) if t.dim() else 0 for t in leaves((args,kwargs)) if isinstance(t, torch.Tensor)]
-        if not self.goes_beyond or min(sizes, default=0)<2 or in_transform() or torch.jit.is_tracing(): return False
+        tensors = [t for t in leaves((args,kwargs)) if isinstance(t, torch.Tensor)]
+        several = tensors and all(t.dim() and len(t)>1 for t in tensors)
+        if not several or not self.goes_beyond or in_transform() or torch.jit.is_tracing(): return False
         with _switching:
             if self.measured is not True: return True # another thread has asked
             self._switch.turn_off()
@@ -251,7 +248,7 @@ class half_precision(MeasuredWays):
     Make it once, before the training loop, and enter it as often as you like. Raises `ValueError` for a model that
     can't compute so, and for a pattern in `keep` that matches nothing.
 
-    In its first call with two items or more, predictions are compared with those under autocast, see [measure](measure.ipynb)."""
+    In the first call with two items or more, predictions are [compared with those under autocast](measure.ipynb)."""
     def __init__(self,
         model:nn.Module, # Model with float32 parameters
         dtype:torch.dtype|str=torch.float16, # `torch.float16` or `torch.bfloat16`

@@ -218,11 +218,12 @@ def _has_ours(tree, depth=4):
 def fork_rngs(
     params, # Parameters, whose devices count
 ):
-    "At the end of a `with`, restore random numbers: PyTorch's of the CPU and the devices of `params`, NumPy's, Python's"
+    "At the end of a `with`, restore random numbers: PyTorch's, of the CPU and devices of `params`, NumPy's, Python's"
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([]))
         stack.callback(random.setstate, random.getstate())
-        if np := sys.modules.get('numpy'): stack.callback(np.random.set_state, np.random.get_state()) # else nobody draws
+        np = sys.modules.get('numpy') # if nobody has imported it, nobody draws
+        if np: stack.callback(np.random.set_state, np.random.get_state())
         for kind,index in {(p.device.type,p.device.index) for p in params}:
             rngs = getattr(torch, kind, None)
             if hasattr(rngs, 'get_rng_state_all'):
@@ -237,7 +238,7 @@ def unchanged(
     params=(), # More parameters whose gradients are to be restored
     others=(), # More modules, such as those of a loss, without those inside them
 ):
-    "Without gradients; restore them, buffers, attributes of modules, also lists and dicts, and random numbers afterwards"
+    "Without gradients; restore them, buffers, attributes of modules, lists and dicts, too, and random numbers"
     modules = [*model.modules(),*others]
     params = [*model.parameters(), *params, *[p for m in others for p in m.parameters(recurse=False)]]
     held = [*map(vars, modules)]

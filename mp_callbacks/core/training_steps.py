@@ -7,9 +7,9 @@ Docs: https://example.github.io/mp_callbacks/core/training_steps.html.md"""
 # %% auto #0
 __all__ = ['default_max_skips', 'shared_options', 'first_scale', 'ScaleState', 'GatheredStep', 'check_float32', 'scaled_backward',
            'name_culprit', 'find_cure', 'changed_weights', 'step_explainer', 'TrainedModel', 'check_device',
-           'ChosenHalf', 'check_bools', 'StepSettings', 'StepsState', 'keep_from_now', 'report_skips', 'report_losses',
-           'closure_noted', 'guarded', 'TensorsBeside', 'CheckedSteps', 'split_batch', 'check_gathered',
-           'TrainingSteps']
+           'ChosenHalf', 'check_bools', 'StepSettings', 'StepsState', 'ask_batch', 'keep_from_now', 'report_skips',
+           'report_losses', 'closure_noted', 'guarded', 'TensorsBeside', 'CheckedSteps', 'split_batch',
+           'check_gathered', 'TrainingSteps']
 
 # %% ../../nbs/core/training_steps.ipynb #9b000010
 import math,torch
@@ -29,7 +29,7 @@ from .modules import alone,is_sharded,named_modules,parameter_name,remember_buff
 from .modules import reset_shards,reshard,restore_buffers,several_ranks,training_group,unwrap
 from .modules import without_ddp
 from .half import half_precision,note_dtypes
-from .measure import Measured,answer,in_all_processes,measure_gradients,not_finite
+from .measure import Measured,in_all_processes,not_finite
 from .blame import keep_option
 from .fp8 import check_fp8
 
@@ -59,6 +59,13 @@ class ScaleState(NamedTuple):
         known = {k.removeprefix('measured_'):o for k,o in numbers.items() if k.startswith('measured_')}
         measured = Measured.load(known) if known else self.measured
         return type(self)(self.scaling.load_state_dict(numbers), **counts, rescued=rescued, measured=measured)
+
+    def restarted(self,
+        scaling:StaticLossScale|DynamicLossScale, # The loss scale to begin with
+        **changes # Other fields
+    )->'ScaleState':
+        "The state after as many steps, without trouble, and with a loss scale to look for again"
+        return self._replace(scaling=scaling, skips=0, bad_losses=0, **changes)
 
     def after(self,
         stats:StepStats, # Of the step's gradients
@@ -206,6 +213,11 @@ class TrainedModel:
         self.explainer = None if compute_loss is None else step_explainer(compute_loss)
 
     @property
+    def measures(self)->bool:
+        "Can it compute a batch again, to compare its gradients?"
+        return self.explainer is not None
+
+    @property
     def device(self)->torch.device:
         "Device of the model"
         return next(self.model.parameters()).device
@@ -237,17 +249,9 @@ class TrainedModel:
             "compute_loss=, a function of a model and of the batch that returns the loss.")
         return self.explainer.look(batch, half, scale)
 
-    @property
-    def measures(self)->bool:
-        "Can it compute a batch again, to compare gradients?"
-        return self.explainer is not None
-
     def measured(self, half, batch, scale)->Measured:
         "What a batch shows of precision: are gradients as exact as under autocast?"
-        def _measure(batch):
-            xb,yb = batch
-            return measure_gradients(half, lambda: self.explainer.compute_loss(half.model, *xb, *yb), scale)
-        return answer(half, _measure, batch)
+        return self.explainer.measured(half, batch, scale)
 
     def explain(self, half, step): # A `Finding`, or a text
         "What was not finite first in a `GatheredStep`, and what to do"
@@ -418,6 +422,29 @@ class StepsState(StepSettings):
         "How each module of the model computes, and why"
         return self.chosen.policy(self.state)
 
+# %% ../../nbs/core/training_steps.ipynb #9b000040
+def ask_batch(
+    steps:StepsState, # Whose next step a batch belongs to
+    batch:tuple, # Its inputs and targets
+    again:bool=False, # Also if it has been asked for the model as it is?
+)->bool: # Are there modules that compute as under autocast from now on?
+    "Compare gradients of a batch with those under autocast, unless that was asked before"
+    half,state = steps.half,steps.state
+    known = state.measured
+    if half.measured is False or not half.goes_beyond or not steps.trained.measures: return False
+    if not again and known is not None and known.covers(half.checksum, half.trains): return False
+    on = half.by_install
+    half.remove()
+    try: found = steps.trained.measured(half, batch, state.scaling.loss_scale)
+    finally:
+        if on: half.install()
+    found = in_all_processes(found, training_group(steps.model))
+    if found.why in not_finite and state.steps==state.skips: return False
+    found = found.joined(known)
+    steps.state = state._replace(measured=found)
+    half.answered(found)
+    return bool({*found.names}.difference(known.names if known else ()))
+
 # %% ../../nbs/core/training_steps.ipynb #9b000015
 def keep_from_now(
     steps:StepsState, # Whose model is trained
@@ -434,7 +461,7 @@ def keep_from_now(
                     f"{keep_option(own, names)}.")
         return False
     rescued = *state.rescued,*[(name,state.steps) for name in names]
-    steps.state = ScaleState(steps.initial, state.steps, rescued=rescued, measured=state.measured) # the loss scale is looked for again
+    steps.state = state.restarted(steps.initial, rescued=rescued)
     start = keep_option(own, steps.chosen.parts(rescued))
     warn_caller(f"{story} Kept in float32 from step {state.steps}: {names}. To do so from the start: {start}.")
     return True
@@ -445,8 +472,8 @@ def report_skips(
     "Warn or stop after many skipped steps in a row, or rescue"
     state = steps.state
     if not steps.tells(state.skips): return
-    if steps.step.batches and steps.ask(steps.step.batches[-1], again=True): # autocast could train what was skipped
-        steps.state = ScaleState(steps.initial, state.steps, rescued=state.rescued, measured=steps.state.measured)
+    if steps.step.batches and ask_batch(steps, steps.step.batches[-1], again=True): # autocast could have trained it
+        steps.state = steps.state.restarted(steps.initial)
         return
     first,found = state.steps-state.skips,steps.trained.explain(steps.half, steps.step)
     one,many = f"Step {first} was skipped,",f"{state.skips} steps in a row were skipped, since step {first},"
@@ -454,7 +481,7 @@ def report_skips(
              f"{state.scaling.loss_scale:.9g}, and {steps.trained.weights_since(first)}")
     if steps.rescue and keep_from_now(steps, found, story): return
     if state.skips<steps.max_skips: return warn_caller(f"{story} After {steps.max_skips} training will stop.")
-    steps.state = ScaleState(steps.initial, state.steps, rescued=state.rescued, measured=state.measured) # for what comes next
+    steps.state = state.restarted(steps.initial) # for what comes next
     raise FloatingPointError(story)
 
 def report_losses(
@@ -551,26 +578,6 @@ class CheckedSteps(StepsState):
         if self.step is None: self.step = GatheredStep(self.trained.loss_modules())
         self.step.begin_batch(self.half)
 
-    def ask(self,
-        batch:tuple, # Its inputs and targets
-        again:bool=False, # Also if it has been asked for the model as it is?
-    )->bool: # Are there modules that compute as under autocast now?
-        "Compare gradients of a batch with those under autocast, unless that was asked before"
-        half,state = self.half,self.state
-        known = state.measured
-        if half.measured is False or not half.goes_beyond or not self.trained.measures: return False
-        if not again and known is not None and known.covers(half.checksum, half.trains): return False
-        on = half.by_install
-        half.remove()
-        try: found = self.trained.measured(half, batch, state.scaling.loss_scale)
-        finally:
-            if on: half.install()
-        found = in_all_processes(found, training_group(self.model)).joined(known)
-        if found.why in not_finite and state.steps==state.skips: return False # asked again in the next batch
-        self.state = state._replace(measured=found)
-        half.answered(found)
-        return known is None or found.names!=known.names
-
     def scaled(self,
         loss:torch.Tensor, # Of a batch
         batch:tuple, # Its inputs and targets
@@ -652,12 +659,12 @@ class TrainingSteps(CheckedSteps):
         half:torch.dtype|str|half_precision=torch.float16, # Half-precision dtype, or how the model computes
         loss_scale:float|str|StaticLossScale|DynamicLossScale=None, # Or a preset; None: as `to_fp16`, none for bfloat16
         *,
-        compute_loss=None, # Function of a model and of what `batch` is given: its loss, to explain steps, and to measure
+        compute_loss=None, # Function of a model and of what `batch` is given: its loss, to explain and to measure
         measure:bool=True, # Compare the first batch with autocast? What is less exact computes as autocast then.
         **kwargs
     ):
-        if not isinstance(half, half_precision): half = half_precision(without_ddp(model), half, measure=measure)
-        elif not measure: half = half.replace(measure=False)
+        if not isinstance(half, half_precision): half = half_precision(without_ddp(model), half)
+        if not measure: half = half.replace(measure=False)
         if loss_scale is None: loss_scale = first_scale if half.dtype==torch.float16 else 1.
         super().__init__(TrainedModel(model, opt, half, compute_loss), as_loss_scale(loss_scale), **kwargs)
         if self.rescue and compute_loss is None: raise ValueError("rescue=True needs compute_loss=, to find the cause.")
@@ -669,7 +676,7 @@ class TrainingSteps(CheckedSteps):
     ):
         "Context manager around forward and backward pass of a batch; those up to `make` are one step"
         batch = split_batch(batch, self.trained.explainer)
-        if torch.is_grad_enabled(): self.ask(batch)
+        if torch.is_grad_enabled(): ask_batch(self, batch)
         with guarded(self), self.half:
             self.begin_batch()
             self.step.batch = batch

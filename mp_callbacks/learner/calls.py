@@ -60,7 +60,8 @@ def to_fp16(self:Learner, *,
     Defaults are those of fastai's `to_non_native_fp16`, except for the start of the scale.
     Raises `ValueError` or `TypeError` if an argument is bad, or the learner's device or model can't do it, and
     `RuntimeError` in the middle of a batch; then nothing has changed."""
-    return _set_precision(self, MixedPrecision(**kwargs), ModelToHalf(torch.float16, keep=keep, way=way, measure=measure))
+    return _set_precision(self, MixedPrecision(**kwargs),
+                          ModelToHalf(torch.float16, keep=keep, way=way, measure=measure))
 
 # %% ../../nbs/learner/calls.ipynb #27fa3051
 @patch

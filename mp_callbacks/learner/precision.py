@@ -25,7 +25,7 @@ from ..core.grads import prepare_grads
 from ..core.half import half_precision
 from ..core.measure import answer,measure_gradients
 from ..core.training_steps import CheckedSteps,StepSettings,TrainedModel,check_device,check_float32,closure_noted
-from ..core.training_steps import guarded
+from ..core.training_steps import ask_batch,guarded
 from .fastai_internals import LeanCallback,cancels,hand_over_loss,is_fastai_precision,keep_average,reset_state
 from .fastai_internals import within_batch
 from .explain_skips import explain_step,loss_again,loss_modules,unchanged_learner,weights_since
@@ -47,7 +47,7 @@ def keep_freed_memory():
 # %% ../../nbs/learner/precision.ipynb #10c00001
 class LearnerModel(TrainedModel):
     "A learner's model and optimizer"
-    cancels = cancels
+    cancels,measures = cancels,True
     def __init__(self, cb): self.cb = cb # `PrecisionCallback` of the learner
 
     @property
@@ -63,9 +63,6 @@ class LearnerModel(TrainedModel):
     def opt_params(self): return [p for pg in self.opt.param_lists for p in pg]
     def loss_modules(self): return loss_modules(self.cb.learn)
     def predictions(self): return [o for o in leaves(self.cb.learn.pred) if isinstance(o, torch.Tensor)]
-    @property
-    def measures(self): return True
-
     def measured(self, half, batch, scale):
         learn = self.cb.learn
         def _measure(batch):
@@ -77,6 +74,7 @@ class LearnerModel(TrainedModel):
     def explain(self, half, step): return explain_step(self.cb.learn, half, step.stats, step.batches)
     def weights_since(self, first): return weights_since(self.cb.learn, first, self.cb.order)
 
+# %% ../../nbs/learner/precision.ipynb #10c00005
 class LearnerSteps(CheckedSteps):
     "The training steps of a learner, with their state in its optimizer"
     def __init__(self,
@@ -113,7 +111,8 @@ class LearnerSteps(CheckedSteps):
         if (group := training_group(self.model)) is None: return
         numbers = [self.state_dict()]
         torch.distributed.broadcast_object_list(numbers, group=group, group_src=0)
-        self.state = self.state._replace(measured=None).loaded(numbers[0])._replace(bad_losses=self.state.bad_losses) # its own
+        own = self.state._replace(measured=None) # all ask together, or none
+        self.state = own.loaded(numbers[0])._replace(bad_losses=own.bad_losses) # its losses are its own
 
 # %% ../../nbs/learner/precision.ipynb #6b95f678
 class PrecisionPart(LeanCallback):
@@ -179,7 +178,7 @@ class BatchEvents:
     @contextmanager
     def forward(self):
         "Context manager around forward and backward pass of a batch, which the callbacks have changed"
-        if self.learn.training and len(self.learn.yb): self.steps.ask((self.learn.xb,self.learn.yb))
+        if self.learn.training and len(self.learn.yb): ask_batch(self.steps, (self.learn.xb,self.learn.yb))
         yield
 
     def after_pred(self):

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..core.grads import StepStats
 from ..core.modules import alone,several_ranks,unwrap
+from ..core.measure import Measured,answer,measure_gradients
 from ..core.half import half_precision
 from ..core.training_steps import name_culprit
 from .nonfinite import Finding,count_nonfinite,diagnose
@@ -57,6 +58,17 @@ class StepExplainer:
         "What is not finite first in a batch"
         xb,yb = batch
         return diagnose(half.model, lambda: self.compute_loss(half.model, *xb, *yb), half, xb, yb, scale)
+
+    def measured(self,
+        half:half_precision, # How the model computes
+        batch:tuple, # Its inputs and targets
+        scale:float, # Loss scale
+    )->Measured:
+        "Are gradients of a batch as exact as under autocast?"
+        def _measure(batch):
+            xb,yb = batch
+            return measure_gradients(half, lambda: self.compute_loss(half.model, *xb, *yb), scale)
+        return answer(half, _measure, batch)
 
     def explain(self,
         model:nn.Module, # The model, perhaps wrapped

@@ -102,7 +102,7 @@ def compare_with_autocast(
 )->Measured:
     "Are results by our rules as exact as under autocast, and if not, which modules are to blame?"
     half = half.as_autocast() # it asks no more
-    autocast,least,passes = half.replace(rules=False),least_steps*torch.finfo(half.dtype).eps,[]
+    autocast,least,passes = half.replace(rules=False, way=None),least_steps*torch.finfo(half.dtype).eps,[]
     def _run(half):
         passes.append(2 if half is not None and half.rules else 1)
         return run(half)
@@ -135,16 +135,23 @@ def _parameters_put_back(params):
     try: yield _put_back
     finally: _put_back()
 
-def _square(ts): return sum([torch.linalg.vector_norm(t).item()**2 for t in ts])
+def _square(t): return torch.linalg.vector_norm(t).item()**2
+
+def _relative(pairs):
+    "The norm of differences relative to that of others, from pairs of tensors; inf if not finite, or the others are zero"
+    off = norm = 0.
+    for a,b in pairs: # one by one, so that no list of differences is in memory
+        off,norm = off+_square(a),norm+_square(b)
+    return math.sqrt(off/norm) if norm and math.isfinite(off) else 0. if off==0. else math.inf
 
 def gradients_apart(
     some:list, # Gradients; None: a parameter has none
     others:list, # Those of the same parameters, in the same order
 )->float: # inf if not finite, or if all others are zero
     "The norm of the difference of all gradients, relative to the norm of `others`"
-    off = [b if a is None else a if b is None else a-b for a,b in zip(some, others) if a is not None or b is not None]
-    norm,off = _square([o for o in others if o is not None]),_square(off)
-    return math.sqrt(off/norm) if norm and math.isfinite(off) else 0. if off==0. else math.inf
+    there = [(a,b) for a,b in zip(some, others) if a is not None or b is not None]
+    zero = torch.zeros(())
+    return _relative((b if a is None else a if b is None else a-b, zero if b is None else b) for a,b in there)
 
 def measure_gradients(
     half, # The `half_precision` of the model
@@ -187,10 +194,8 @@ def predictions_apart(
     others:list, # The same, such as in float32
 )->float: # inf if not finite
     "The norm of the difference of predictions, relative to how far `others` are from their mean over the items"
-    off = _square([a.float()-b.float() for a,b in zip(some, others, strict=True)])
     def _spread(t): return t-t.mean(0) if t.dim() and len(t)>1 else t
-    norm = _square([_spread(t.float()) for t in others])
-    return math.sqrt(off/norm) if norm and math.isfinite(off) else 0. if off==0. else math.inf
+    return _relative((a.float()-b.float(), _spread(b.float())) for a,b in zip(some, others, strict=True))
 
 @torch.no_grad()
 def measure_predictions(
@@ -231,9 +236,10 @@ def answer(
     half, # The `half_precision` of the model
     measure, # Function of a batch: a `Measured`
     batch=(), # Tensors in any structure
+    whole:bool=False, # Not only a part of it? A sum over all items may overflow where that of a part doesn't.
 )->Measured: # With what it was asked for; it may say why it could not be measured
     "What `measure` says of a part of `batch`, or if it can't compute a part, of the whole"
-    part = first_items(batch)
+    part = batch if whole else first_items(batch)
     for o in [part] if part is batch else [part,batch]:
         try:
             found = measure(o)

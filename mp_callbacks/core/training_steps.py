@@ -249,9 +249,9 @@ class TrainedModel:
             "compute_loss=, a function of a model and of the batch that returns the loss.")
         return self.explainer.look(batch, half, scale)
 
-    def measured(self, half, batch, scale)->Measured:
-        "What a batch shows of precision: are gradients as exact as under autocast?"
-        return self.explainer.measured(half, batch, scale)
+    def measured(self, half, batch, scale, whole=False)->Measured:
+        "What a batch, or the `whole` of it, shows of precision: are gradients as exact as under autocast?"
+        return self.explainer.measured(half, batch, scale, whole)
 
     def explain(self, half, step): # A `Finding`, or a text
         "What was not finite first in a `GatheredStep`, and what to do"
@@ -426,7 +426,7 @@ class StepsState(StepSettings):
 def ask_batch(
     steps:StepsState, # Whose next step a batch belongs to
     batch:tuple, # Its inputs and targets
-    again:bool=False, # Also if it has been asked for the model as it is?
+    again:bool=False, # Also if it has been asked for the model as it is, and with all items?
 )->bool: # Are there modules that compute as under autocast from now on?
     "Compare gradients of a batch with those under autocast, unless that was asked before"
     half,state = steps.half,steps.state
@@ -435,7 +435,7 @@ def ask_batch(
     if not again and known is not None and known.covers(half.checksum, half.trains): return False
     on = half.by_install
     half.remove()
-    try: found = steps.trained.measured(half, batch, state.scaling.loss_scale)
+    try: found = steps.trained.measured(half, batch, state.scaling.loss_scale, again)
     finally:
         if on: half.install()
     found = in_all_processes(found, training_group(steps.model))

@@ -63,13 +63,13 @@ class LearnerModel(TrainedModel):
     def opt_params(self): return [p for pg in self.opt.param_lists for p in pg]
     def loss_modules(self): return loss_modules(self.cb.learn)
     def predictions(self): return [o for o in leaves(self.cb.learn.pred) if isinstance(o, torch.Tensor)]
-    def measured(self, half, batch, scale):
+    def measured(self, half, batch, scale, whole=False):
         learn = self.cb.learn
         def _measure(batch):
             with unchanged_learner(learn), loss_again(learn) as compute_loss:
                 learn.xb,learn.yb = batch
                 return measure_gradients(half.replace(model=unwrap(learn.model)), compute_loss, scale)
-        return answer(half, _measure, batch)
+        return answer(half, _measure, batch, whole)
 
     def explain(self, half, step): return explain_step(self.cb.learn, half, step.stats, step.batches)
     def weights_since(self, first): return weights_since(self.cb.learn, first, self.cb.order)

@@ -63,12 +63,13 @@ class StepExplainer:
         half:half_precision, # How the model computes
         batch:tuple, # Its inputs and targets
         scale:float, # Loss scale
+        whole:bool=False, # All items of the batch?
     )->Measured:
         "Are gradients of a batch as exact as under autocast?"
         def _measure(batch):
             xb,yb = batch
             return measure_gradients(half, lambda: self.compute_loss(half.model, *xb, *yb), scale)
-        return answer(half, _measure, batch)
+        return answer(half, _measure, batch, whole)
 
     def explain(self,
         model:nn.Module, # The model, perhaps wrapped

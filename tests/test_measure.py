@@ -1,0 +1,431 @@
+"""`measure`: the first batch says whether half precision is as exact as autocast, and changes nothing else
+
+What it finds computes as under autocast from then on. The answer is kept, and asked for again where it may be another."""
+from tempfile import TemporaryDirectory
+
+from learners import *
+from mp_callbacks.core import measure,modules
+from mp_callbacks.core.measure import Measured,compare_with_autocast,first_items,most_tries,named_by
+from mp_callbacks.core.training_steps import TrainingSteps
+from mp_callbacks.core.ways import Way
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
+
+def years(n=24):
+    "A table of years, which is not trained, before a batch norm; a quick one for float16"
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding.from_pretrained(1990+5*torch.randn(80,n)), nn.BatchNorm1d(n), nn.Linear(n,1))
+
+def year_data(n=64):
+    gen = torch.Generator().manual_seed(1)
+    return torch.randint(80, (n,), generator=gen),torch.randn(n, 1, generator=gen)
+
+def as_dls(x, y, bs=16):
+    return DataLoaders.from_dsets(*[[*zip(x, y)]]*2, bs=bs, shuffle=False, num_workers=0, device='cpu')
+def year_learner(**kwargs): return get_learner(years(), as_dls(*year_data()), opt_func=SGD, **kwargs)
+def answer_of(learn): return learn.mixed_precision.state.measured
+
+@contextmanager
+def asked():
+    "The list that gets the answer of each measure of gradients"
+    found,plain = [],measure.measure_gradients
+    def _measure(*args, **kwargs):
+        found.append(plain(*args, **kwargs))
+        return found[-1]
+    with pytest.MonkeyPatch.context() as patch:
+        for o in ('learner.precision','look.explain','core.half'):
+            patch.setattr(f'mp_callbacks.{o}.measure_gradients', _measure)
+        yield found
+
+@contextmanager
+def told():
+    "The list that gets the warnings about modules"
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter('always')
+        yield (res := [])
+    res += [o for o in found if 'as under autocast' in str(o.message)]
+
+def loop(model, x, y, n=4, **kwargs):
+    "`TrainingSteps` after `n` steps"
+    opt = torch.optim.SGD(model.parameters(), .01)
+    compute_loss = lambda model, x, y: F.mse_loss(model(x), y)
+    steps = TrainingSteps(model, opt, **{**dict(half=bf16, compute_loss=compute_loss), **kwargs})
+    for _ in range(n):
+        with steps.batch(x, y): steps.backward(compute_loss(model, x, y))
+        steps.make()
+    return steps
+
+# --- What it finds
+
+@pytest.mark.parametrize('call', ['to_bf16','to_fp16'])
+def test_learner(call):
+    "It is asked once, and says at the caller's line how far, which module, and the line to write, with which nothing is said"
+    with told() as said: learn = fitted(getattr(year_learner(), call)())
+    found, = said
+    text,ours = str(found.message),answer_of(learn)
+    assert ours.names==('0',) and ours.error>.05>3*ours.autocast and found.filename==inspect.getfile(fitted)
+    assert f"{ours.error:.2%} off float32's by our rules, and {ours.autocast:.2%} off under autocast" in text
+    assert text.endswith("0. To begin so: keep={'0': 'autocast'}.")
+    row = learn.mixed_precision.policy().set_index('module').loc['0']
+    assert (row.way,row.why)==('autocast','measured') and str(ours) in repr(ours) and 'As under autocast: 0.' in repr(ours)
+    with told() as said: again = fitted(getattr(year_learner(), call)(keep={'0':'autocast'}))
+    assert not said and answer_of(again).names==() and answer_of(again).error is None
+    assert again.mixed_precision.policy().set_index('module').loc['0'].why=='keep'
+
+def test_as_exact_as_autocast():
+    "In a fit of some epochs; by the rules alone the loss is another"
+    def loss(change):
+        learn = fitted(change(year_learner()), 8)
+        return learn.to_fp32().validate()[0]
+    full,ours,rules,auto = map(loss, (noop, lambda o: o.to_bf16(), lambda o: o.to_bf16(measure=False), lambda o: o.to_native_bf16()))
+    assert abs(ours-full)<.05*full and abs(auto-full)<.05*full and abs(rules-full)>2*abs(ours-full)
+
+def test_message_keeps_keep():
+    "One dict has all of it"
+    model = nn.Sequential(*years(), nn.Linear(1,1))
+    learn = get_learner(model, as_dls(*year_data()), opt_func=SGD).to_bf16(keep=nn.BatchNorm1d)
+    with told() as said: fitted(learn)
+    assert str(said[0].message).endswith("keep={'1': 'float32', '0': 'autocast'}.")
+
+def own_gain():
+    "A parameter of the model itself near 1, in a product that is repeated"
+    def forward(m, x):
+        u = m.inp(x.abs())
+        h = torch.zeros_like(u)
+        for _ in range(150): h = m.decay*h+u
+        return m.out(h*.02)
+    torch.manual_seed(0)
+    return Does(forward, inp=nn.Linear(8,16), out=nn.Linear(16,1), decay=torch.linspace(.98,.999,16))
+
+def test_the_model_itself():
+    "Parameters in no layer: the name is '', for that module alone"
+    with told() as said: learn = fitted(in_mode('bf16', own_gain()))
+    assert answer_of(learn).names==('',) and "the model itself. To begin so: keep={'': 'autocast'}." in str(said[0].message)
+    ways = half_precision(own_gain(), bf16, keep={'':'autocast'}).ways
+    assert (ways[''].name,ways['inp'].name)==('autocast','layer')
+
+def error_by_rules():
+    "Sums into float32, which only our rules don't fit"
+    def forward(m, x):
+        h = m.inp(x)*m.gain
+        return m.out(torch.zeros(4, 16).index_add_(0, torch.arange(len(h))%4, h).repeat(len(h)//4, 1))
+    return Does(forward, inp=nn.Linear(8,16), out=nn.Linear(16,1), gain=torch.ones(16))
+
+@pytest.mark.parametrize('mode', ['bf16','fp16'])
+def test_an_error_that_autocast_does_not_raise(mode):
+    "Is infinitely far"
+    learn = fitted(in_mode(mode, error_by_rules()))
+    assert answer_of(learn).names==('',) and answer_of(learn).error==math.inf
+    assert 'an error or not finite by our rules' in str(answer_of(learn))
+
+def test_a_way_of_ones_own():
+    "Is in question, too"
+    class Coarse(Way):
+        def around(self, half, module, forward, args, kwargs): return forward(*args, **kwargs)*1.2
+    learn = get_learner().to_bf16(way=lambda name, m: Coarse() if name=='2' else None)
+    assert answer_of(fitted(learn)).names==('2',)
+
+@pytest.mark.parametrize('make', [mlp, lambda: nn.Sequential(nn.Unflatten(1, (2,4)), nn.Conv1d(2,4,3), nn.Flatten(), nn.Linear(8,1))])
+def test_an_ordinary_model_is_measured(make):
+    with asked() as found,told() as said: learn = fitted(get_learner(make()).to_bf16())
+    assert len(found)==1 and not said and answer_of(learn).names==() and answer_of(learn).passes==3
+    assert re.fullmatch(r"Gradients of the first batch are within 0\.\d\d% of autocast's\.", str(answer_of(learn)))
+
+def test_nothing_to_measure():
+    "No layer, norm, lookup or own parameter; autocast; FP8; who doesn't want it"
+    nothing = nn.Sequential(nn.RNN(8,1), Does(lambda m, x: x[0]))
+    learns = [get_learner(nothing).to_bf16(),get_learner().to_native_bf16(),get_learner().to_bf16(measure=False),
+              get_learner(mlp(16)).to_fp8(emulate=True)]
+    with asked() as found:
+        for learn in learns: assert answer_of(fitted(learn)) is None
+    assert not found
+
+@pytest.mark.parametrize('n,cost', [(64,2*6+1), (3,2*2+1)])
+def test_most_tries(n, cost):
+    "All in question compute as under autocast, if the search takes too long"
+    half = half_precision(nn.Sequential(*[nn.Linear(1,1) for _ in range(n)]), bf16, measure=False)
+    for bad in ({str(n//2)}, {str(i) for i in range(0,n,2)}):
+        tries = []
+        def run(half):
+            if half is None or not half.rules: return [torch.ones(1)]
+            tries.append(half)
+            return [torch.ones(1)*(1+len(bad-{*named_by(half.measured)}))]
+        found = compare_with_autocast(half, run, measure.gradients_apart)
+        assert len(tries)<=most_tries+2 and {*found.names}>=bad
+        if len(bad)==1: assert {*found.names}==bad and len(tries)<=cost+2
+        elif n==64: assert len(found.names)==n
+
+# --- Nothing else changes
+
+class Noisy(nn.Module):
+    "Draws from all generators, writes a parameter and a buffer, and remembers"
+    def __init__(self):
+        super().__init__()
+        self.lin,self.norm,self.out,self.calls = nn.Linear(8,16),nn.BatchNorm1d(16),nn.Linear(16,1),[]
+        self.book = nn.Parameter(torch.ones(4), requires_grad=False)
+    def forward(self, x):
+        self.calls.append(len(x))
+        with torch.no_grad(): self.book.mul_(.9)
+        self.last = self.norm(self.lin(x))
+        noise = random.random()+np.random.rand()+torch.rand(16)
+        return self.out(F.dropout(self.last*noise, .5))
+
+class Counts(Callback):
+    "Counts, in numbers, lists and dicts"
+    def before_fit(self): self.n,self.seen,self.by = 0,[],{}
+    def after_pred(self): self._count('pred')
+    def after_loss(self): self._count('loss')
+    def _count(self, what):
+        self.n += 1
+        self.seen.append(what)
+        self.by[what] = self.by.get(what, 0)+1
+
+@pytest.mark.parametrize('mode', ['bf16','fp16'])
+@pytest.mark.parametrize('cbs', [[],[GradientAccumulation(24)],[MixUp()]], ids=['each','gathered','mixup'])
+def test_bits(mode, cbs):
+    "All is what it is without the measure: weights, state, random numbers, what model, callbacks and recorder have counted"
+    def run(**options):
+        set_seed(3)
+        learn = in_mode(mode, Noisy(), options=options, cbs=[Counts(),*cbs], opt_func=Adam)
+        with asked() as found: fitted(learn, 2)
+        cb,model = learn.counts,learn.model
+        state = {k:o for k,o in precision_state(learn).items() if not k.startswith('measured')}
+        rngs = random.random(),np.random.rand(),torch.rand(1).item()
+        return len(found),[learn.model.state_dict(),learn.opt.state_dict()['state'],state,rngs,(cb.n,cb.seen,cb.by),
+                model.calls,model.last.detach(),log_of(learn).drop(columns='time', errors='ignore').to_dict(),learn.recorder.values]
+    (one,with_it),(none,without) = run(),run(measure=False)
+    assert one>0 and not none
+    for a,b in zip(with_it, without): assert same(a, b)
+
+def test_tensors_elsewhere():
+    "Inputs that want gradients, and parameters of a loss, keep theirs; no hook of an optimizer steps"
+    learn,x = get_learner(loss_func=ScaledLoss()),None
+    learn.loss_func.w.grad = torch.tensor(7.)
+    seen = []
+    def look(learn):
+        seen.append((learn.loss_func.w.grad.item(), learn.x.grad))
+    def want(learn): learn.xb = (learn.x.clone().requires_grad_(),)
+    fitted(learn.to_bf16(), 1, On('before_batch', want, at=[0]), On('before_backward', look, 90, at=[0]))
+    assert seen==[(7.,None)] and answer_of(learn).why==''
+
+def test_modules_are_put_back():
+    "After an error in the middle, too"
+    model,calls = mlp(),[0]
+    def forward(m, x):
+        calls[0] += 1
+        if calls[0]==2: raise KeyboardInterrupt
+        return m.body(x)
+    learn = in_mode('bf16', Does(forward, body=model))
+    with pytest.raises(KeyboardInterrupt): learn.fit(1)
+    assert_plain(learn.model)
+    assert answer_of(learn) is None and answer_of(fitted(learn)).names==()
+
+def test_memory():
+    "Two lists of gradients and a copy of the parameters, beside the parameters and what the cast needs"
+    from mp_callbacks.look.plan import LiveBytes
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(256,256) for _ in range(8)])
+    n,x = sum(p.numel() for p in model.parameters()),torch.randn(2,256)
+    half = half_precision(model, bf16)
+    with LiveBytes() as live:
+        for p in model.parameters(): live.add(p)
+        half.measure(lambda: model(x).square().mean())
+        gc.collect()
+    assert half.measured.why=='' and max(live.log)<=(4*4+2+.5)*n # float32 four times, and half precision
+    assert live.now<4.1*n
+
+# --- Asked again
+
+def test_once():
+    "Not in a second fit, nor after saving and loading; `lr_find` asks, and the answer stays"
+    with asked() as found:
+        learn = fitted(fitted(year_learner().to_bf16()))
+        assert len(found)==1
+    with asked() as found,TemporaryDirectory() as tmp:
+        learn = year_learner(path=tmp).to_bf16()
+        learn.lr_find(show_plot=False, num_it=20)
+        assert len(found)==1 and answer_of(learn).names==('0',)
+        fitted(learn)
+        assert len(found)==1
+
+def test_other_parameters_and_modules():
+    "A set of parameters that hasn't trained, one by one; a module that is another; another precision"
+    model = nn.Sequential(nn.Linear(8,16), nn.LayerNorm(16), nn.Linear(16,1))
+    learn = get_learner(model).to_bf16()
+    def train(body): model[0].requires_grad_(body)
+    with asked() as found:
+        for body,n in ((False,1),(True,2),(False,2),(True,2)): # as a GAN switches
+            train(body)
+            assert len(fitted(learn) and found)==n
+        model[1] = nn.GroupNorm(4,16)
+        assert len(fitted(learn) and found)==3
+        learn.to_fp16()
+        assert len(fitted(learn) and found)==4
+        learn.to_fp16(keep='0')
+        assert len(fitted(learn) and found)==5
+
+def test_a_batch_that_is_not_finite_says_nothing():
+    "The next one is asked, until a step has been made"
+    with asked() as found: learn = fitted(year_learner(cbs=On('before_batch', lambda learn: learn.yb[0].fill_(math.inf), at=[0,1])).to_bf16())
+    assert len(found)==1 and answer_of(learn).names==('0',) and skipped(learn)==2
+
+def test_before_skipped_steps_are_told():
+    "What autocast can train isn't skipped for ever, and nobody is told of the steps"
+    torch.manual_seed(0)
+    model = Does(lambda m, x: m.lin(x.abs())*m.gain, lin=nn.Linear(8,16), gain=torch.ones(1))
+    with torch.no_grad(): model.lin.weight.abs_()
+    learn = get_learner(model, loss_func=lambda pred, y: pred.sum(), lr=1e-9)
+    fitted(learn.to_fp16(dynamic=False, loss_scale=4, warn_skips=3))
+    assert answer_of(learn).names==() and not skipped(learn)
+    larger = On('before_batch', lambda learn: setattr(learn, 'xb', (learn.x*100,)))
+    # the sum that is the gradient of the gain is beyond float16, and autocast leaves it in float32
+    with told() as said: texts,e = heard(fitted, learn, 3, larger)
+    assert answer_of(learn).names==('',) and e is None and skipped(learn)==3 and not said
+    text, = texts # which says nothing of steps
+    assert text.startswith('Gradients of the first batch are an error or not finite by our rules')
+
+# --- Kept
+
+def test_resumed(tmp_path):
+    "It needn't ask, and has the bits of a run that wasn't interrupted; a file without an answer leaves the one that is there"
+    def new(): return year_learner(path=tmp_path).to_bf16()
+    whole = fitted(fitted(new()))
+    fitted(first := new()).save('half')
+    with asked() as found: fitted(second := new().load('half'))
+    assert not found and same_weights(whole, second) and answer_of(second)==answer_of(first)
+    file = torch.load(tmp_path/'models/half.pth', weights_only=False)
+    file['opt']['hypers'] = [{k:o for k,o in d.items() if 'measured' not in k} for d in file['opt']['hypers']]
+    torch.save(file, tmp_path/'models/old.pth')
+    with asked() as found: fitted(second.load('old'))
+    assert not found and answer_of(second).names==('0',)
+    with asked() as found: fitted(new().load('old'))
+    assert len(found)==1
+    assert {*map(type, first.opt.hypers[0].values())}<={int,float,bool}
+
+def test_exported(tmp_path):
+    learn = fitted(in_mode('bf16', own_gain(), path=tmp_path))
+    learn.export()
+    loaded = load_learner(tmp_path/'export.pkl', cpu=False)
+    assert loaded.mixed_precision.half.ways[''].why=='measured' and answer_of(loaded)==answer_of(learn)
+
+def test_state_of_steps():
+    "Through JSON, too"
+    steps = loop(years(), *year_data())
+    state = json.loads(json.dumps(steps.state_dict()))
+    other = loop(years(), *year_data(), n=0)
+    other.load_state_dict(state)
+    assert other.state==steps.state and other.half.ways['0'].why=='measured'
+    with asked() as found:
+        with other.batch(*year_data()): pass
+    assert not found
+
+@contextmanager
+def model_eval(model):
+    yield model.eval()
+    model.train()
+
+def close_rows():
+    "Differences of rows of a table that are nearly the same"
+    torch.manual_seed(0)
+    rows = nn.Embedding(80,20)
+    rows.weight.data = torch.randn(1,20)*2+.03*torch.randn(80,20)
+    return Does(lambda m, i: (m.rows(i)-m.rows((i+1)%80)).square().sum(1, keepdim=True)*50, rows=rows)
+
+# --- In loops of one's own, and without a gradient
+
+def test_steps():
+    "With `compute_loss` gradients are compared, without it the predictions of the first call"
+    for kwargs,of in ((dict(),'gradients'), (dict(compute_loss=None),'predictions')):
+        with told() as said: steps = loop(years(), *year_data(), **kwargs)
+        assert steps.state.measured.names==('0',) and steps.state.measured.of==of and len(said)==1
+    assert loop(years(), *year_data(), measure=False).state.measured is None
+    assert loop(years(), *year_data(), half=half_precision(years(), bf16, measure=False), n=0).half.measured is False
+
+def test_the_first_call_of_a_with():
+    "With two items or more; gradients are on, or off"
+    x = year_data()[0]
+    for context in (nullcontext,torch.no_grad,torch.inference_mode):
+        model = years()
+        half = half_precision(model, bf16)
+        with told() as said,half,context():
+            with model_eval(model): model(x[:1])
+            assert half.measured is True
+            pred = model(x)
+        assert named_by(half.measured)==('0',) and half.measured.of=='predictions' and len(said)==1
+        assert (pred-years()(x)).abs().max()<.02 and pred.requires_grad==(context is nullcontext)
+        with told() as said,half,context(): model(x)
+        assert not said
+        assert_plain(model)
+
+def test_predictions_of_a_learner():
+    "A learner that only validates or predicts asks in its first batch; a fit asks for gradients"
+    for f in (lambda o: o.validate(), lambda o: o.get_preds(reorder=False)): # in evaluation mode
+        learn = get_learner(close_rows(), as_dls(*year_data()), opt_func=SGD).to_bf16()
+        with told() as said: f(learn)
+        assert learn.mixed_precision.half.measured.of=='predictions' and len(said)==1
+        assert answer_of(fitted(learn)).names==('rows',)
+        learn = in_mode('bf16')
+        f(learn)
+        with asked() as found: fitted(learn)
+        assert len(found)==1 and answer_of(learn).of=='gradients'
+
+def test_measure_in_any_loop():
+    model,(x,y) = years(),year_data()
+    half = half_precision(model, bf16)
+    found = half.measure(lambda: F.mse_loss(model(x), y))
+    assert found.names==('0',)==named_by(half.measured) and found.of=='gradients'
+    with half,pytest.raises(RuntimeError, match='outside of `with half:`'): half.measure(noop)
+    assert 'Not measured: ValueError: as asked' in str(half.measure(raises(ValueError('as asked'))))
+
+# --- Where it can't be measured
+
+@pytest.mark.parametrize('why', ['memory','steps in the backward pass','several processes'])
+def test_not_measured(why, monkeypatch):
+    "`policy` says why; nothing is raised, and training goes on"
+    model,calls = mlp(),[0]
+    def forward(m, x):
+        calls[0] += 1
+        if why=='memory' and calls[0]==3: raise torch.OutOfMemoryError('out of memory')
+        return m.body(x)
+    learn = in_mode('bf16', Does(forward, body=model))
+    if why.startswith('steps'): model[0].weight.register_post_accumulate_grad_hook(noop)
+    if why=='several processes':
+        monkeypatch.setattr(modules, 'several_ranks', lambda: True)
+        model.set_requires_gradient_sync = noop # as `fully_shard` adds it
+    with told() as said: fitted(learn)
+    text = {'memory':'out of memory', 'steps in the backward pass':'register_post_accumulate_grad_hook'}.get(why, 'fully_shard')
+    assert not said and text in answer_of(learn).why and answer_of(learn).names==()
+    assert f'Not measured: {answer_of(learn).why}' in learn.mixed_precision.policy().set_index('module').loc[''].why
+    assert log_of(learn).finite.all()
+
+def test_a_part_of_the_batch():
+    "Is enough where the loss can be computed for it; else the whole batch is taken"
+    seen = []
+    def forward(m, x):
+        seen.append(len(x))
+        return m.body(x)
+    fitted(in_mode('bf16', Does(forward, body=mlp()), dls=as_dls(*numbers(64), bs=64)))
+    assert seen[:3]==[16]*3 and {*seen[3:]}=={64}
+    seen.clear()
+    learn = fitted(in_mode('bf16', Does(forward, body=mlp()), dls=as_dls(*numbers(64), bs=64), loss_func=lambda p, y: F.mse_loss(p.view(64), y.view(64))))
+    assert 64 in seen[:3] and answer_of(learn).why=='' and answer_of(learn).names==()
+    assert first_items((torch.ones(64),torch.ones(3)))[0].shape==(64,)
+
+@pytest.mark.parametrize('part', [False,True])
+def test_compiled(part):
+    "Eagerly, and nothing is compiled again for it"
+    from torch._dynamo.testing import CompileCounterWithBackend
+    torch._dynamo.reset()
+    counter,model = CompileCounterWithBackend('aot_eager'),mlp()
+    (model[0] if part else model).compile(backend=counter)
+    learn = get_learner(model).to_bf16()
+    with asked() as found: learn.fit(1)
+    frames = counter.frame_count
+    learn.fit(1)
+    assert len(found)==part and counter.frame_count==frames # all of it compiled is as under autocast
+    other = CompileCounterWithBackend('aot_eager')
+    torch._dynamo.reset()
+    plain = mlp()
+    (plain[0] if part else plain).compile(backend=other)
+    get_learner(plain).to_bf16(measure=False).fit(1)
+    assert frames==other.frame_count

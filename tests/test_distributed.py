@@ -242,6 +242,17 @@ def asked_gathers(rank):
     learn.fit(1)
     agree(params(learn.model))
 
+def measured(rank, mode):
+    "What the first batch of one process shows counts for all: the table of the other one is harmless"
+    torch.manual_seed(0)
+    table = torch.cat([torch.randn(40,24),1990+5*torch.randn(40,24)])
+    model = nn.Sequential(nn.Embedding.from_pretrained(table), nn.BatchNorm1d(24), nn.Linear(24,1))
+    x = 40*rank+torch.arange(64)%40
+    learn = get_learner(DistributedDataParallel(model), as_dls(x, torch.randn(64,1)), opt_func=SGD)
+    learn = fitted(modes[mode](learn))
+    assert learn.mixed_precision.state.measured.names==('0',) and learn.mixed_precision.half.ways['0'].why=='measured'
+    agree([p.detach() for p in model.parameters()], learn.mixed_precision.state.measured)
+
 def alone_first(rank, mode, engine, start_epoch=0):
     """Rank 1 alone fits, and skips a step; then all train together, with the loss scale and the counters of rank 0
 
@@ -287,6 +298,7 @@ def synced(rank, mode):
     log = log_of(learn)
     with pytest.raises(RuntimeError, match='waits for all processes'): learn.find_nonfinite()
     assert [*log.finite]==[True,True,False,True]+[True]*4
+    if not mode.startswith('native'): assert 'SyncBatchNorm' in learn.mixed_precision.state.measured.why
     # its statistics are those of both, unlike those of `BatchNorm`
     agree(params(model), model.module.bn.running_mean.clone(), [*log.norm[log.finite]])
 
@@ -315,6 +327,7 @@ slow = [
       [('float32','hand'), ('native_fp16','hand'), ('native_bf16','fastai')]],
     case(whole_batch, mode='bf16', engine='hand', reentrant=False),
     case(whole_batch, mode='fp8', engine='hand', reentrant=True),
+    case(measured, mode='fp16'),
     case(fine_tuned, mode='native_bf16'), case(saved, mode='bf16'), case(told, mode='bf16'),
     case(compressed, dtype=torch.float16, hook='bf16_compress_hook'),
     case(compressed, dtype=torch.bfloat16, hook='fp16_compress_hook'), case(asked, engine='hand'), case(asked_gathers),

@@ -6,8 +6,8 @@ Docs: https://example.github.io/mp_callbacks/core/measure.html.md"""
 
 # %% auto #0
 __all__ = ['tolerance', 'least_steps', 'most_tries', 'most_items', 'not_finite', 'Measured', 'named_by', 'NotFinite',
-           'compare_with_autocast', 'gradients_apart', 'measure_gradients', 'predictions_apart', 'measure_predictions',
-           'checksum', 'first_items', 'answer', 'in_all_processes']
+           'compare_with_autocast', 'squared_norm', 'gradients_apart', 'batch_gradients', 'measure_gradients',
+           'predictions_apart', 'measure_predictions', 'checksum', 'first_items', 'answer', 'in_all_processes']
 
 # %% ../../nbs/core/measure.ipynb #aea50009
 import math,torch,zlib
@@ -125,23 +125,18 @@ def compare_with_autocast(
 
 def _finite(ts): return all([t is None or bool(t.isfinite().all()) for t in ts])
 
-# %% ../../nbs/core/measure.ipynb #aea50016
-@contextmanager
-def _parameters_put_back(params):
-    before = [(p,p.detach().clone()) for p in params]
-    def _put_back():
-        for p,was in before:
-            if not torch.equal(p.detach(), was): p.data.copy_(was) # of which no graph of the user's takes notice
-    try: yield _put_back
-    finally: _put_back()
-
-def _square(t): return torch.linalg.vector_norm(t).item()**2
+# %% ../../nbs/core/measure.ipynb #aea50025
+def squared_norm(
+    ts:list, # Tensors
+)->float: # The host waits for each of them
+    "The square of the norm of all numbers in `ts`"
+    return sum([torch.linalg.vector_norm(t).item()**2 for t in ts])
 
 def _relative(pairs):
-    "The norm of differences relative to that of others, from pairs of tensors; inf if not finite, or the others are zero"
+    "Norm of the differences relative to that of the others, in pairs of tensors; inf if not finite"
     off = norm = 0.
     for a,b in pairs: # one by one, so that no list of differences is in memory
-        off,norm = off+_square(a),norm+_square(b)
+        off,norm = off+squared_norm([a]),norm+squared_norm([b])
     return math.sqrt(off/norm) if norm and math.isfinite(off) else 0. if off==0. else math.inf
 
 def gradients_apart(
@@ -153,20 +148,30 @@ def gradients_apart(
     zero = torch.zeros(())
     return _relative((b if a is None else a if b is None else a-b, zero if b is None else b) for a,b in there)
 
-def measure_gradients(
-    half, # The `half_precision` of the model
-    compute_loss, # Function without arguments that calls the model on a batch, without `half`, and returns the loss
-    scale:float=1., # Loss scale
-)->Measured:
-    """Are gradients as exact as under autocast? Everything is as before afterwards.
+# %% ../../nbs/core/measure.ipynb #aea50016
+@contextmanager
+def _parameters_put_back(params):
+    before = [(p,p.detach().clone()) for p in params]
+    def _put_back():
+        for p,was in before:
+            if not torch.equal(p.detach(), was): p.data.copy_(was) # of which no graph of the user's takes notice
+    try: yield _put_back
+    finally: _put_back()
 
-    Raises what the batch raises under autocast or in float32, and `NotFinite` if it isn't finite there."""
-    model = half.model
+@contextmanager
+def batch_gradients(
+    model:nn.Module, # Model that `compute_loss` calls
+    compute_loss, # Function without arguments that calls `model` on a batch, and returns the loss
+):
+    """Inside a `with`, a function of a `half_precision` or None, and a loss scale: gradients of the batch, unscaled
+
+    It returns a list with those of the parameters that train; None: such a parameter has none. Everything is as before
+    after each call. Raises `ValueError` for a model whose parameters may be changed in the backward pass."""
     if any(p._post_accumulate_grad_hooks for p in model.parameters()):
         raise ValueError('an optimizer may step in the backward pass, in a hook of register_post_accumulate_grad_hook')
     params = [p for p in model.parameters() if p.requires_grad]
-    def _run(half, scale):
-        ours,own_scale = half is not None and half.rules,1. if half is None else scale
+    def _gradients(half, scale=1.):
+        ours = half is not None and half.rules
         with torch.compiler.set_stance('force_eager'):
             if ours: # the first call of a model casts nothing ahead
                 with unchanged(model), half: compute_loss()
@@ -176,15 +181,27 @@ def measure_gradients(
                 # inputs, hidden states and parameters elsewhere have gradients of their own
                 beside = [(t,t.grad) for t in reached_leaves(loss)]
                 try:
-                    (loss.float()*own_scale).as_subclass(torch.Tensor).backward() # see `scaled_backward`
+                    (loss.float()*scale).as_subclass(torch.Tensor).backward() # see `scaled_backward`
                     grads = [p.grad for p in params]
                 finally:
                     for t,grad in beside: t.grad = grad
         put_back()
-        return grads if own_scale==1 else [g if g is None else g/own_scale for g in grads]
-    with alone(model), torch.enable_grad(), _parameters_put_back(model.parameters()) as put_back:
+        return grads if scale==1 else [g if g is None else g/scale for g in grads]
+    with alone(model), torch.enable_grad(), _parameters_put_back(model.parameters()) as put_back: yield _gradients
+
+# %% ../../nbs/core/measure.ipynb #aea50024
+def measure_gradients(
+    half, # The `half_precision` of the model
+    compute_loss, # Function without arguments that calls the model on a batch, and returns the loss
+    scale:float=1., # Loss scale
+)->Measured:
+    """Are gradients as exact as under autocast? Everything is as before afterwards.
+
+    Raises what the batch raises under autocast or in float32, and `NotFinite` if it isn't finite there."""
+    with batch_gradients(half.model, compute_loss) as gradients:
         for o in dict.fromkeys([scale,1.]):
-            try: return compare_with_autocast(half, lambda half: _run(half, o), gradients_apart)
+            def _run(half): return gradients(half, 1. if half is None else o)
+            try: return compare_with_autocast(half, _run, gradients_apart)
             except NotFinite:
                 if o==1: raise
 

@@ -49,8 +49,8 @@ class Measured(NamedTuple):
     def numbers(self)->dict: # Plain numbers by name
         "For a checkpoint"
         values = dict(error=self.error, autocast=self.autocast, apart=self.apart, passes=self.passes, model=self.model)
-        texts = [*[f'name_{o}' for o in self.names],*[f'params_{o}' for o in self.params],f'of_{self.of}',
-                 f'why_{self.why}']
+        texts = [*[f'name_{o}' for o in self.names],*[f'params_{o}' for o in self.params],f'of_{self.of}']
+        if self.why: texts.append(f'why_{self.why}')
         return {k:o for k,o in values.items() if o is not None} | dict.fromkeys(texts, 1)
 
     @classmethod
@@ -61,7 +61,7 @@ class Measured(NamedTuple):
         def _texts(kind): return [k.removeprefix(f'{kind}_') for k in numbers if k.startswith(f'{kind}_')]
         values = {k:o for k,o in numbers.items() if k in cls._fields}
         return cls(**values, names=tuple(_texts('name')), params=tuple(map(int, _texts('params'))),
-                   of=_texts('of')[0], why=_texts('why')[0])
+                   of=_texts('of')[0], why=(_texts('why') or [''])[0])
 
     def joined(self,
         other:'Measured', # For the same model, asked before; None: there is none

@@ -9,7 +9,7 @@ from sick_models import Overflows
 from test_looks import folder,untouched
 
 pytestmark = pytest.mark.filterwarnings('ignore')
-titles = ['Machine','Versions','Precision','Modules','Last fit','Batches','Memory','Speed','To do']
+titles = 'Machine,Versions,Precision,Modules,Measured,Last fit,Batches,Noise,Memory,Speed,To do'.split(',')
 all_modes = {'fp32':noop, **modes, 'fp8':lambda learn: learn.to_fp8(emulate=True)}
 
 def lines(report):
@@ -33,9 +33,10 @@ def test_any_precision(mode, fitted, capsys):
     with untouched(learn): report = learn.precision_checkup()
     assert capsys.readouterr()==('','')
     texts,todo = lines(report)
-    assert list(dict.fromkeys(o.title for o in report.lines))==titles and 'Not asked' not in str(report)
+    assert list(dict.fromkeys(o.title for o in report.lines))==titles and 'Not asked:' not in str(report)
     assert texts['Batches']==str(report.finding)=='All 4 batches of dls.train are finite.'
     assert texts['Memory']==report.plan.summary() and 'batch size 16' in texts['Memory']
+    assert texts['Noise']==str(report.noise) or mode=='fp32' and texts['Noise'].startswith('Nothing to measure')
     if mode=='fp32': return check_float32(texts)
     assert texts['Precision'].startswith(f"learn.to_{mode.removesuffix('_static')}: ")
     counted = sum(int(n) for n in re.findall(r'(?:^|, )(\d+) \w', texts['Modules']))
@@ -284,7 +285,7 @@ def test_links():
     assert {o.partition('#')[2] for o in urls}<={*found}
     headings = re.findall("yield '(.*?)'", Path(checkup.__file__).read_text())
     headings += [o for kind in checkup._slow.values() for o in kind]
-    assert len(headings)==13 and {o.lower().replace(' ', '-') for o in headings}<={*found} and len({*found})==len(found)
+    assert len(headings)==14 and {o.lower().replace(' ', '-') for o in headings}<={*found} and len({*found})==len(found)
     site = re.search('Documentation = "(.*)"', (root/'pyproject.toml').read_text())[1]
     assert checkup.page==f'{site}learner/checkup.html'
 

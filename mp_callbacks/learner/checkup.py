@@ -22,12 +22,13 @@ from ..core.devices import calls,device_name,emulation,support
 from ..core.loss_scale import DynamicLossScale,StaticLossScale
 from ..core.blame import keep_option
 from ..look.nonfinite import Finding
+from ..look.noise import AddedNoise,most_added
 from ..look.plan import MemoryPlan
 from .fastai_internals import is_fastai_precision,training_batches
 from .explain_skips import call_name
 from .precision import fit_device,is_precision,precision_callback
 from .recorder import count_outcomes
-from .looks import batch_times,find_nonfinite,precision_plan
+from .looks import batch_noise,batch_times,find_nonfinite,precision_plan
 
 # %% ../../nbs/learner/checkup.ipynb #c12a0011
 page = 'https://example.github.io/mp_callbacks/learner/checkup.html' # what the links of a report lead to
@@ -43,6 +44,7 @@ class Checkup(NamedTuple):
     lines:tuple # `Line`s in order
     finding:Finding=None # From `find_nonfinite`; None: it could not be asked
     plan:MemoryPlan=None # From `precision_plan`; None: it could not be asked
+    noise:AddedNoise=None # From `batch_noise`; None: it could not be asked
 
     def __repr__(self):
         rows = [(o.title,o.text) for o in self.lines]+[('', f'Explained at {page}')]
@@ -71,10 +73,12 @@ def precision_checkup(
             failed.append(title)
     if 'Speed' not in failed: answers['Speed'],faster = answers['Speed']
     found,plan = [None if o in failed else answers[o] for o in ('Batches','Memory')]
+    noise = answers['Noise'] if isinstance(answers['Noise'], AddedNoise) else None
     lines = [Line(title, o.summary() if o is plan else str(o), title) for title,o in answers.items()]
-    todo = [Line('To do', text, about) for about,text in (*_what_to_do(learn, cb, found, failed),*faster.items())]
+    advice = *_what_to_do(learn, cb, found, failed),*_about_noise(noise),*faster.items()
+    todo = [Line('To do', text, about) for about,text in advice]
     if not todo and not failed: todo = [Line('To do', 'Nothing to do.', 'Nothing to do')]
-    return Checkup((*lines,*todo), found, plan)
+    return Checkup((*lines,*todo), found, plan, noise)
 
 # %% ../../nbs/learner/checkup.ipynb #c12a0020
 _fused = dict(adam_step='AdamW', sgd_step='SGD', momentum_step='SGD') # fastai's stepper -> PyTorch's optimizer
@@ -198,10 +202,27 @@ def _last_fit(learn, cb, batch):
         return 'Not recorded: a learner without a call of this package has no precision_recorder.'
     return learn.precision_recorder.summary(last_fit=True).replace('\n', ' ')
 
-most_seconds = 60 # for the batches: an epoch may take hours
+_no_call = 'Nothing to measure: no call of this package is on.'
 
-_questions = {'Machine':_machine, 'Versions':_versions, 'Precision':_precision, 'Modules':_ways, 'Last fit':_last_fit,
-              'Batches':lambda learn,cb,batch: find_nonfinite(learn, batch, most_seconds),
+def _measured(learn, cb, batch):
+    if cb is None: return _no_call
+    if cb.half.fp8: return 'Nothing to measure in FP8: learn.precision_report() says which layers lose most.'
+    if not cb.half.goes_beyond: return 'Nothing to measure: autocast alone decides.'
+    known = cb.steps.state.measured
+    if known is not None and known.model==cb.half.checksum: return repr(known)
+    return 'Not asked yet: the first batch of a fit compares gradients with those under autocast.'
+
+most_seconds = 60 # for the batches, and again for their noise: an epoch may take hours
+
+def _noise(learn, cb, batch):
+    if cb is None: return _no_call
+    if batch is not None: return 'Not measured: one batch has no noise to compare with. Ask without it.'
+    try: return batch_noise(learn, seconds=most_seconds)
+    except torch.OutOfMemoryError: return 'Not measured: a batch in float32 needs more memory than there is.'
+
+_questions = {'Machine':_machine, 'Versions':_versions, 'Precision':_precision, 'Modules':_ways, 'Measured':_measured,
+              'Last fit':_last_fit,
+              'Batches':lambda learn,cb,batch: find_nonfinite(learn, batch, most_seconds), 'Noise':_noise,
               'Memory':lambda learn,cb,batch: precision_plan(learn, batch), 'Speed':_speed}
 
 # %% ../../nbs/learner/checkup.ipynb #c12a0018
@@ -230,3 +251,10 @@ def _what_to_do(learn, cb, found, failed):
         if dtypes: yield 'Try half precision',(
             f"This device computes in {dtype_name(dtypes[0])} natively: {calls[dtypes[0]]} may save time and memory. "
             "python -m mp_callbacks compares them here.")
+
+def _about_noise(noise):
+    if noise is None or noise.added is None or noise.added<most_added: return
+    yield 'Too much noise',(
+        f"{noise.precision} adds {noise.added:.0%} to the noise of your batches, as if they were "
+        f"{noise.added/(1+noise.added):.0%} smaller: keep modules in float32 that differ most in "
+        "learn.precision_report(), or use a format with more digits.")

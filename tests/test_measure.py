@@ -137,6 +137,14 @@ def test_an_ordinary_model_is_measured(make):
     assert len(found)==1 and not said and answer_of(learn).names==() and answer_of(learn).passes==3
     assert re.fullmatch(r"Gradients of the first batch are within 0\.\d\d% of autocast's\.", str(answer_of(learn)))
 
+def test_sparse_gradients():
+    "As of `nn.Embedding(…, sparse=True)`"
+    sparse,dense = close_rows(),close_rows()
+    sparse.rows.sparse = True
+    x,y = year_data()
+    answers = [half_precision(m, bf16).measure(lambda: F.mse_loss(m(x), y)) for m in (sparse,dense)]
+    assert answers[0].names==('rows',) and answers[0].error==pytest.approx(answers[1].error, rel=1e-3)
+
 def test_nothing_to_measure():
     "No layer, norm, lookup or own parameter; autocast; FP8; who doesn't want it"
     nothing = nn.Sequential(nn.RNN(8,1), Does(lambda m, x: x[0]))

@@ -207,9 +207,11 @@ class MeasuredWays(ChosenWays):
         with _switching:
             self._chosen_for = None
             self.refresh()
-        named = ', '.join([name or 'the model itself' for name in new])
-        if new and tell: warn_caller(f"{found} These compute as under autocast from now on: {named}. To begin so: "
-                                     f"{keep_option(self.keeping(new, 'autocast').keep)}.")
+        if not new or not tell: return
+        named = ', '.join([name or 'the model itself' for name in new[:8]])+', …'*(len(new)>8)
+        begin = keep_option(self.keeping(new, 'autocast').keep)
+        if not self.goes_beyond: begin = f'{begin}, or autocast alone: to_native_fp16(), to_native_bf16(), rules=False'
+        warn_caller(f"{found} These compute as under autocast from now on: {named}. To begin so: {begin}.")
 
     def measure(self,
         compute_loss, # Function without arguments that calls the model on a batch and returns the loss

@@ -21,8 +21,9 @@ from .modules import alone,unchanged
 from .blame import fewest
 
 # %% ../../nbs/core/measure.ipynb #aea50022
-tolerance = 3. # times autocast's error; of 480 families of models three are above it and above .02
-least_steps = 2.5 # rounding steps of the dtype: a gradient that is nearer harms nobody
+# chosen so that the models above are named, and hardly any of the families of models on the page of tested models
+tolerance = 3. # times autocast's error
+least_steps = dict(gradients=2.5, predictions=5.) # rounding steps of the dtype: what is nearer harms nobody
 most_tries = 20 # of the search
 most_items = 16 # of the batch
 
@@ -107,10 +108,11 @@ def compare_with_autocast(
     half, # The `half_precision` of the model
     run, # Function of a `half_precision`, or of None for float32: a list of tensors
     distance, # Function of two such lists: how far the first is from the second, relative to it; inf if not finite
+    of:str='gradients', # Or 'predictions'
 )->Measured:
     "Are results by our rules as exact as under autocast, and if not, which modules are to blame?"
     half = half.as_autocast() # it asks no more
-    autocast,least,passes = half.replace(rules=False, way=None),least_steps*torch.finfo(half.dtype).eps,[]
+    autocast,least,passes = half.replace(rules=False, way=None),least_steps[of]*torch.finfo(half.dtype).eps,[]
     def _run(half):
         passes.append(2 if half is not None and half.rules else 1)
         return run(half)
@@ -123,14 +125,14 @@ def compare_with_autocast(
     reference = _run(autocast)
     if not _finite(reference): raise NotFinite(not_finite[0])
     apart = _off(half, reference)
-    if apart<=least: return Measured(apart=apart, passes=sum(passes))
+    if apart<=least: return Measured(apart=apart, of=of, passes=sum(passes))
     reference = None # no more than two lists at once
     reference = _run(None)
     if not _finite(reference): raise NotFinite(not_finite[1])
     autos,ours = distance(_run(autocast), reference),_off(half, reference)
     most,names = max(least, tolerance*autos),[name for name,way in half.ways.items() if way.beyond_autocast]
     if ours>most: names = fewest(names, lambda some: _off(half.as_autocast(some), reference)<=most, most_tries)
-    return Measured(tuple(names) if ours>most else (), ours, autos, apart, passes=sum(passes))
+    return Measured(tuple(names) if ours>most else (), ours, autos, apart, of, passes=sum(passes))
 
 def _finite(ts): return math.isfinite(squared_norm([t for t in ts if t is not None]))
 
@@ -235,7 +237,7 @@ def measure_predictions(
                 put_back()
         return [t for t in leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
     with alone(model), _parameters_put_back(model.parameters()) as put_back:
-        return compare_with_autocast(half, _run, predictions_apart)._replace(of='predictions')
+        return compare_with_autocast(half, _run, predictions_apart, 'predictions')
 
 # %% ../../nbs/core/measure.ipynb #aea50020
 def checksum(

@@ -4,7 +4,11 @@ Each family's smallest model, with random weights and without dropout, computes 
 float32, with `torch.autocast`, and with our rules, without and with embeddings kept in float32; each twice, as the
 first call casts nothing ahead. What a family is: a module of timm or torchvision, a kind of configuration of
 transformers, which is made tiny. The loss is a fixed linear function of all floating outputs. The part `stream` has
-transformers' GPT-2 and BERT: the gradient's error, memory of activations, and (not with `--float32-kernels`) time."""
+transformers' GPT-2 and BERT: the gradient's error, memory of activations, and (not with `--float32-kernels`) time.
+
+With `--measured` each family's batch is compared with autocast as a learner does with its first one, into a csv of its
+own: which modules compute as under autocast from then on, and the gradient's error then. Of families that are in
+families_cpu.csv, only those that compute in float32 take part."""
 import inspect,logging,multiprocessing,warnings
 from contextlib import nullcontext
 from functools import partial
@@ -19,6 +23,7 @@ from common import *
 from loops import Variant
 from mp_callbacks.core.dtypes import cast_tree
 from mp_callbacks.core.half import half_precision
+from mp_callbacks.core.measure import measure_predictions
 from mp_callbacks.look.plan import plan_memory
 
 libraries = ['timm','torchvision','transformers']
@@ -139,13 +144,17 @@ class Float32Kernels(TorchDispatchMode):
         if f not in products or {o.dtype for o in tensors(args)}!={bf16}: return f(*args, **kwargs)
         return cast_tree(f(*cast_tree(args, torch.float32, bf16), **kwargs), bf16, torch.float32)
 
-def gradient(model, args, kwargs, half=None):
-    "Gradients of all parameters as one vector, of a fixed linear function of the floating outputs, seeded"
-    model.zero_grad()
+def linear_loss(model, args, kwargs, half=None):
+    "A fixed linear function of the floating outputs, seeded"
     torch.manual_seed(1)
     with half or nullcontext(): out = model(*args, **kwargs)
     outs,gen = [o for o in tensors(out) if o.requires_grad],torch.Generator().manual_seed(2)
-    sum((o.float()*torch.randn(o.shape, generator=gen)).sum() for o in outs).backward()
+    return sum((o.float()*torch.randn(o.shape, generator=gen)).sum() for o in outs)
+
+def gradient(model, args, kwargs, half=None):
+    "Gradients of all parameters as one vector, of `linear_loss`"
+    model.zero_grad()
+    linear_loss(model, args, kwargs, half).backward()
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
 
 def tensors(out):
@@ -162,20 +171,30 @@ def shape_of(model):
 
 def relative_error(x, y): return ((x-y).norm()/y.norm()).item()
 
-def family(library, names):
-    "Rows of (precision, metric, value, note)"
+def small_model(library, names):
+    "A family's smallest model without dropout: its name, the model, and inputs of which it may compute one"
     torch.manual_seed(0)
     name,model,inputs = globals()[f'{library}_model'](names)
     for m in model.modules(): # in these libraries `p` is a probability of dropout, too
         for k in ('p','drop_prob','drop_rate','dropout','layerdrop'):
             if isinstance(vars(m).get(k), float): setattr(m, k, 0.)
-    yield 'fp32','parameters',sum(p.numel() for p in model.parameters()),name
+    return name,model,inputs
+
+def in_float32(model, inputs):
+    "The first inputs that the model computes, arguments and keyword arguments, and its gradient"
     for args,kwargs in inputs:
         try: exact = gradient(model, args, kwargs)
         except Exception as e: failed = e
         else: break
     else: raise failed
     if not exact.isfinite().all(): raise ValueError('gradients are not finite in float32')
+    return args,kwargs,exact
+
+def family(library, names):
+    "Rows of (precision, metric, value, note)"
+    name,model,inputs = small_model(library, names)
+    yield 'fp32','parameters',sum(p.numel() for p in model.parameters()),name
+    args,kwargs,exact = in_float32(model, inputs)
     yield 'fp32','again',relative_error(gradient(model, args, kwargs), exact),''
     before = shape_of(model)
     for precision,options in in_half.items():
@@ -188,19 +207,52 @@ def family(library, names):
         except Exception as e: yield precision,'error',0,explained(e)[1]
         yield precision,'whole',shape_of(model)==before,''
 
-def run_family(connection, library, names, kernels):
+def measured_family(library, names):
+    "Rows of (precision, metric, value, note)"
+    name,model,inputs = small_model(library, names)
+    yield 'fp32','parameters',sum(p.numel() for p in model.parameters()),name
+    args,kwargs,exact = in_float32(model, inputs)
+    before,half = shape_of(model),half_precision(model, bf16)
+    found = half.measure(lambda: linear_loss(model, args, kwargs))
+    if found.why: yield 'measured','not measured',0,found.why
+    else:
+        yield 'measured','named',*named(found)
+        yield 'measured','passes',found.passes,''
+        yield 'measured','apart',found.apart,''
+        for precision,error in {'autocast-bf16':found.autocast, 'bf16':found.error}.items():
+            if error is not None: yield precision,'error of the gradient',error,''
+        if found.names or found.error is None: # else it is the one by rules
+            for _ in range(2): # the first call of a model casts nothing ahead
+                after = gradient(model, args, kwargs, half)
+            yield 'measured','error of the gradient',relative_error(after, exact),''
+        else: yield 'measured','error of the gradient',found.error,''
+    try:
+        found = measure_predictions(half_precision(model, bf16), args, kwargs)
+        yield 'measured','named by predictions',*named(found)
+        yield 'measured','predictions apart',found.apart,''
+        if found.error is not None:
+            yield 'autocast-bf16','error of predictions',found.autocast,''
+            yield 'bf16','error of predictions',found.error,''
+    except Exception as e: yield 'measured','predictions not measured',0,explained(e)[1]
+    yield 'measured','whole',shape_of(model)==before,''
+
+def named(found):
+    "How many modules are named, and their names"
+    return len(found.names),' '.join(o or 'the-model-itself' for o in found.names)
+
+def run_family(connection, of, library, names, kernels):
     torch.set_num_threads(1)
     rows = []
     try:
-        with kernels: rows += family(library, names)
+        with kernels: rows += of(library, names)
     except Exception as e: rows.append(('fp32', 'error', 0, explained(e)[1]))
     connection.send(rows)
 
-def in_a_process(library, names, kernels, seconds):
-    "The rows of `family`, computed in a fork, as some models end the process or don't end"
+def in_a_process(of, library, names, kernels, seconds):
+    "The rows that `of` yields, such as `family`, computed in a fork, as some models end the process or don't end"
     fork = multiprocessing.get_context('fork')
     here,there = fork.Pipe()
-    process = fork.Process(target=run_family, args=(there, library, names, kernels), daemon=True)
+    process = fork.Process(target=run_family, args=(there, of, library, names, kernels), daemon=True)
     process.start()
     there.close()
     try: rows = here.recv() if here.poll(seconds) else [('fp32', 'error', 0, f'longer than {seconds} seconds')]
@@ -278,22 +330,74 @@ def failures(df):
     bad = df.metric.isin(['error','oom']) & (df.precision!='fp32') | (df.metric=='whole') & (df.value!=1)
     return df[bad][['part','case','precision','note']].set_index('part')
 
+def measured_summary(df):
+    "How many families of each library could be measured, and of how many a module is named"
+    rows = {}
+    for library,o in df.groupby('part', sort=False):
+        by_gradients,by_predictions = [o[o.metric==k].value for k in ('named','named by predictions')]
+        n,some = len(by_gradients),by_gradients.gt(0).sum()
+        rows[library] = {'families':o.case.nunique(), 'measured':n, 'named':some,
+                         'named, %':100*some/n if n else 0., 'median of passes':o[o.metric=='passes'].value.median(),
+                         'measured by predictions':len(by_predictions),
+                         'named by predictions':by_predictions.gt(0).sum()}
+    return pd.DataFrame(rows).T.rename_axis('library').astype(object)
+
+precisions = {'by rules':'bf16', 'under autocast':'autocast-bf16', 'measured':'measured'}
+
+def those_named(df, metric='named', error='error of the gradient'):
+    "The families of which modules are named: which, and the `error` by rules, under autocast, measured"
+    res = df[(df.metric==metric) & (df.value>0)].set_index(['part','case'])
+    errors = df[df.metric==error].pivot_table(index=['part','case'], columns='precision', values='value')
+    of = {k:errors.get(o, pd.Series(dtype=float)).reindex(res.index) for k,o in precisions.items()}
+    return pd.DataFrame(dict(modules=res.value.map('{:.0f}'.format), names=res.note.map(shortened), **of))
+
+def shortened(names, most=3):
+    "The first of the names in a string"
+    first,rest = names.split()[:most],names.split()[most:]
+    return ', '.join(f'`{o}`' for o in first)+(f', and {len(rest)} others' if rest else '')
+
+def not_measured(df):
+    "Why families could not be measured"
+    bad = df[df.metric.isin(['error','not measured','predictions not measured'])]
+    return bad[['part','case','metric','note']].set_index('part')
+
+def run_measured(args, results, kernels):
+    "The option `--measured`"
+    file = Path(__file__).parent/'results/families_cpu.csv'
+    earlier = pd.read_csv(file, comment='#', keep_default_na=False)
+    failed = {*earlier[(earlier.precision=='fp32') & (earlier.metric=='error')][['part','case']].apply(tuple, axis=1)}
+    with torch.compiler.set_stance('force_eager'): pass # what this imports, each fork would import again
+    for library in [o for o in ('transformers','timm','torchvision') if o in args.only]: # the small models first
+        for name,models in globals()[f'{library}_families']().items():
+            if (library,name) in failed or args.tiny and name not in quick: continue
+            rows = in_a_process(measured_family, library, models, kernels, args.seconds)
+            results.measure(library, name, '', rows)
+    df = results.read()
+    results.write('Model families, measured on one batch, on a CPU',
+                  [markdown(measured_summary(df)), '\n## Named\n', markdown(those_named(df)),
+                   '\n## Named by predictions\n',
+                   markdown(those_named(df, 'named by predictions', 'error of predictions')),
+                   '\n## Not measured\n', markdown(not_measured(df))], of='all families')
+
 def main():
     p = arguments(__doc__)
-    p.add_argument('--only', nargs='*', choices=[*libraries,'stream'], default=[*libraries,'stream'], help='parts [all]')
+    parts = [*libraries,'stream']
+    p.add_argument('--only', nargs='*', choices=parts, default=parts, help='parts [all]')
     p.add_argument('--seconds', type=int, default=120, help='seconds that a family may take [120]')
     p.add_argument('--float32-kernels', action='store_true',
                    help='where bfloat16 is emulated: compute products and convolutions in float32, and round them')
+    p.add_argument('--measured', action='store_true', help='compare a batch with autocast, into another csv')
     torch.set_num_threads(1)
-    args,_,results = start(p, 'families_cpu')
+    args,_,results = start(p, 'measured_families_cpu' if '--measured' in sys.argv else 'families_cpu')
     kernels = Float32Kernels() if args.float32_kernels else nullcontext()
     warnings.filterwarnings('ignore')
     logging.disable(logging.WARNING)
     transformers_model('GPT2Model') # what it imports then, each fork would import again
+    if args.measured: return run_measured(args, results, kernels)
     for library in [o for o in libraries if o in args.only]:
         for name,models in globals()[f'{library}_families']().items():
             if args.tiny and name not in quick: continue
-            results.measure(library, name, '', in_a_process(library, models, kernels, args.seconds))
+            results.measure(library, name, '', in_a_process(family, library, models, kernels, args.seconds))
     for name in ('gpt2','bert') if 'stream' in args.only else ():
         rows = ((Variant('ours', '', o),1,*row) for o,*row in stream(name, kernels, *(1,64) if args.tiny else ()))
         results.measure('stream', name, '', rows)

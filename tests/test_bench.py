@@ -24,19 +24,22 @@ scripts = dict( # its options, and some of what it measures
     host         = ('', 'step_us operations'),
     extras       = ('', 'search_us all_us step_us'),
     families     = ('--only torchvision', 'whole'),
+    measured     = ('', 'named error_of_the_gradient validation_loss'),
     fp8          = ('--only products report', 'taken_out'),
     first_minute = ('', 's venv_mb'),
     quality      = ('--tasks diabetes --seeds 1 --device cpu', 'loss'),
     train        = ('--only mlp --loops fastai --processes 1', 'step_ms cpu_ms faults'),
-    compare      = (f'--against {bench.parent} --only linears --processes 1', 'cpu_ms'))
+    compare      = (f'--against {bench.parent} --only linears --processes 1', 'cpu_ms'),
+    **{'families measured': ('--measured --only torchvision', 'named whole')})
 
 @pytest.mark.slow
 @pytest.mark.parametrize('script', scripts)
 def test_script(script, call, tmp_path):
     "With toy sizes. A table is written, too, and no loop fails that shouldn't."
     options,metrics = scripts[script]
+    script = script.split()[0]
     call(script, '--tiny', '--out', str(tmp_path), *options.split())
-    path, = tmp_path.glob(f'{script}*_tiny.csv')
+    path, = tmp_path.glob(f'*{script}*_tiny.csv')
     comment,*lines = path.read_text().splitlines()
     assert all(o in comment for o in (f'{script}.py --tiny', 'torch', 'fastai', 'cores'))
     found = [*csv.DictReader(o for o in lines if o[:1]!='#')]
@@ -54,13 +57,14 @@ def test_report(call):
     assert [o[1] for o in table]==['bf16','fp16','bf16','bf16','fp16'] # convolutions in bfloat16 only
 
 measure_nothing = dict(train=['--only'], step=['--tensors','--elements'], compare=['--only'],
-                       quality=['--device','cpu'], mutations=['--n','0'])
+                       quality=['--device','cpu'], mutations=['--n','0'], measured=['--only'],
+                       families=['--measured','--only']) # into measured_families_cpu
 
 @pytest.mark.slow
 def test_tables_are_of_the_csv(call, tmp_path):
     "What is committed as a table is what the script makes of the csv file beside it"
     committed = {o.name:o.read_text() for k in measure_nothing for suffix in ('csv','md')
-                 for o in bench.glob(f'results/{k}*.{suffix}')}
+                 for o in bench.glob(f'results/{k}*.{suffix}') if k!='families'}
     for name,text in committed.items():
         if name.endswith('.csv'): (tmp_path/name).write_text(text)
     for script,args in measure_nothing.items(): call(script, '--out', str(tmp_path), *args)

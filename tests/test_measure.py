@@ -8,6 +8,7 @@ from learners import *
 from mp_callbacks.core import measure,modules
 from mp_callbacks.core.measure import Measured,compare_with_autocast,first_items,most_tries,named_by
 from mp_callbacks.core.training_steps import TrainingSteps
+from measured_models import convolves,rows
 from mp_callbacks.core.ways import Way
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
@@ -57,6 +58,19 @@ def loop(model, x, y, n=4, **kwargs):
     return steps
 
 # --- What it finds
+
+@pytest.mark.parametrize('name,dtype', [(o,d) for o in rows for d in (bf16,f16) if d==bf16 or o not in convolves])
+def test_rows(name, dtype):
+    "Gradients are about as exact as under autocast, which by the rules alone they aren't, and few modules are named"
+    torch.manual_seed(0)
+    model,x,y = rows[name]()
+    half,compute_loss = half_precision(model, dtype),lambda: F.mse_loss(model(x[:64]).float(), y[:64])
+    found = half.measure(compute_loss)
+    most = max(measure.tolerance*found.autocast, measure.least_steps['gradients']*torch.finfo(dtype).eps)
+    assert 1<=len(found.names)<=2 and found.error>most
+    with measure.batch_gradients(model, compute_loss) as gradients:
+        full,ours,auto = gradients(None),gradients(half),gradients(half.replace(rules=False))
+        assert measure.gradients_apart(ours, full)<=most and measure.gradients_apart(auto, full)<=found.autocast+1e-6
 
 @pytest.mark.parametrize('call', ['to_bf16','to_fp16'])
 def test_learner(call):

@@ -2,6 +2,7 @@
 
 What it finds computes as under autocast from then on. The answer is kept, and asked for again where it may be
 another."""
+from collections import deque
 from tempfile import TemporaryDirectory
 
 from learners import *
@@ -459,3 +460,75 @@ def test_compiled(part):
     (plain[0] if part else plain).compile(backend=other)
     get_learner(plain).to_bf16(measure=False).fit(1)
     assert frames==other.frame_count
+
+# --- What a model, a loss and callbacks do to what they are given
+
+def in_place(m, x): return m.body(x.sub_(.5))
+def pops(m, x): return m.body(x.pop('x'))
+
+@pytest.mark.parametrize('forward,wrap', [(in_place,noop),(pops,lambda x: dict(x=x))], ids=['in_place','emptied'])
+@pytest.mark.parametrize('how', ['learner','with'])
+def test_a_batch_of_its_own(forward, wrap, how):
+    "Each pass has one: the real one is as it was"
+    def run(**options):
+        torch.manual_seed(0)
+        model,(x,y) = Does(forward, body=mlp()),numbers(64)
+        if how=='with':
+            with half_precision(model, bf16, **options): return model(wrap(x.clone()))
+        batches = [(wrap(a.clone()),b) for a,b in zip(x.split(16), y.split(16))]
+        return flat(weights(fitted(get_learner(model, DataLoaders(batches, [])).to_bf16(**options))))
+    assert torch.equal(run(), run(measure=False))
+
+def test_a_graph_before_the_batch():
+    "Isn't freed: an encoder of its own is trained with it"
+    encoder,model,(x,y) = nn.Linear(8,8),mlp(),numbers(64)
+    compute_loss = lambda model, x, y: F.mse_loss(model(x), y)
+    steps = TrainingSteps(model, torch.optim.SGD(model.parameters(), .1), bf16, compute_loss=compute_loss)
+    z = encoder(x)
+    with steps.batch(z, y): steps.backward(compute_loss(model, z, y))
+    assert steps.make().finite and encoder.weight.grad is not None and steps.state.measured.why==''
+
+class Annealed(nn.Module):
+    "A loss whose second part grows from step to step"
+    def __init__(self): super().__init__(); self.step = 0
+    def forward(self, pred, y):
+        self.step += 1
+        return F.mse_loss(pred, y)+min(1., self.step/9)*pred.square().mean()
+
+class WarmUp(Callback):
+    "The same by a callback, which counts in a tensor, a deque and a set, too"
+    def before_fit(self): self.n,self.t,self.seen,self.kinds = 0,torch.zeros(1),deque(),set()
+    def after_loss(self):
+        self.n += 1
+        self.t += 1
+        self.seen.append(self.n)
+        self.kinds.add(self.n)
+        self.learn.loss_grad = self.loss_grad*min(1., self.n/9)
+
+@pytest.mark.parametrize('way', ['loss','callback'])
+def test_what_loss_and_callbacks_count(way):
+    "Is the same in each pass, so that no module is blamed for it, and afterwards"
+    def run(**options):
+        torch.manual_seed(0)
+        loss,cbs = (Annealed(),[]) if way=='loss' else (MSELossFlat(),[WarmUp()])
+        learn = fitted(get_learner(loss_func=loss, cbs=cbs).to_bf16(**options))
+        if way=='loss': return learn,loss.step
+        return learn,(cbs[0].n,cbs[0].t.item(),[*cbs[0].seen],cbs[0].kinds)
+    (learn,counted),(other,wanted) = run(),run(measure=False)
+    assert answer_of(learn).names==() and answer_of(learn).error is None
+    assert counted==wanted and same_weights(learn, other)
+
+def test_a_cache_is_not_asked():
+    "An object among the arguments may remember what it was given, and so may another thread's call be disturbed"
+    cache = SimpleNamespace(seen=[])
+    def forward(m, x, cache=None):
+        if cache: cache.seen.append(x)
+        return m.body(x)
+    model,(x,_) = Does(forward, body=mlp()),numbers(64)
+    half = half_precision(model, bf16)
+    with half: model(x, cache=cache)
+    assert len(cache.seen)==1 and half.measured is True
+    with half,ThreadPoolExecutor(1) as pool: pool.submit(model, x).result()
+    assert half.measured is True
+    with half: model(x)
+    assert half.measured.of=='predictions'

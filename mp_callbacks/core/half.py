@@ -14,7 +14,7 @@ from functools import partial
 from glob import escape
 from inspect import getattr_static,getclosurevars,signature
 from itertools import chain
-from threading import RLock
+from threading import RLock,current_thread,main_thread
 from traceback import walk_tb
 from types import FunctionType
 from weakref import WeakSet,ref
@@ -35,6 +35,7 @@ from .measure import named_by
 
 # %% ../../nbs/core/half.ipynb #8a140a0e
 _switching = RLock() # one thread at a time
+_plain = torch.Tensor,int,float,complex,str,type(None),torch.dtype,torch.device # what a call may be given again
 _switched_on = WeakSet() # each `Switch` that is on, or that an interrupt has left on in part
 
 class Switch:
@@ -232,9 +233,12 @@ class MeasuredWays(ChosenWays):
         kwargs:dict, # Its keyword arguments
     )->bool: # Has it been asked?
         "Compare predictions with those under autocast, in the first call with two items or more"
-        tensors = [t for t in leaves((args,kwargs)) if isinstance(t, torch.Tensor)]
+        given = leaves((args,kwargs))
+        tensors = [t for t in given if isinstance(t, torch.Tensor)]
         several = tensors and all(t.dim() and len(t)>1 for t in tensors)
-        if not several or not self.goes_beyond or in_transform() or torch.jit.is_tracing(): return False
+        # an object, such as a cache, may remember the passes; and another thread would compute with what is tried
+        alone = all(isinstance(o, _plain) for o in given) and current_thread() is main_thread()
+        if not (several and alone and self.goes_beyond) or in_transform() or torch.jit.is_tracing(): return False
         with _switching:
             if self.measured is not True: return True # another thread has asked
             self._switch.turn_off()

@@ -7,7 +7,8 @@ Docs: https://example.github.io/mp_callbacks/core/measure.html.md"""
 # %% auto #0
 __all__ = ['tolerance', 'least_steps', 'most_tries', 'most_items', 'not_finite', 'Measured', 'named_by', 'squared_norm',
            'NotFinite', 'compare_with_autocast', 'gradients_apart', 'batch_gradients', 'measure_gradients',
-           'predictions_apart', 'measure_predictions', 'checksum', 'first_items', 'answer', 'in_all_processes']
+           'predictions_apart', 'measure_predictions', 'checksum', 'first_items', 'copy_batch', 'answer',
+           'in_all_processes']
 
 # %% ../../nbs/core/measure.ipynb #aea50009
 import math,torch,zlib
@@ -15,7 +16,7 @@ from contextlib import contextmanager,nullcontext
 from typing import NamedTuple
 from torch import nn
 
-from .dtypes import leaves,map_tensors
+from .dtypes import keep_attributes,leaves,map_tensors
 from .grads import reached_leaves
 from .modules import alone,unchanged
 from .blame import fewest
@@ -131,8 +132,9 @@ def compare_with_autocast(
     if not _finite(reference): raise NotFinite(not_finite[1])
     autos,ours = distance(_run(autocast), reference),_off(half, reference)
     most,names = max(least, tolerance*autos),[name for name,way in half.ways.items() if way.beyond_autocast]
-    if ours>most: names = fewest(names, lambda some: _off(half.as_autocast(some), reference)<=most, most_tries)
-    return Measured(tuple(names) if ours>most else (), ours, autos, apart, of, passes=sum(passes))
+    if ours<=most: names = []
+    else: names = fewest(names, lambda some: _off(half.as_autocast(some), reference)<=most, most_tries)
+    return Measured(tuple(names), ours, autos, apart, of, passes=sum(passes))
 
 def _finite(ts): return math.isfinite(squared_norm([t for t in ts if t is not None]))
 
@@ -167,6 +169,7 @@ def _parameters_put_back(params):
 def batch_gradients(
     model:nn.Module, # Model that `compute_loss` calls
     compute_loss, # Function without arguments that calls `model` on a batch, and returns the loss
+    others=(), # More modules that are put back, such as those of a loss, without those inside them
 ):
     """Inside a `with`, a function of a `half_precision` or None, and a loss scale: gradients of the batch, unscaled
 
@@ -179,9 +182,9 @@ def batch_gradients(
         ours = half is not None and half.rules
         with torch.compiler.set_stance('force_eager'):
             if ours: # the first call of a model casts nothing ahead
-                with unchanged(model), half: compute_loss()
+                with unchanged(model, others=others), half: compute_loss()
                 put_back()
-            with unchanged(model), half or nullcontext():
+            with unchanged(model, others=others), half or nullcontext():
                 loss = compute_loss()
                 # inputs, hidden states and parameters elsewhere have gradients of their own
                 beside = [(t,t.grad) for t in reached_leaves(loss)]
@@ -199,11 +202,12 @@ def measure_gradients(
     half, # The `half_precision` of the model
     compute_loss, # Function without arguments that calls the model on a batch, and returns the loss
     scale:float=1., # Loss scale
+    others=(), # More modules that are put back, such as those of a loss, without those inside them
 )->Measured:
     """Are gradients as exact as under autocast? Everything is as before afterwards.
 
     Raises what the batch raises under autocast or in float32, and `NotFinite` if it isn't finite there."""
-    with batch_gradients(half.model, compute_loss) as gradients:
+    with batch_gradients(half.model, compute_loss, others) as gradients:
         for o in dict.fromkeys([scale,1.]):
             def _run(half): return gradients(half, 1. if half is None else o)
             try: return compare_with_autocast(half, _run, gradients_apart)
@@ -233,7 +237,8 @@ def measure_predictions(
         ours = half is not None and half.rules
         with torch.compiler.set_stance('force_eager'):
             for _ in range(1+ours): # the first call of a model casts nothing ahead
-                with unchanged(model), half or nullcontext(): out = model.forward(*args, **kwargs)
+                given,named = copy_batch((args,kwargs))
+                with unchanged(model), half or nullcontext(): out = model.forward(*given, **named)
                 put_back()
         return [t for t in leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
     with alone(model), _parameters_put_back(model.parameters()) as put_back:
@@ -253,6 +258,12 @@ def first_items(
     sizes = {len(t) if t.dim() else 0 for t in leaves(batch) if isinstance(t, torch.Tensor)}
     n = min(most_items, max(sizes, default=0)//2)
     return map_tensors(lambda t: t[:n], batch) if len(sizes)==1 and n>=2 else batch
+
+def copy_batch(
+    batch, # Tensors in any structure
+): # A structure like `batch`
+    "Tensors and containers of one's own, without the graph that made them: a pass may change, empty or free them"
+    return map_tensors(lambda t: keep_attributes(t, t.detach().clone().requires_grad_(t.requires_grad)), batch)
 
 def answer(
     half, # The `half_precision` of the model

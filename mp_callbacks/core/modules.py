@@ -7,12 +7,12 @@ Docs: https://example.github.io/mp_callbacks/core/modules.html.md"""
 # %% auto #0
 __all__ = ['unwrap', 'named_modules', 'compiled_parts', 'parameter_name', 'several_ranks', 'without_ddp', 'training_group',
            'is_sharded', 'reshard', 'reset_ddp', 'reset_shards', 'no_collectives', 'alone', 'remember_buffers',
-           'restore_buffers', 'find_stored', 'as_float32', 'restore_float32', 'fork_rngs', 'unchanged',
-           'replaced_forward', 'StandIn']
+           'restore_buffers', 'find_stored', 'as_float32', 'restore_float32', 'fork_rngs', 'remember_contents',
+           'restore_contents', 'unchanged', 'replaced_forward', 'StandIn']
 
 # %% ../../nbs/core/modules.ipynb #9b1c2a08
 import random,re,sys,torch
-from collections import OrderedDict
+from collections import Counter,OrderedDict,defaultdict,deque
 from contextlib import ExitStack,contextmanager,nullcontext
 from functools import update_wrapper
 from inspect import getattr_static
@@ -232,35 +232,59 @@ def fork_rngs(
                 stack.callback(rngs.set_rng_state, rngs.get_rng_state())
         yield
 
+# %% ../../nbs/core/modules.ipynb #9b1c2a33
+_containers = dict,list,set,deque,OrderedDict,defaultdict,Counter # subclasses of others may refuse to be emptied
+
+def remember_contents(
+    objects, # Lists and dicts, such as the attributes of modules
+)->list: # For `restore_contents`
+    "What is in `objects`, in lists, dicts, sets and deques in them, and the numbers of tensors in them"
+    held = [*objects]
+    held += [o for d in held for o in (d.values() if isinstance(d, dict) else d) if type(o) in _containers]
+    found = [o for d in held if isinstance(d, dict) for o in d.values() if type(o) is torch.Tensor]
+    tensors = [(t,t._version,t.detach().clone()) for t in found if not t.is_inference() and t.layout==torch.strided]
+    return [(o,o.copy()) for o in held],tensors
+
+@torch.no_grad()
+def restore_contents(
+    before, # From `remember_contents`
+):
+    "Put back what was in the objects, which stay the same"
+    containers,tensors = before
+    for o,had in containers:
+        if isinstance(o, dict): _restore_dict(o, had)
+        elif [*map(id, o)]!=[*map(id, had)]:
+            o.clear()
+            (o.update if isinstance(o, set) else o.extend)(had)
+    for t,version,numbers in tensors:
+        if t._version!=version: t.copy_(numbers)
+
+def _restore_dict(o, had):
+    "As it was, but never empty in between: another thread may be reading"
+    for k in [k for k in o if k not in had]: del o[k]
+    for k,v in had.items():
+        if k not in o or o[k] is not v: o[k] = v
+
+# %% ../../nbs/core/modules.ipynb #9b1c2a34
 @contextmanager
 def unchanged(
     model:nn.Module, # Model to look at
     params=(), # More parameters whose gradients are to be restored
     others=(), # More modules, such as those of a loss, without those inside them
 ):
-    "Without gradients; restore them, buffers, attributes of modules, lists and dicts, too, and random numbers"
+    "Restore gradients, of which there are none inside, buffers, attributes of modules, and random numbers"
     modules = [*model.modules(),*others]
     params = [*model.parameters(), *params, *[p for m in others for p in m.parameters(recurse=False)]]
-    held = [*map(vars, modules)]
-    held += [o for d in held for o in d.values() if type(o) in (dict,list,OrderedDict)] # parameters and buffers, too
-    before = [(o,o.copy()) for o in held]
+    before = remember_contents(map(vars, modules)) # with the dicts of parameters and buffers
     buffers = remember_buffers(modules)
     grads = [p.grad for p in params]
     for p in params: p.grad = None
     try:
         with fork_rngs(params): yield
     finally:
-        for o,had in before:
-            if _same_objects(o, had): continue # another thread may be reading
-            o.clear()
-            (o.extend if isinstance(o, list) else o.update)(had)
+        restore_contents(before)
         restore_buffers(buffers)
         for p,g in zip(params,grads): p.grad = g
-
-def _same_objects(o, had):
-    "Do two lists, or two dicts, have the same objects in the same places?"
-    some,others = [[*enumerate(d)] if isinstance(d, list) else [*d.items()] for d in (o,had)]
-    return len(some)==len(others) and all(a==b and x is y for (a,x),(b,y) in zip(some, others))
 
 # %% ../../nbs/core/modules.ipynb #9b1c2a15
 def replaced_forward(

@@ -14,7 +14,8 @@ from fastai.basics import *
 from torch import nn
 
 from ..core.grads import StepStats
-from ..core.modules import remember_buffers,restore_buffers,unchanged,unwrap
+from ..core.modules import remember_buffers,remember_contents,restore_buffers,restore_contents
+from ..core.modules import unchanged,unwrap
 from ..core.half import half_precision
 from ..look.nonfinite import Finding,diagnose
 from ..core.training_steps import CheckedSteps,changed_weights
@@ -81,28 +82,28 @@ def unchanged_learner(
     learn, # `Learner`
     training:bool=True, # Does it look at `dls.train`? If not, at `dls.valid`, too.
 ):
-    "Restore the learner, its callbacks, its model and the random number generators at the end"
+    """Restore the learner, its callbacks, its model and the random number generators at the end
+
+    It gives a function that puts back all but the model at once."""
     dls = training_batches(learn),training_batches(learn, training) # a look at one may change both
     opt,rngs = learn.opt,get_random_states()
     while hasattr(opt, 'opt'): opt = opt.opt
     groups = getattr(opt, 'hypers', None) or getattr(opt, 'param_groups', ())
     data = [getattr(dl, o, None) for dl in dls for o in ('dataset','sampler','batch_sampler','items')]
-    holders = [o for o in (learn,*dls,*data,*learn.cbs,*learn.metrics) if hasattr(o, '__dict__')]
+    holders = [o for o in (learn,learn.loss_func,*dls,*data,*learn.cbs,*learn.metrics) if hasattr(o, '__dict__')]
     holders += [v for o in holders for v in vars(o).values() if isinstance(v, (L,Metric,CheckedSteps))]
     held = [*map(vars, holders),*groups]
-    held += [v for d in held for v in d.values() if isinstance(v, (list,dict))] # as the order that shuffling changes
-    before = [(o,o.copy()) for o in held]
+    before = remember_contents(held) # such as the order that shuffling changes
     for o in held: # copies of the random number generators that loaders, samplers and datasets have draw in their place
-        if isinstance(o, dict): o.update({k:deepcopy(v) for k,v in o.items() if isinstance(v, _generators)})
+        o.update({k:deepcopy(v) for k,v in o.items() if isinstance(v, _generators)})
+    def _put_back():
+        restore_contents(before)
+        set_random_states(**rngs)
     if learn.opt is None: learn.create_opt()
     try:
         params = [p for ps in learn.opt.param_lists for p in ps]
-        with unchanged(learn.model, params, others=loss_modules(learn)): yield
-    finally:
-        for o,had in before:
-            o.clear()
-            (o.extend if isinstance(o, list) else o.update)(had)
-        set_random_states(**rngs)
+        with unchanged(learn.model, params, others=loss_modules(learn)): yield _put_back
+    finally: _put_back()
 
 # %% ../../nbs/learner/explain_skips.ipynb #01e1eea1
 def explain_step(

@@ -23,7 +23,7 @@ from ..core.loss_scale import DynamicLossScale,StaticLossScale
 from ..core.modules import reset_ddp,reshard,training_group,unwrap
 from ..core.grads import prepare_grads
 from ..core.half import half_precision
-from ..core.measure import answer,measure_gradients
+from ..core.measure import answer,copy_batch,measure_gradients
 from ..core.training_steps import CheckedSteps,StepSettings,TrainedModel,check_device,check_float32,closure_noted
 from ..core.training_steps import ask_batch,guarded
 from .fastai_internals import LeanCallback,cancels,hand_over_loss,is_fastai_precision,keep_average,reset_state
@@ -66,9 +66,13 @@ class LearnerModel(TrainedModel):
     def measured(self, half, batch, scale, whole=False):
         learn = self.cb.learn
         def _measure(batch):
-            with unchanged_learner(learn), loss_again(learn) as compute_loss:
-                learn.xb,learn.yb = batch
-                return measure_gradients(half.replace(model=unwrap(learn.model)), compute_loss, scale)
+            with unchanged_learner(learn) as put_back, loss_again(learn) as compute_loss:
+                def _compute():
+                    put_back() # what loss and callbacks have counted
+                    learn.xb,learn.yb = copy_batch(batch)
+                    return compute_loss()
+                model = unwrap(learn.model)
+                return measure_gradients(half.replace(model=model), _compute, scale, self.loss_modules())
         return answer(half, _measure, batch, whole)
 
     def explain(self, half, step): return explain_step(self.cb.learn, half, step.stats, step.batches)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..core.grads import StepStats
 from ..core.modules import alone,several_ranks,unwrap
-from ..core.measure import Measured,answer,measure_gradients
+from ..core.measure import Measured,answer,copy_batch,measure_gradients
 from ..core.half import half_precision
 from ..core.training_steps import name_culprit
 from .nonfinite import Finding,count_nonfinite,diagnose
@@ -67,8 +67,10 @@ class StepExplainer:
     )->Measured:
         "Are gradients of a batch as exact as under autocast?"
         def _measure(batch):
-            xb,yb = batch
-            return measure_gradients(half, lambda: self.compute_loss(half.model, *xb, *yb), scale)
+            def _compute():
+                xb,yb = copy_batch(batch)
+                return self.compute_loss(half.model, *xb, *yb)
+            return measure_gradients(half, _compute, scale)
         return answer(half, _measure, batch, whole)
 
     def explain(self,

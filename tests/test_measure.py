@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 from learners import *
 from mp_callbacks.core import measure,modules
-from mp_callbacks.core.measure import Measured,compare_with_autocast,first_items,most_tries,named_by
+from mp_callbacks.core.measure import Measured,compare_with_autocast,first_items,most_tries
 from mp_callbacks.core.training_steps import TrainingSteps
 from measured_models import convolves,rows
 from mp_callbacks.core.ways import Way
@@ -178,7 +178,7 @@ def test_most_tries(n, cost):
         def run(half):
             if half is None or not half.rules: return [torch.ones(1)]
             tries.append(half)
-            return [torch.ones(1)*(1+len(bad-{*named_by(half.measured)}))]
+            return [torch.ones(1)*(1+len(bad-{*half.as_measured}))]
         found = compare_with_autocast(half, run, measure.gradients_apart)
         assert len(tries)<=most_tries+2 and {*found.names}>=bad
         if len(bad)==1: assert {*found.names}==bad and len(tries)<=cost+2
@@ -260,7 +260,7 @@ def test_memory():
         for p in model.parameters(): live.add(p)
         half.measure(lambda: model(x).square().mean())
         gc.collect()
-    assert half.measured.why=='' and max(live.log)<=(4*4+2+.5)*n # float32 four times, and half precision
+    assert half.answer.why=='' and max(live.log)<=(4*4+2+.5)*n # float32 four times, and half precision
     assert live.now<4.1*n
 
 # --- Asked again
@@ -369,7 +369,7 @@ def test_steps():
         with told() as said: steps = loop(years(), *year_data(), **kwargs)
         assert steps.state.measured.names==('0',) and steps.state.measured.of==of and len(said)==1
     assert loop(years(), *year_data(), measure=False).state.measured is None
-    assert loop(years(), *year_data(), half=half_precision(years(), bf16, measure=False), n=0).half.measured is False
+    assert loop(years(), *year_data(), half=half_precision(years(), bf16, measure=False), n=0).half.asks is False
 
 def test_the_first_call_of_a_with():
     "With two items or more; gradients are on, or off"
@@ -379,9 +379,9 @@ def test_the_first_call_of_a_with():
         half = half_precision(model, bf16)
         with told() as said,half,context():
             with model_eval(model): model(x[:1])
-            assert half.measured is True
+            assert half.asks
             pred = model(x)
-        assert named_by(half.measured)==('0',) and half.measured.of=='predictions' and len(said)==1
+        assert half.as_measured==('0',) and half.answer.of=='predictions' and len(said)==1
         assert (pred-years()(x)).abs().max()<.02 and pred.requires_grad==(context is nullcontext)
         with told() as said,half,context(): model(x)
         assert not said
@@ -392,7 +392,7 @@ def test_predictions_of_a_learner():
     for f in (lambda o: o.validate(), lambda o: o.get_preds(reorder=False)): # in evaluation mode
         learn = get_learner(close_rows(), as_dls(*year_data()), opt_func=SGD).to_bf16()
         with told() as said: f(learn)
-        assert learn.mixed_precision.half.measured.of=='predictions' and len(said)==1
+        assert learn.mixed_precision.half.answer.of=='predictions' and len(said)==1
         assert answer_of(fitted(learn)).names==('rows',)
         learn = in_mode('bf16')
         f(learn)
@@ -403,7 +403,7 @@ def test_measure_in_any_loop():
     model,(x,y) = years(),year_data()
     half = half_precision(model, bf16)
     found = half.measure(lambda: F.mse_loss(model(x), y))
-    assert found.names==('0',)==named_by(half.measured) and found.of=='gradients'
+    assert found.names==('0',)==half.as_measured and found.of=='gradients'
     with half,pytest.raises(RuntimeError, match='outside of `with half:`'): half.measure(noop)
     assert 'Not measured: ValueError: as asked' in str(half.measure(raises(ValueError('as asked'))))
 
@@ -527,8 +527,8 @@ def test_a_cache_is_not_asked():
     model,(x,_) = Does(forward, body=mlp()),numbers(64)
     half = half_precision(model, bf16)
     with half: model(x, cache=cache)
-    assert len(cache.seen)==1 and half.measured is True
+    assert len(cache.seen)==1 and half.asks
     with half,ThreadPoolExecutor(1) as pool: pool.submit(model, x).result()
-    assert half.measured is True
+    assert half.asks
     with half: model(x)
-    assert half.measured.of=='predictions'
+    assert half.answer.of=='predictions'

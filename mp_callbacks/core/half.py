@@ -30,8 +30,7 @@ from .modules import StandIn,as_float32,compiled_parts,find_stored,named_modules
 from .cast import OneCast,in_transform
 from .ways import Float32,HalfContext,Layer,Own,Way,choose_way,kept_dtypes,matches,own_parameters
 from .blame import keep_option
-from .measure import Measured,answer,checksum,measure_gradients,measure_predictions
-from .measure import named_by
+from .measure import Measured,checksum,measure_batch,measure_gradients,measure_predictions
 
 # %% ../../nbs/core/half.ipynb #8a140a0e
 _switching = RLock() # one thread at a time
@@ -74,7 +73,7 @@ class HalfSettings:
     def settings(self)->dict:
         "The arguments that this was made with"
         names = [o for o in signature(type(self)).parameters if o!='measure']
-        return dict({name:getattr(self, name) for name in names}, measure=self.measured)
+        return dict({name:getattr(self, name) for name in names}, measure=self.answer or self.asks)
 
     def replace(self,
         **settings # Arguments that differ, such as `keep`
@@ -94,15 +93,24 @@ class HalfSettings:
         keep = {k:o for k,o in keep.items() if k not in names} # the last rule decides
         return self.replace(keep={**keep, **dict.fromkeys(names, dtype if dtype=='autocast' else dtype_name(dtype))})
 
+    def _begin(self, measure):
+        "Is the model to be measured, or is the answer known?"
+        self.asks,self.answer = measure is True,measure if isinstance(measure, Measured) else None
+
+    @property
+    def as_measured(self)->tuple: # Names of modules
+        "Those that compute as under autocast, as the measure has shown"
+        return self.answer.names if self.answer else ()
+
     def as_autocast(self,
         names=(), # Names of modules
     )->'half_precision':
         "The same, with modules `names` as under autocast, too; it asks no more"
-        return self.replace(measure=Measured(tuple(dict.fromkeys([*named_by(self.measured),*names]))))
+        return self.replace(measure=Measured(tuple(dict.fromkeys([*self.as_measured,*names]))))
 
     def unasked(self)->'half_precision':
         "The same, but it doesn't ask in its first call: for whoever looks at a batch"
-        return self.replace(measure=False) if self.measured is True else self
+        return self.replace(measure=False) if self.asks else self
 
     def choose_ways(self,
         named:dict, # Name -> module, for the modules of the model
@@ -123,7 +131,7 @@ class HalfSettings:
 
     def __setstate__(self, settings):
         vars(self).update(settings)
-        self.measured = vars(self).pop('measure')
+        self._begin(vars(self).pop('measure'))
         self._forget()
 
 # %% ../../nbs/core/half.ipynb #8a140b01
@@ -150,7 +158,7 @@ class ChosenWays(HalfSettings):
         self.ways = self.choose_ways(named)
         how = [(name,type(m).__qualname__,self.ways[name].name) for name,m in named.items()]
         self.checksum = checksum(repr((self.dtype,device_type,how)))
-        for name in named_by(self.measured):
+        for name in self.as_measured:
             if name in named and self.ways[name].beyond_autocast: self.ways[name] = Way('measured')
         _check_ways(self, named)
         self._cast = OneCast(_cast_ahead(named, self.ways), self.dtype)
@@ -188,22 +196,24 @@ class ChosenWays(HalfSettings):
 class MeasuredWays(ChosenWays):
     "Whether the ways are as exact as autocast, asked once, and what follows"
     @property
-    def goes_beyond(self)->bool:
-        "Is there something to measure? In FP8 there is a [report](../look/fp8_report.ipynb) instead."
-        return self.rules and not self.fp8 and any([o.beyond_autocast for o in self.ways.values()])
+    def measurable(self)->bool:
+        "Is there something to measure, and is it wanted? In FP8 there is a [report](../look/fp8_report.ipynb) instead."
+        if not self.asks and self.answer is None or not self.rules or self.fp8: return False
+        return any([o.beyond_autocast for o in self.ways.values()])
 
     @property
     def trains(self)->int:
         "A number for the parameters that train"
         return checksum(str([p.requires_grad for p in self.params]))
 
-    def answered(self,
+    def take_answer(self,
         found:Measured, # An answer
         tell:bool=True, # Warn of modules that are new?
     ):
-        "Compute from now on as the answer says"
-        new = [name for name in found.names if name not in named_by(self.measured)]
-        changed,self.measured = found.names!=named_by(self.measured),found
+        "Compute from now on as the answer says, and don't ask again"
+        new = [name for name in found.names if name not in self.as_measured]
+        changed = found.names!=self.as_measured
+        self.asks,self.answer = False,found
         if not changed: return
         with _switching:
             self._chosen_for = None
@@ -211,7 +221,7 @@ class MeasuredWays(ChosenWays):
         if not new or not tell: return
         named = ', '.join([name or 'the model itself' for name in new[:8]])+', …'*(len(new)>8)
         begin = keep_option(self.keeping(new, 'autocast').keep)
-        if not self.goes_beyond: begin = f'{begin}, or autocast alone: to_native_fp16(), to_native_bf16(), rules=False'
+        if not self.measurable: begin = f'{begin}, or autocast alone: to_native_fp16(), to_native_bf16(), rules=False'
         warn_caller(f"{found} These compute as under autocast from now on: {named}. To begin so: {begin}.")
 
     def measure(self,
@@ -224,27 +234,27 @@ class MeasuredWays(ChosenWays):
         if self.by_install or self._open:
             raise RuntimeError("measure computes the batch under autocast, too. Call it outside of `with half:`.")
         self.refresh()
-        found = answer(self, lambda _: measure_gradients(self, compute_loss, scale), ())
-        self.answered(found.joined(self.measured if isinstance(self.measured, Measured) else None))
+        found = measure_batch(self, lambda _: measure_gradients(self, compute_loss, scale))
+        self.take_answer(found.joined(self.answer))
         return found
 
-    def ask(self,
+    def measure_call(self,
         args:tuple, # Arguments of the model's `forward`
         kwargs:dict, # Its keyword arguments
-    )->bool: # Has it been asked?
+    )->bool: # Is it measured now? Then the call begins anew, as modules may compute otherwise.
         "Compare predictions with those under autocast, in the first call with two items or more"
         given = leaves((args,kwargs))
         tensors = [t for t in given if isinstance(t, torch.Tensor)]
         several = tensors and all(t.dim() and len(t)>1 for t in tensors)
         # an object, such as a cache, may remember the passes; and another thread would compute with what is tried
         alone = all(isinstance(o, _plain) for o in given) and current_thread() is main_thread()
-        if not (several and alone and self.goes_beyond) or in_transform() or torch.jit.is_tracing(): return False
+        if not (several and alone and self.measurable) or in_transform() or torch.jit.is_tracing(): return False
         with _switching:
-            if self.measured is not True: return True # another thread has asked
+            if not self.asks: return True # another thread has
             self._switch.turn_off()
-            try: found = answer(self, lambda o: measure_predictions(self, *o), (args,kwargs))
+            try: found = measure_batch(self, lambda o: measure_predictions(self, *o), (args,kwargs))
             finally: self._update()
-            self.answered(found)
+            self.take_answer(found)
         return True
 
 # %% ../../nbs/core/half.ipynb #8a140b02
@@ -266,7 +276,7 @@ class half_precision(MeasuredWays):
     ):
         _check_types(model, fp8, way)
         self.model,self.dtype,self.keep,self.rules,self.fp8,self.way = model,check_half(dtype),keep,rules,fp8,way
-        self.measured = measure # or the answer, a `Measured`
+        self._begin(measure)
         self._forget()
         self.refresh()
 
@@ -316,8 +326,7 @@ def _table(half):
     for name,module in named_modules(half.model).items():
         way,params = half.ways[name],[p for p in module._parameters.values() if p is not None]
         why = way.why
-        if not name and isinstance(half.measured, Measured) and half.measured.why:
-            why = f"{why and f'{why}; '}{half.measured}"
+        if not name and half.answer and half.answer.why: why = f"{why and f'{why}; '}{half.answer}"
         if not params and not why: continue
         param,size = dtype_name(params[0].dtype) if params else '',sum(p.numel() for p in params)
         compute = dtype_name(way.compute_dtype(half))
@@ -356,7 +365,7 @@ def _whole(owner, half, model, around, forward, args, kwargs):
     "What the model returns, with its weights cast at once"
     if torch.compiler.is_compiling(): return around(forward, args, kwargs)
     of = owner()
-    if of is not None and of.measured is True and of.ask(args, kwargs): return model.forward(*args, **kwargs) # anew
+    if of is not None and of.asks and of.measure_call(args, kwargs): return model.forward(*args, **kwargs)
     call,complete = half.cast.begin(),False
     try:
         res = around(forward, args, kwargs)

@@ -249,9 +249,9 @@ class TrainedModel:
             "compute_loss=, a function of a model and of the batch that returns the loss.")
         return self.explainer.look(batch, half, scale)
 
-    def measured(self, half, batch, scale, whole=False)->Measured:
+    def measure(self, half, batch, scale, whole=False)->Measured:
         "What a batch, or the `whole` of it, shows of precision: are gradients as exact as under autocast?"
-        return self.explainer.measured(half, batch, scale, whole)
+        return self.explainer.measure(half, batch, scale, whole)
 
     def explain(self, half, step): # A `Finding`, or a text
         "What was not finite first in a `GatheredStep`, and what to do"
@@ -305,8 +305,8 @@ class ChosenHalf:
             self.names = names
             if first and (text := emulation(self.trained.device, half.dtype)): warn_caller(text)
         known = None if state is None else state.measured
-        if known is not None and known!=self.half.measured and known.model==self.half.checksum:
-            self.half.answered(known, tell=False)
+        if known is not None and known!=self.half.answer and known.model==self.half.checksum:
+            self.half.take_answer(known, tell=False)
         return self.half
 
     def kept(self,
@@ -431,18 +431,18 @@ def ask_batch(
     "Compare gradients of a batch with those under autocast, unless that was asked before"
     half,state = steps.half,steps.state
     known = state.measured
-    if half.measured is False or not half.goes_beyond or not steps.trained.measures: return False
+    if not half.measurable or not steps.trained.measures: return False
     if not again and known is not None and known.covers(half.checksum, half.trains): return False
     on = half.by_install
     half.remove()
-    try: found = steps.trained.measured(half, batch, state.scaling.loss_scale, again)
+    try: found = steps.trained.measure(half, batch, state.scaling.loss_scale, again)
     finally:
         if on: half.install()
     found = in_all_processes(found, training_group(steps.model))
     if found.why in not_finite and state.steps==state.skips: return False
     found = found.joined(known)
     steps.state = state._replace(measured=found)
-    half.answered(found)
+    half.take_answer(found)
     return bool({*found.names}.difference(known.names if known else ()))
 
 # %% ../../nbs/core/training_steps.ipynb #9b000015
@@ -596,8 +596,8 @@ class CheckedSteps(StepsState):
         losses, # Of the step's batches
     )->StepStats:
         "Measure and clip the gradients of the step"
-        (scaling,steps,*_),opt_params,found = self.state,self.trained.opt_params(),self.half.measured
-        if isinstance(found, Measured) and found!=self.state.measured: # the first call has shown it
+        (scaling,steps,*_),opt_params,found = self.state,self.trained.opt_params(),self.half.answer
+        if found is not None and found!=self.state.measured: # the first call has shown it
             self.state = self.state._replace(measured=found)
         self.last = prepare_grads(opt_params, scaling.loss_scale, self.clip, steps, scaling.wants_amax,
                                   also=self.model_params(), unscaled=True, losses=losses)

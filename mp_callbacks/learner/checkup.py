@@ -207,9 +207,8 @@ _no_call = 'Nothing to measure: no call of this package is on.'
 def _measured(learn, cb, batch):
     if cb is None: return _no_call
     if cb.half.fp8: return 'Nothing to measure in FP8: learn.precision_report() says which layers lose most.'
-    if not cb.half.goes_beyond: return 'Nothing to measure: autocast alone decides.'
-    known = cb.steps.state.measured
-    if known is not None and known.model==cb.half.checksum: return repr(known)
+    if cb.half.answer is not None: return repr(cb.half.answer)
+    if not cb.half.measurable: return 'Nothing to measure: autocast alone decides, or measure=False was given.'
     return 'Not asked yet: the first batch of a fit compares gradients with those under autocast.'
 
 most_seconds = 60 # for the batches, and again for their noise: an epoch may take hours

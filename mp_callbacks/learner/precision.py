@@ -23,7 +23,7 @@ from ..core.loss_scale import DynamicLossScale,StaticLossScale
 from ..core.modules import reset_ddp,reshard,training_group,unwrap
 from ..core.grads import prepare_grads
 from ..core.half import half_precision
-from ..core.measure import answer,copy_batch,measure_gradients
+from ..core.measure import copy_batch,measure_batch,measure_gradients
 from ..core.training_steps import CheckedSteps,StepSettings,TrainedModel,check_device,check_float32,closure_noted
 from ..core.training_steps import ask_batch,guarded
 from .fastai_internals import LeanCallback,cancels,hand_over_loss,is_fastai_precision,keep_average,reset_state
@@ -63,7 +63,7 @@ class LearnerModel(TrainedModel):
     def opt_params(self): return [p for pg in self.opt.param_lists for p in pg]
     def loss_modules(self): return loss_modules(self.cb.learn)
     def predictions(self): return [o for o in leaves(self.cb.learn.pred) if isinstance(o, torch.Tensor)]
-    def measured(self, half, batch, scale, whole=False):
+    def measure(self, half, batch, scale, whole=False):
         learn = self.cb.learn
         def _measure(batch):
             with unchanged_learner(learn) as put_back, loss_again(learn) as compute_loss:
@@ -73,7 +73,7 @@ class LearnerModel(TrainedModel):
                     return compute_loss()
                 model = unwrap(learn.model)
                 return measure_gradients(half.replace(model=model), _compute, scale, self.loss_modules())
-        return answer(half, _measure, batch, whole)
+        return measure_batch(half, _measure, batch, whole)
 
     def explain(self, half, step): return explain_step(self.cb.learn, half, step.stats, step.batches)
     def weights_since(self, first): return weights_since(self.cb.learn, first, self.cb.order)

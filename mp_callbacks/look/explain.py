@@ -12,7 +12,7 @@ from torch import nn
 
 from ..core.grads import StepStats
 from ..core.modules import alone,several_ranks,unwrap
-from ..core.measure import Measured,answer,copy_batch,measure_gradients
+from ..core.measure import Measured,copy_batch,measure_batch,measure_gradients
 from ..core.half import half_precision
 from ..core.training_steps import name_culprit
 from .nonfinite import Finding,count_nonfinite,diagnose
@@ -59,7 +59,7 @@ class StepExplainer:
         xb,yb = batch
         return diagnose(half.model, lambda: self.compute_loss(half.model, *xb, *yb), half, xb, yb, scale)
 
-    def measured(self,
+    def measure(self,
         half:half_precision, # How the model computes
         batch:tuple, # Its inputs and targets
         scale:float, # Loss scale
@@ -71,7 +71,7 @@ class StepExplainer:
                 xb,yb = copy_batch(batch)
                 return self.compute_loss(half.model, *xb, *yb)
             return measure_gradients(half, _compute, scale)
-        return answer(half, _measure, batch, whole)
+        return measure_batch(half, _measure, batch, whole)
 
     def explain(self,
         model:nn.Module, # The model, perhaps wrapped

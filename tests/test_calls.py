@@ -65,6 +65,7 @@ def test_bad_argument(call, name, value, others):
 named = 'The name of the call says it'
 unknown = [('to_bf16','amp_mode',r'to_native_bf16\(\)'), ('to_bf16','headroom',r'to_fp16\(headroom'),
            ('to_bf16','rescue',r'to_fp16\(rescue=…\)'), ('to_native_bf16','flat_master',r'to_bf16\(flat_master=…\)'),
+            ('to_native_bf16','measure',r'to_bf16\(measure=…\)'), ('to_native_fp16','way',r'to_fp16\(way=…\)'),
            ('to_native_fp16','flat_master',r'to_fp16\(flat_master=…\)'), ('to_fp16','dtype',named),
            ('to_fp16','init_scale',r'to_native_fp16\(init_scale'), ('to_native_fp16','dtype',named),
            ('to_native_fp16','loss_scael',"'loss_scael'.$")]

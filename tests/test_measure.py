@@ -160,6 +160,12 @@ def test_sparse_gradients():
     answers = [half_precision(m, bf16).measure(lambda: F.mse_loss(m(x), y)) for m in (sparse,dense)]
     assert answers[0].names==('rows',) and answers[0].error==pytest.approx(answers[1].error, rel=1e-3)
 
+def test_refused():
+    "What is neither True, False nor an answer"
+    model = mlp()
+    for f in (lambda: half_precision(model, bf16, measure=3), lambda: get_learner().to_bf16(measure='no')):
+        with pytest.raises(TypeError, match='measure=.* must be True or False'): f()
+
 def test_nothing_to_measure():
     "No layer, norm, lookup or own parameter; autocast; FP8; who doesn't want it"
     nothing = nn.Sequential(nn.RNN(8,1), Does(lambda m, x: x[0]))

@@ -133,7 +133,7 @@ def test_rule_is_keep():
 
 bad = [({'nothing.*':'f32'},         ValueError, r"'nothing.\*' matches no module. The model has image"),
        ({'head':'bf16'},             ValueError, "computes in torch.bfloat16, and must compute in .* Use 'float32'"),
-       ({'head':'c=f32'},            ValueError, r"keep=\{'head': 'c=f32'\} is not a dtype"),
+       ({'head':'c=f32'},            ValueError, r"keep=\{'head': 'c=f32'\} is neither 'autocast' nor a dtype"),
        ({nn.Linear:'f32'},           TypeError,  'must have name patterns as keys'),
        ('*',                         ValueError, 'nothing is left.*Keep less'),
        ([is_norm, {'head':'f32'}],   TypeError,  'must be a module type, a name pattern'),

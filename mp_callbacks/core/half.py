@@ -274,7 +274,7 @@ class half_precision(MeasuredWays):
         way=None, # Function of a module's name and the module: a `Way` of your own for it, or None
         measure=True, # Compare the first call with autocast? What is less exact computes as autocast then.
     ):
-        _check_types(model, fp8, way)
+        _check_types(model, fp8, way, measure)
         self.model,self.dtype,self.keep,self.rules,self.fp8,self.way = model,check_half(dtype),keep,rules,fp8,way
         self._begin(measure)
         self._forget()
@@ -461,7 +461,7 @@ def check_half(
     raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. Use learn.to_fp32() for float32.")
 
 # %% ../../nbs/core/half.ipynb #bbe22733
-def _check_types(model, fp8, way):
+def _check_types(model, fp8, way, measure):
     "Raise a `TypeError` if arguments of `half_precision` are of other types"
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, and must be an nn.Module. For a learner, pass "
@@ -470,6 +470,8 @@ def _check_types(model, fp8, way):
         raise TypeError(f"fp8={fp8!r} must be an Fp8, as in half_precision(model, torch.bfloat16, fp8=Fp8()).")
     if way is not None and not callable(way):
         raise TypeError(f"way={way!r} must be a function of a module's name and the module. Use way=None for none.")
+    if not isinstance(measure, (bool,Measured)):
+        raise TypeError(f"measure={measure!r} must be True or False, or a Measured, which is an answer.")
 
 def _device_type(model): return next((p.device.type for p in model.parameters() if p.dtype==torch.float32), None)
 

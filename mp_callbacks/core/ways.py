@@ -314,7 +314,7 @@ def _kept_dtype(pattern, value, dtype):
     if value=='autocast': return value
     item = f"keep={{{pattern!r}: {str(value)!r}}}"
     try: res = as_dtype(value)
-    except ValueError as e: raise ValueError(f"{item} is not a dtype: {e}") from None
+    except ValueError as e: raise ValueError(f"{item} is neither 'autocast' nor a dtype: {e}") from None
     if res not in (torch.float32,dtype):
         raise ValueError(f"{item} computes in {res}, and must compute in float32 or {dtype}. "
                          "Use 'float32', 'autocast', or another dtype for the whole model.")

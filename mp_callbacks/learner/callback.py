@@ -54,8 +54,10 @@ def _who_takes(k, call):
     "The call that takes the option `k`, for the error of another `call`; empty if none does"
     if k in ('amp_mode','dtype'): return (" The name of the call says it: to_fp16() or to_bf16(), and for autocast as "
                                           "in fastai learn.to_native_fp16() or learn.to_native_bf16().")
-    other = 'to_bf16' if 'bf16' in call and k=='flat_master' else 'to_fp16' # the other options are for a scale
-    if k in ('keep', *signature(MixedPrecision).parameters): return f" It is an option of learn.{other}({k}=…)."
+    of_both = 'flat_master','way','measure' # the other options are for a scale
+    other = 'to_bf16' if 'bf16' in call and k in of_both else 'to_fp16'
+    ours = 'keep',*of_both,*signature(MixedPrecision).parameters
+    if k in ours: return f" It is an option of learn.{other}({k}=…)."
     if k not in signature(NativeMixedPrecision).parameters: return ''
     return f" Autocast with a GradScaler, as in fastai, is learn.to_native_fp16({k}=…)."
 

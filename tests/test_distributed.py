@@ -205,7 +205,8 @@ def not_rescued(rank):
     with pytest.warns(UserWarning) as warned, pytest.raises(FloatingPointError): learn.fit(5)
     assert any("rescue=True does not keep ['1'] in float32" in str(o.message) for o in warned)==(rank==1)
     assert learn.mixed_precision.state.rescued==()
-    agree(params(learn.model), precision_state(learn))
+    # each has measured a batch of its own
+    agree(params(learn.model), {k:o for k,o in precision_state(learn).items() if not k.startswith('measured')})
 
 # --- What a rank may do alone
 

@@ -29,6 +29,7 @@ from ..core.training_steps import ask_batch,guarded
 from .fastai_internals import LeanCallback,cancels,hand_over_loss,is_fastai_precision,keep_average,reset_state
 from .fastai_internals import within_batch
 from .explain_skips import explain_step,loss_again,loss_modules,unchanged_learner,weights_since
+from .optimizers import steps_at_once
 from .opt_state import clear_state,read_state,write_state
 
 # %% ../../nbs/learner/precision.ipynb #67641138
@@ -227,7 +228,7 @@ class StepEvents:
         opt,numbers = self.learn.opt,read_state(self.learn.opt)
         try:
             clear_state(opt) # optimizers pass all hyper-parameters to their steppers, some of which refuse unknown ones
-            with closure_noted(opt): yield
+            with closure_noted(opt), steps_at_once(opt): yield
         finally: write_state(opt, numbers)
 
     def after_step(self): # fastai calls it after a cancelled step, too

@@ -11,6 +11,7 @@ __all__ = ['fit_device', 'keep_freed_memory', 'LearnerModel', 'LearnerSteps', 'P
 # %% ../../nbs/learner/precision.ipynb #e07cead4
 import torch
 from contextlib import contextmanager
+from functools import cache
 from inspect import signature
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
@@ -41,6 +42,7 @@ def fit_device(
     return torch.device(dev) if dev is not None else next(learn.model.parameters(), torch.empty(0)).device
 
 # %% ../../nbs/learner/precision.ipynb #4b0c7a12
+@cache # once for a process
 def keep_freed_memory():
     "Let glibc keep up to 64 MB at the end of its heap, instead of giving it back to the system in each batch"
     torch.UntypedStorage(2**25-2**15, device='cpu') # freed at once; with a header, at most 2**25 bytes count

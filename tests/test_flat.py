@@ -293,9 +293,9 @@ def test_numbers_of_numpy():
 @pytest.mark.parametrize('name', optimizers)
 def test_temporaries(name, monkeypatch):
     "At most four times the parameters of a list: 64 MB"
-    most,_ = module._limits(torch.device('cuda'))
+    most,*_ = module._limits(torch.device('cuda'))
     assert 4*most==64*2**20
-    monkeypatch.setattr(module, '_limits', lambda device: (2**20,2**20))
+    monkeypatch.setattr(module, '_limits', lambda device: (2**20,2**20,2))
     opt = optimizers[name]([nn.Parameter(torch.randn(3*2**14)) for _ in range(24)])
     new_grads(opt)
     step_at_once(opt) # makes the state

@@ -104,12 +104,12 @@ def check_flat(
 # %% ../../nbs/learner/optimizers.ipynb #b0a4b5ba
 def _kind(p, state):
     "What parameters have in common that are stepped on at once; None if `p` is stepped on by itself"
-    grad,(_,largest) = p.grad,_limits(p.device)
+    grad,dtype = p.grad,p.dtype
     if type(p) is not nn.Parameter or type(grad) is not Tensor or grad.layout is not torch.strided: return
-    if p.dtype not in (torch.float32,torch.float64) or grad.dtype!=p.dtype or not 0<p.nbytes<=largest: return
-    res = [p.dtype,p.device]
+    if dtype not in (torch.float32,torch.float64) or grad.dtype is not dtype: return
+    res = [dtype,p.device]
     for k,v in state.items():
-        if type(v) is Tensor and v.dtype==p.dtype: res.append(k)
+        if type(v) is Tensor and v.dtype is dtype: res.append(k)
         elif isinstance(v, (Number,str,type(None))): res.append((k,type(v),v))
         else: return
     return tuple(res)
@@ -124,26 +124,32 @@ def _overlap(params):
 
 # %% ../../nbs/learner/optimizers.ipynb #3e0a51b7
 def _limits(device):
-    "Bytes of the parameters that are stepped on at once, and of the largest of them"
-    return (2**20,2**17) if device.type=='cpu' else (2**24,2**24)
+    "Of a list: bytes of its parameters, bytes of the largest of them, and how many it has at least"
+    return (2**20,2**17,8) if device.type=='cpu' else (2**24,2**24,2)
 
 def _split(opt, params, hyper):
     "Those of `params` with a gradient: lists of those to step on at once, and those to step on one by one"
-    alone,portions,room = [],defaultdict(list),{}
+    alone,kinds,lists = [],defaultdict(list),[]
     fixed = not any(isinstance(v, Tensor) for v in hyper.values())
     for p in params:
-        if p.grad is None: continue
-        kind = _kind(p, opt.state[p]) if fixed else None
-        if kind is None: alone.append(p)
-        else:
-            if p.nbytes>room.get(kind, 0):
-                portions[kind].append([])
-                room[kind],_ = _limits(p.device)
-            portions[kind][-1].append(p)
-            room[kind] -= p.nbytes
-    lists = [ps for o in portions.values() for ps in o]
-    at_once = [len(ps)>1 and _known_to_work(opt, ps, hyper) for ps in lists]
-    return [o for o,ok in zip(lists, at_once) if ok],alone+[p for o,ok in zip(lists, at_once) if not ok for p in o]
+        if p.grad is not None: kinds[_kind(p, opt.state[p]) if fixed else None].append(p)
+    alone += kinds.pop(None, [])
+    for ps in kinds.values():
+        (most,largest,fewest),found,room = _limits(ps[0].device),[],0
+        for p in ps:
+            n = p.nbytes
+            if not 0<n<=largest:
+                alone.append(p)
+                continue
+            if n>room:
+                found.append([])
+                room = most
+            found[-1].append(p)
+            room -= n
+        for o in found:
+            if len(o)>=fewest and _known_to_work(opt, o, hyper): lists.append(o)
+            else: alone += o
+    return lists,alone
 
 # %% ../../nbs/learner/optimizers.ipynb #a8a813ed
 def _call_steppers(opt, p, state, hyper):
@@ -154,10 +160,11 @@ def _call_steppers(opt, p, state, hyper):
 
 def _step_list(opt, params, states, hyper):
     "Step on `params`, which are of one kind, at once"
-    p = TensorList([p.data for p in params], TensorList([p.grad.data for p in params]))
+    p = TensorList([p.data for p in params], TensorList([p.grad for p in params]))
     before = {k:TensorList([s[k] for s in states]) if isinstance(v, Tensor) else v for k,v in states[0].items()}
     state = dict(before)
-    try: _call_steppers(opt, p, state, hyper)
+    try:
+        with torch.no_grad(): _call_steppers(opt, p, state, hyper)
     finally:
         for k,v in state.items():
             if k in before and v is before[k]: continue

@@ -127,7 +127,7 @@ def _limits(device):
     "Of a list: bytes of its parameters, bytes of the largest of them, and how many it has at least"
     return (2**20,2**17,8) if device.type=='cpu' else (2**24,2**24,2)
 
-def _split(opt, params, hyper):
+def _listed(opt, params, hyper):
     "Those of `params` with a gradient: lists of those to step on at once, and those to step on one by one"
     alone,kinds,lists = [],defaultdict(list),[]
     fixed = not any(isinstance(v, Tensor) for v in hyper.values())
@@ -203,7 +203,7 @@ def _known_to_work(opt, params, hyper):
 # %% ../../nbs/learner/optimizers.ipynb #d123aba0
 def _step_at_once(opt, closure=None):
     "Do what `Optimizer.step` does, with many parameters at once"
-    groups = [(*_split(opt, params, hyper),hyper) for params,hyper in zip(opt.param_lists, opt.hypers)]
+    groups = [(*_listed(opt, params, hyper),hyper) for params,hyper in zip(opt.param_lists, opt.hypers)]
     if closure is not None or _overlap([p for lists,_,_ in groups for ps in lists for p in ps]):
         return type(opt).step(opt, closure)
     for lists,alone,hyper in groups:

@@ -228,6 +228,21 @@ def test_neighbours(lists):
     twins.steps(3)
     assert [*map(len, lists)]==[2]*3
 
+@pytest.mark.parametrize('share', ['gradient','large'])
+def test_shared_with_another(share, lists):
+    "A gradient that weight decay is added to, and a parameter that is a part of one that is too large for a list"
+    def _make(groups):
+        small,large = groups[0][:-1],groups[0][-1]
+        if share=='large': small[0].data = large.data[:3]
+        return SGD(groups, lr=.1, wd=.1, decouple_wd=False)
+    twins = Twins(_make, [[nn.Parameter(torch.randn(n)) for n in (3,3,2**16)]])
+    for _ in range(3):
+        twins.each(new_grads)
+        for o in twins.opts:
+            if share=='gradient': params(o)[1].grad = params(o)[0].grad
+        twins.step()
+    assert not lists
+
 def of(*steppers): return lambda ps: Optimizer(ps, [*steppers,sgd_step], lr=.1)
 
 def ema(p, ema=0., **kwargs): return {'ema': ema*.9+p.grad*.1, 'seen': 1}

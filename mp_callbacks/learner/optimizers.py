@@ -114,18 +114,21 @@ def _kind(p, state):
         else: return
     return tuple(res)
 
-def _overlap(params):
-    "Do two of `params` share memory, or are they the same?"
-    def _span(p):
-        n = p.numel() if p.is_contiguous() else 1+sum([(n-1)*s for n,s in zip(p.shape,p.stride())])
-        return p.data_ptr(),p.data_ptr()+n*p.element_size()
-    spans = sorted(map(_span, params))
+def _overlap(tensors):
+    "Do two of `tensors` share memory, or are they the same?"
+    def _span(t):
+        start,gaps = t.data_ptr(),not t.is_contiguous()
+        n = (1+sum([(n-1)*s for n,s in zip(t.shape,t.stride())]))*t.element_size() if gaps else t.nbytes
+        return start,start+n
+    spans = sorted(map(_span, tensors))
     return any(a[1]>b[0] for a,b in zip(spans, spans[1:]))
 
 # %% ../../nbs/learner/optimizers.ipynb #3e0a51b7
+_few = 8 # parameters that take longer as a list than one by one, on a CPU
+
 def _limits(device):
     "Of a list: bytes of its parameters, bytes of the largest of them, and how many it has at least"
-    return (2**20,2**17,8) if device.type=='cpu' else (2**24,2**24,2)
+    return (2**20,2**17,_few) if device.type=='cpu' else (2**24,2**24,2)
 
 def _listed(opt, params, hyper):
     "Those of `params` with a gradient: lists of those to step on at once, and those to step on one by one"
@@ -204,8 +207,10 @@ def _known_to_work(opt, params, hyper):
 def _step_at_once(opt, closure=None):
     "Do what `Optimizer.step` does, with many parameters at once"
     groups = [(*_listed(opt, params, hyper),hyper) for params,hyper in zip(opt.param_lists, opt.hypers)]
-    if closure is not None or _overlap([p for lists,_,_ in groups for ps in lists for p in ps]):
-        return type(opt).step(opt, closure)
+    listed = [p for lists,_,_ in groups for ps in lists for p in ps]
+    if closure is not None or not listed: return type(opt).step(opt, closure)
+    others = [p for _,alone,_ in groups for p in alone if type(p) is nn.Parameter and p.layout is torch.strided]
+    if _overlap(listed+others) or _overlap([p.grad for p in listed]): return type(opt).step(opt)
     for lists,alone,hyper in groups:
         for ps in lists: _step_list(opt, ps, [opt.state[p] for p in ps], hyper)
         for p in alone: _call_steppers(opt, p, opt.state[p], hyper)
@@ -217,7 +222,7 @@ def steps_at_once(
 ):
     "Inside a `with`, `opt.step` does what it does with many parameters at once, if `opt` can"
     opt = _inner(opt)
-    if _why_not(opt): yield
+    if _why_not(opt) or sum(map(len, opt.param_lists))<_few: yield
     else:
         try:
             opt.step = partial(_step_at_once, opt)

@@ -19,7 +19,7 @@ def of(loop, opt, *precisions): return [Variant(loop, opt, o) for o in precision
 full,auto,copies = ('fp32','tf32'),('autocast-fp16','autocast-bf16'),('fp16','bf16')
 every = [*of('hand', 'fused', *full, *auto, *copies), *of('fastai', 'fused', *full, *auto),
          *of('ours', 'fused', *auto, *copies), *of('fastai', 'fastai', 'fp32', *auto, 'fp16'),
-         *of('ours', 'fastai', *auto, *copies), *of('fastai', 'flat', 'fp16'), *of('ours', 'flat', *copies)]
+         *of('ours', 'fastai', *auto, *copies), *of('fastai', 'flat', 'fp16')]
 in_mpx = [*of('hand', 'fused', *full, 'autocast-bf16'), *of('fastai', 'fused', 'fp32'),
           *of('ours', 'fused', *auto, *copies)]
 in_compiled = [*of('hand', 'fused', *full), *of('ours', 'fused', *auto, *copies),

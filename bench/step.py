@@ -15,7 +15,7 @@ bare = of('bare', '', 'fp32', *copies)
 fused = [*of('hand', 'fused', 'fp32', *auto, *copies), *of('fastai', 'fused', 'fp32', *auto),
          *of('ours', 'fused', *auto, *copies)]
 adam = [*of('hand', 'fastai', 'fp32'), *of('fastai', 'fastai', 'fp32', *auto, 'fp16'),
-        *of('ours', 'fastai', *auto, *copies), *of('fastai', 'flat', 'fp16'), *of('ours', 'flat', *copies)]
+        *of('ours', 'fastai', *auto, *copies), *of('fastai', 'flat', 'fp16')]
 
 def table(df):
     "Milliseconds per step beside forward and backward"

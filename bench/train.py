@@ -23,7 +23,6 @@ def variants(precisions, dev):
     res = []
     for opt in ('fastai','fused'):
         res += of('hand', opt, 'fp32', *half)+of('fastai', opt, 'fp32', *auto)+of('ours', opt, *half)
-    res += of('ours', 'flat', *precisions)
     if 'fp16' in precisions: res += of('fastai', 'fastai', 'fp16')+of('fastai', 'flat', 'fp16')
     return res+peer_variants(dev)
 

@@ -56,6 +56,12 @@ def flags(request):
     return {*marks}-{*left_out(request.config)}
 
 @pytest.fixture(autouse=True)
+def short_lists(monkeypatch):
+    "Small models step at once, too: on a CPU, fewer than 8 parameters would be stepped on one by one"
+    from mp_callbacks.learner import optimizers
+    monkeypatch.setattr(optimizers, '_few', 2)
+
+@pytest.fixture(autouse=True)
 def on_cpu(request):
     "Learners are on the CPU, also where there is a GPU, but for tests marked `cuda`"
     if torch_core := sys.modules.get('fastai.torch_core'):

@@ -104,7 +104,7 @@ class PatientWithTwin:
         for o in (learn.model[2], learn.loss_func): o.fault = fault
         fault.learn = learn
         opt,step = type(getattr(learn.opt, 'opt', learn.opt)),'step'
-        if getattr(learn.mixed_precision, 'flat_master', False): opt,step = optimizers,'_step_groups'
+        if isinstance(learn.opt, Optimizer): opt,step = optimizers,'_step_at_once'
         own = getattr(opt, step)
         @wraps(own)
         def _first(*args, **kwargs):

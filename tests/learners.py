@@ -27,6 +27,15 @@ modes = dict( # the scale starts where nothing overflows, so that no step is ski
     bf16         = lambda learn, **kwargs: learn.to_bf16(**kwargs),
     native_fp16  = lambda learn, **kwargs: learn.to_native_fp16(**{'init_scale':2.**10, **kwargs}),
     native_bf16  = lambda learn, **kwargs: learn.to_native_bf16(**kwargs))
+def one_by_one(opt_func):
+    "`opt_func`, with a first stepper that isn't marked as elementwise: fastai's own step goes through its parameters"
+    def _make(*args, **kwargs):
+        opt = opt_func(*args, **kwargs)
+        steppers = getattr(opt, 'opt', opt).cbs
+        steppers[0] = partial(steppers[0])
+        steppers[0].elementwise = False
+        return opt
+    return _make
 def roundoff(mode): return 2**-11 if 'fp16' in mode else 2**-8
 calls = 'to_fp16 to_bf16 to_native_fp16 to_native_bf16'.split()
 

@@ -163,7 +163,9 @@ tf32 = "such as 4, without TF32: torch.set_float32_matmul_precision('high')."
 
 slow = [ # heading, a part of what is said or '' for not a word, a learner, and the times of its batches
     ('Fused optimizer', "fastai's optimizer steps on 6 parameters one after the other. PyTorch has one that steps on "
-                        f'all at once: {adamw}', lambda: get_learner().to_bf16(), quick),
+                        f'all at once: {adamw}', get_learner, quick),
+    ('Fused optimizer', f"fastai's optimizer steps on 6 parameters. A fused one of PyTorch is faster: {adamw}",
+        lambda: get_learner().to_bf16(), quick),
     ('Fused optimizer', sgd, lambda: get_learner(opt_func=SGD).to_fp16(), quick),
     ('Fused optimizer', 'opt=torch.optim.Adam, fused=True).',
         lambda: get_learner(opt_func=partial(Adam, decouple_wd=False)), quick),

@@ -27,7 +27,8 @@ def trained(rank, mode, net={}, opt_func=adamw, policy=False, accumulate=None, *
     assert all(p.dtype==torch.float32 for p in whole(learn))
     assert [*log.finite]==[True,True,False,True]+[True]*4 if not accumulate else log.skipped.any()
     agree(whole(learn), [*log.norm[log.finite]])
-    if not mode.startswith('native') and mode!='fp8': assert 'with fully_shard (FSDP2)' in learn.mixed_precision.state.measured.why
+    known = learn.mixed_precision.state.measured
+    if mode in ('fp16','bf16'): assert 'with fully_shard (FSDP2)' in known.why
 
 def validated_first(rank, mode):
     "A forward pass without a backward pass leaves gathered parameters behind: an optimizer made then wouldn't train"

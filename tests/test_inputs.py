@@ -1,6 +1,6 @@
 "Odd models and data: what reaches model and loss, and the learner afterwards is an ordinary one in float32"
 import cloudpickle,learners
-from mp_callbacks.learner.optimizers import flat_steps
+from mp_callbacks.learner.optimizers import steps_at_once
 from mp_callbacks.core.grads import prepare_grads
 from interpreters import paste
 from learners import *
@@ -189,6 +189,6 @@ def test_default_device():
     for p in ps: p.grad = torch.ones_like(p)
     with torch.device('meta'):
         opt = Adam(ps, lr=.1)
-        with flat_steps(opt): opt.step()
+        with steps_at_once(opt): opt.step()
         norm = prepare_grads(ps, 2., 1.).norm
     assert norm==pytest.approx(3005**.5/2)

@@ -194,6 +194,31 @@ def test_only_learner_changes_fastai(imports):
     others,learner = ast.literal_eval(paste(f'parts = {parts}\n{changes}', root).splitlines()[-1])
     assert others==[] and {*learner}=={f'fastai.learner.Learner.{o}' for o in methods}
 
+progress = """if True:
+    {first}
+    import mp_callbacks.all,pickle
+    from fastcore.basics import defaults
+    def names(): return ' '.join(o.__name__ for o in defaults.callbacks)
+    print(names())
+    import fastai.callback.fp16 as fp16
+    {then}
+    import fastai.callback.progress as progress
+    from fastai.callback.progress import ProgressCallback
+    print(fp16.ProgressCallback is ProgressCallback is type(pickle.loads(pickle.dumps(ProgressCallback()))))
+    print(progress.__spec__.origin==progress.__file__, names())"""
+bare,full = 'TrainEvalCallback Recorder CastToTensor','TrainEvalCallback Recorder CastToTensor ProgressCallback'
+
+@pytest.mark.slow
+@pytest.mark.parametrize('first,then,had', [
+    ('from fastai.learner import *', '', bare), ('', 'from fastai.callback.progress import *', bare),
+    ('', 'from fastai.callback.all import *', bare), ('', 'p = pickle.dumps(fp16.ProgressCallback())', bare),
+    ('from fastai.basics import *', 'from fastai.text.all import *', bare),
+    ('from fastai.callback.progress import *', '', full), ('from fastai.callback.all import *', '', full)])
+def test_one_progress_bar(first, then, had):
+    "Without an import of its own new learners have none; with it, before or after ours, it's one class, and there once"
+    lines = paste(progress.format(first=first, then=then), root).splitlines()
+    assert lines==[had, 'True', f'True {full}'], lines
+
 public = ('ModelToHalf MixedPrecision NativeMixedPrecision PrecisionRecorder half_precision StepStats Policy '
           'DynamicLossScale StaticLossScale').split()
 

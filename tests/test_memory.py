@@ -3,6 +3,7 @@ import gc,platform
 
 from learners import *
 from mp_callbacks.core import cast
+from mp_callbacks.learner.precision import keep_freed_memory
 from mp_callbacks.look.plan import LiveBytes
 
 def make_model(sizes=[256]*33, bias=True):
@@ -71,3 +72,10 @@ def test_page_faults():
     env['PYTHONPATH'] = os.pathsep.join(sys.path)
     cmd = [sys.executable, '-W', 'ignore', '-c', faults_per_step]
     assert int(subprocess.run(cmd, env=env, capture_output=True, text=True, check=True).stdout)<2*1024
+
+def test_glibc_is_told_once():
+    "And not before each fit: the threshold stays"
+    keep_freed_memory.cache_clear()
+    fitted(get_learner().to_bf16(), 1).fit(1)
+    told = keep_freed_memory.cache_info()
+    assert told.misses==1 and told.hits>=1

@@ -9,7 +9,6 @@ __all__ = ['options_of', 'MixedPrecision', 'NativeMixedPrecision', 'ModelToHalf'
 
 # %% ../../nbs/learner/callback.ipynb #5a86dc84
 import re,torch
-from contextlib import contextmanager,nullcontext
 from dataclasses import replace
 from functools import wraps
 from inspect import Parameter,signature
@@ -19,7 +18,7 @@ from torch import nn
 from ..core.devices import warn_caller
 from ..core.loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale,default_headroom
 from ..core.half import check_half,half_precision
-from .optimizers import check_flat,flat_steps
+from .optimizers import check_flat
 from ..core.fp8 import Fp8
 from ..core.training_steps import StepSettings,check_bools,first_scale,shared_options
 from .precision import PrecisionCallback,PrecisionPart,fit_device
@@ -88,7 +87,7 @@ class MixedPrecision(PrecisionCallback):
     @options_of(StepSettings.__init__, positional=['clip'], named=[*shared_options, 'rescue'])
     def __init__(self,
         loss_scale:float|str|StaticLossScale|DynamicLossScale=512, # Scale if `dynamic=False`; loss scale or preset
-        flat_master:bool=False, # Step small tensors as one? Faster with fastai's Adam, see [flat](optimizers.ipynb)
+        flat_master:bool=False, # Raise an error if the optimizer can't [step on all at once](optimizers.ipynb)?
         dynamic:bool=True, # Adapt the scale? Steps with gradients that are not finite are skipped either way.
         max_loss_scale:float=2.**24, # Largest value of a dynamic scale, and its start without `headroom`
         div_factor:float=2., # Factor that a dynamic scale grows and shrinks by
@@ -128,10 +127,6 @@ class MixedPrecision(PrecisionCallback):
                              "which add both. For fastai's MixedPrecision(), use NativeMixedPrecision().")
         super().check(learn)
         if self.flat_master and learn.opt is not None: check_flat(learn.opt)
-
-    @contextmanager
-    def step(self):
-        with super().step(), flat_steps(self.learn.opt) if self.flat_master else nullcontext(): yield
 
 # %% ../../nbs/learner/callback.ipynb #31c1a4ef
 class NativeMixedPrecision(PrecisionCallback):

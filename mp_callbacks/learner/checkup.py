@@ -95,8 +95,10 @@ def _optimizer(learn, cb, times):
     steppers = [getattr(o, '__name__', '') for o in opt.cbs]
     fused = next((_fused[o] for o in steppers if o in _fused), '')
     if fused=='AdamW' and 'l2_reg' in steppers: fused = 'Adam'
-    return fused and (f"fastai's optimizer steps on {n} parameters one after the other. PyTorch has one that steps on "
-                      f"all at once: opt_func=partial(OptimWrapper, opt=torch.optim.{fused}, fused=True).")
+    line = f"opt_func=partial(OptimWrapper, opt=torch.optim.{fused}, fused=True)."
+    if cb is None: return fused and (f"fastai's optimizer steps on {n} parameters one after the other. PyTorch has one "
+                                     f"that steps on all at once: {line}")
+    return fused and f"fastai's optimizer steps on {n} parameters. A fused one of PyTorch is faster: {line}"
 
 _convs = nn.Conv2d,nn.ConvTranspose2d # the layers that the memory format channels last is for
 

@@ -12,6 +12,7 @@ __all__ = ['cancels', 'look_name', 'is_fastai_precision', 'LeanCallback', 'reset
 # %% ../../nbs/learner/fastai_internals.ipynb #abb3314b
 import math,sys,torch
 from contextlib import contextmanager
+from importlib.util import spec_from_loader
 
 from fastai.callback.core import *
 from fastcore.basics import defaults
@@ -19,11 +20,28 @@ from fastcore.basics import defaults
 from ..core.modules import several_ranks
 
 # %% ../../nbs/learner/fastai_internals.ipynb #a82b7d5f
+class _Again:
+    "Python's finder and loader of a module that has run: its next import calls `then`, and gives the same module"
+    def __init__(self, module, then):
+        self.module,self.then,self.spec = module,then,module.__spec__
+        del sys.modules[module.__name__]
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name, path=None, target=None):
+        return spec_from_loader(name, self) if name==self.module.__name__ else None
+
+    def create_module(self, spec): return self.module
+    def exec_module(self, module):
+        sys.meta_path.remove(self)
+        module.__spec__ = self.spec # Python has replaced it
+        self.then()
+
 _had_progress = 'fastai.callback.progress' in sys.modules
 import fastai.callback.fp16,fastai.callback.channelslast
 if not _had_progress and 'fastai.callback.progress' in sys.modules: # else somebody has done this before
-    defaults.callbacks.remove(fastai.callback.progress.ProgressCallback)
-    del sys.modules['fastai.callback.progress'] # the next import runs it again
+    _bar = fastai.callback.progress.ProgressCallback
+    defaults.callbacks.remove(_bar)
+    _Again(fastai.callback.progress, lambda: _bar in defaults.callbacks or defaults.callbacks.append(_bar))
 
 # %% ../../nbs/learner/fastai_internals.ipynb #e8022c34
 def is_fastai_precision(

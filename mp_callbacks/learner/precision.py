@@ -11,6 +11,7 @@ __all__ = ['fit_device', 'keep_freed_memory', 'LearnerModel', 'LearnerSteps', 'P
 # %% ../../nbs/learner/precision.ipynb #e07cead4
 import torch
 from contextlib import contextmanager
+from functools import cache
 from inspect import signature
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
@@ -29,6 +30,7 @@ from ..core.training_steps import ask_batch,guarded
 from .fastai_internals import LeanCallback,cancels,hand_over_loss,is_fastai_precision,keep_average,reset_state
 from .fastai_internals import within_batch
 from .explain_skips import explain_step,loss_again,loss_modules,unchanged_learner,weights_since
+from .optimizers import steps_at_once
 from .opt_state import clear_state,read_state,write_state
 
 # %% ../../nbs/learner/precision.ipynb #67641138
@@ -40,6 +42,7 @@ def fit_device(
     return torch.device(dev) if dev is not None else next(learn.model.parameters(), torch.empty(0)).device
 
 # %% ../../nbs/learner/precision.ipynb #4b0c7a12
+@cache # once for a process
 def keep_freed_memory():
     "Let glibc keep up to 64 MB at the end of its heap, instead of giving it back to the system in each batch"
     torch.UntypedStorage(2**25-2**15, device='cpu') # freed at once; with a header, at most 2**25 bytes count
@@ -231,7 +234,7 @@ class StepEvents:
         opt,numbers = self.learn.opt,read_state(self.learn.opt)
         try:
             clear_state(opt) # optimizers pass all hyper-parameters to their steppers, some of which refuse unknown ones
-            with closure_noted(opt): yield
+            with closure_noted(opt), steps_at_once(opt): yield
         finally: write_state(opt, numbers)
 
     def after_step(self): # fastai calls it after a cancelled step, too

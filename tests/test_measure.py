@@ -137,6 +137,26 @@ def test_an_error_that_autocast_does_not_raise(mode):
     assert answer_of(learn).names==('',) and answer_of(learn).error==math.inf
     assert 'an error or not finite by our rules' in str(answer_of(learn))
 
+def zeros_like(h): return torch.zeros(h.shape)
+def index(h): return torch.arange(len(h))[:,None].expand(h.shape)
+
+writes = { # into float32 zeros, or with a function that has no half precision
+    'scatter':   lambda h: zeros_like(h).scatter(0, index(h), h),
+    'index_put': lambda h: zeros_like(h).index_put((torch.arange(len(h)),), h),
+    'complex':   lambda h: torch.complex(h[:,::2].contiguous(), h[:,1::2].contiguous()).abs().repeat(1, 2)}
+
+# complex numbers of a layer's results fail under autocast, too
+@pytest.mark.parametrize('write,rows_from', [*[(o,'lookup') for o in writes],('scatter','own'),('index_put','own')])
+def test_what_only_float32_can_write(write, rows_from):
+    "Works as under autocast; the module that makes the rows is named"
+    if rows_from=='own':
+        model = Does(lambda m, i: m.out(writes[write](m.inp(m.rows(i).detach())*m.gain)), gain=torch.ones(16),
+                     rows=nn.Embedding(80,16), inp=nn.Linear(16,16), out=nn.Linear(16,1))
+    else: model = Does(lambda m, i: m.out(writes[write](m.rows(i))), rows=nn.Embedding(80,16), out=nn.Linear(16,1))
+    learn = get_learner(model, as_dls(*year_data()), opt_func=SGD).to_bf16()
+    assert log_of(fitted(learn)).finite.all()
+    assert answer_of(learn).error==math.inf and answer_of(learn).names==(('',) if rows_from=='own' else ('rows',))
+
 def test_a_way_of_ones_own():
     "Is in question, too"
     class Coarse(Way):

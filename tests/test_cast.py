@@ -75,6 +75,62 @@ def test_once(node_bytes, nodes, monkeypatch):
         assert forward.together==together==back.together[::-1] and forward.single==single
     check(net)
 
+ways = [{}, dict(rules=False)]
+
+def left():
+    "How many tensors in half precision there are"
+    gc.collect()
+    return sum(issubclass(type(o), torch.Tensor) and o.dtype==bf16 for o in gc.get_objects())
+
+def predict(model, casts):
+    "Predictions, of which as many are single casts"
+    with torch.no_grad(),Casts() as seen: res = model(data())
+    assert seen.single==casts and not seen.together
+    return res
+
+@pytest.mark.parametrize('options', ways)
+def test_kept_without_gradients(options):
+    "Calls without gradients in one `with` cast each weight once, a tied one, too; what has changed is cast again"
+    before,model = left(),net(c=nn.Linear(64,64))
+    model.c.weight = model.a.weight
+    half = unmeasured(model, bf16, **options)
+    with half:
+        first = predict(model, 7)
+        for _ in range(2): assert torch.equal(predict(model, 1), first)
+        for change in (mul,assign_data,replace,wrap):
+            with torch.no_grad(): change(model.b)
+            with torch.no_grad(),autocast(): want = plain(model, data())
+            assert same(predict(model, 3), want.float())
+    assert_plain(model)
+    del first,want
+    assert left()==before
+
+@pytest.mark.parametrize('options', ways)
+def test_kept_until_training(options):
+    "A call with gradients drops the copies: fastai's optimizers write weights through `.data`, which changes no version"
+    model = net()
+    with unmeasured(model, bf16, **options):
+        predict(model, 7)
+        for _ in range(2): backward(model, data())
+        for p in model.parameters(): p.data.mul_(1.5)
+        with torch.no_grad(),autocast(): want = plain(model, data())
+        assert same(predict(model, 7), want.float())
+        got = grads(model, nullcontext())[-1]
+    assert all(close(got[k], g, 0) for k,g in grads(model, half_precision(model, bf16, **options))[-1].items())
+
+@pytest.mark.parametrize('call', ['to_bf16','to_native_bf16'])
+def test_kept_in_validation(call):
+    "`validate` and `get_preds` cast each weight once, and leave no copy, after an exception, too"
+    learn = getattr(get_learner(), call)()
+    learn.fit(1)
+    n,before = sum(isinstance(m, nn.Linear) for m in learn.model.modules()),left()
+    for run in (learn.validate,learn.get_preds):
+        with Casts() as seen: run()
+        assert seen.single==2*n+len(learn.dls.valid) and not seen.together and left()==before
+    for event in ('after_pred','after_batch'):
+        with pytest.raises(KeyError): learn.validate(cbs=Now(event, raises(KeyError("stop")), training=False))
+        assert left()==before
+
 def test_memory_format():
     "A copy has that of its weight, and the gradient, too: a convolution in `channels_last` stays so"
     weight = nn.Parameter(torch.randn(4,3,3,3).to(memory_format=torch.channels_last))

@@ -123,6 +123,40 @@ def test_load_after_an_unfinished_step(tmp_path):
     learn.fit(1, cbs=[InfiniteAt(0),see])
     assert torch.equal(seen[0], torch.full_like(seen[0], 7.))
 
+class Masked(nn.Linear):
+    "Has a mask that doesn't change, which may be exchanged, and counts its batches"
+    def __init__(self, exchange=False):
+        super().__init__(8, 8)
+        self.exchange = exchange
+        self.register_buffer('mask', torch.rand(8, 8)>.2)
+        self.register_buffer('count', torch.zeros((), dtype=torch.int64))
+    def forward(self, x):
+        if self.exchange: self.mask = self.mask.clone()
+        self.count += 1
+        return F.linear(x, self.weight*self.mask, self.bias)
+
+def masks():
+    "How many there are"
+    gc.collect()
+    return sum(type(o) is Tensor and o.dtype==torch.bool and o.shape==(8,8) for o in gc.get_objects())
+
+@pytest.mark.parametrize('exchange,clones', [(False,2),(True,16+8)])
+def test_unchanged_buffers(exchange, clones):
+    "Within a fit a mask is copied again only when it is another or was put back, a count in each step; no copy is left"
+    n,model = 0,Masked(exchange)
+    was = model.mask.clone()
+    before = masks()
+    def see(func, args, res):
+        nonlocal n
+        n += func is torch.ops.aten.clone.default and res.shape==(8,8) and res.dtype==torch.bool
+    learn = get_learner(nn.Sequential(model, nn.Linear(8,1)), cbs=InfiniteAt(5)).to_bf16(measure=False)
+    for _ in range(2):
+        n = 0
+        with Operations(see): learn.fit(2)
+        assert n==clones and torch.equal(model.mask, was)
+    assert model.count==2*(2*8-1) # with validations, without the skipped batches
+    assert masks()==before
+
 class Table(nn.Linear):
     "Shares a buffer with another one like it"
     def __init__(self, table): super().__init__(8, 8); self.register_buffer('table', table)

@@ -9,6 +9,7 @@ __all__ = ['in_transform', 'node_bytes', 'CastAll', 'has_plain_weights', 'CastLa
 
 # %% ../../nbs/core/cast.ipynb #d24fa5c9
 import torch
+from contextlib import contextmanager
 from threading import get_ident
 from torch import nn
 
@@ -62,13 +63,15 @@ def has_plain_weights(
     return tuple(module._parameters) in (('weight',),('weight','bias')) and not computed
 
 class CastLayer:
-    "A layer whose parameters may be cast when a call of the model begins"
+    "A layer whose parameters are cast for a call of the model"
     def __init__(self,
         layer:nn.Module, # The layer
+        dtype:torch.dtype, # Half-precision dtype
         calls:dict, # Thread -> its call of the model
+        kept:dict, # `CastLayer` -> the state of its parameters and their copies, for calls without gradients
     ):
-        self.layer,self._calls = layer,calls
-        self.in_vain = set() # whether gradients were on, when it was ever cast in vain
+        self.layer,self._dtype,self._calls,self._kept = layer,dtype,calls,kept
+        self.in_vain = False # was it ever cast when a call began, and then not used?
 
     def state(self)->list: # Names, parameters, versions, addresses; None unless all are plain, trained and float32
         """By what a change of the layer's parameters is seen
@@ -84,16 +87,27 @@ class CastLayer:
         return res
 
     def take(self)->tuple: # None: autocast is to cast
-        "What the layer's parameters were cast to, for one use, if they are what they were then"
+        "What the layer's parameters were cast to, if they are what they were then; with gradients for one use"
         if torch.compiler.is_compiling(): return None
         call,graph = self._calls.get(get_ident()),torch.is_grad_enabled()
         if call is None or graph is not call.graph or in_transform(): return None
+        if not graph: return self._keep()
         call.used.add(self)
         state,copies = call.copies.pop(self, (None,None))
         if state is None: return None
         if _unchanged(self.layer, state): return copies
-        self.in_vain.add(graph) # and nothing later in this call: memory may come back at the same address
+        self.in_vain = True # and nothing later in this call: memory may come back at the same address
         return None
+
+    def _keep(self):
+        "Copies for all calls without gradients, cast again when the parameters have changed"
+        state,copies = self._kept.get(self, (None,None))
+        if state is not None and _unchanged(self.layer, state): return copies
+        state = self.state()
+        copies = state and tuple([p if p is None else p.to(dtype=self._dtype) for _,p,*_ in state])
+        self._kept[self] = state,copies
+        return copies
+
 
 # %% ../../nbs/core/cast.ipynb #4d1071s1
 def _unchanged(layer, state):
@@ -123,27 +137,31 @@ class Call:
     ):
         self.graph = graph
         self.copies = {} # `CastLayer` -> the state of its parameters and their copies, until it takes them
-        self.used = set() # the layers that have computed
+        self.used = set() # the layers that have computed with gradients
 
 # %% ../../nbs/core/cast.ipynb #e3ba25f7
 class OneCast:
     """The weights of a model's layers, cast together when a call of the model begins
 
-    A layer without a copy is cast by autocast, to the same numbers. So a copy is left out where it might be wrong."""
+    A layer without a copy is cast by autocast, to the same numbers. So a copy is left out where it might be wrong.
+    Without gradients a layer is cast when it is first used, and all later calls have the copy, until `forget`."""
     def __init__(self,
         layers=(), # Modules of which all parameters are to be cast
         dtype:torch.dtype=torch.float16, # Half-precision dtype
+        ahead=None, # Those of them that are cast together when a call with gradients begins; None: all
     ):
-        self.dtype,self._calls = dtype,{}
-        self.layers = {o:CastLayer(o, self._calls) for o in layers}
-        self._nodes = _in_nodes(self.layers.values(), dtype)
-        self._used = {True:[], False:[]} # by whether gradients are on: those of each node that the last call has used
+        self.dtype,self._calls,self._kept,self._keepers = dtype,{},{},0
+        self.layers = {o:CastLayer(o, dtype, self._calls, self._kept) for o in layers}
+        self._nodes = _in_nodes([self.layers[o] for o in (layers if ahead is None else ahead)], dtype)
+        self._used = [] # those of each node that the last call with gradients has used
 
     def begin(self)->Call: # For `end`; None in a call inside a call of the model, which has cast already
         "A call of the model begins in this thread"
         if get_ident() in self._calls: return None
         call = self._calls[get_ident()] = Call(torch.is_grad_enabled())
-        if not in_transform(): self._cast(call) # what `torch.func` computes has another graph
+        if call.graph:
+            self._kept.clear() # an optimizer may write its weights through `.data`, which changes no version
+            if not in_transform(): self._cast(call) # what `torch.func` computes has another graph
         return call
 
     def end(self,
@@ -153,18 +171,29 @@ class OneCast:
         "The call of the model ends"
         if call is None: return
         self._calls.pop(get_ident(), None)
-        if not complete: return
-        for o in call.copies: o.in_vain.add(call.graph)
-        self._used[call.graph] = [[o for o in node if o in call.used] for node in self._nodes]
+        if not (complete and call.graph): return
+        for o in call.copies: o.in_vain = True
+        self._used = [[o for o in node if o in call.used] for node in self._nodes]
 
     def forget(self):
-        "Forget the calls that are open: an interrupt has ended them"
+        "Forget copies, unless they are kept longer, and the calls that are open: an interrupt has ended them"
         self._calls.clear()
+        if not self._keepers: self._kept.clear()
+
+    @contextmanager
+    def keep_longer(self):
+        "Inside a `with`, `forget` keeps copies that calls without gradients have"
+        self._keepers += 1
+        try: yield
+        finally:
+            self._keepers -= 1
+            if not self._keepers: self._kept.clear()
 
     def _cast(self, call):
         "Cast what the last call has used, and none has cast in vain"
-        for node in self._used[call.graph]:
-            states = [(o,state) for o in node if call.graph not in o.in_vain and (state := o.state())]
+        for node in self._used:
+            states = [(o,state) for o in node if not o.in_vain and (state := o.state())]
             params = [p for _,state in states for _,p,*_ in state]
             copies = CastAll.apply(self.dtype, *params) if params else ()
             for o,state in states: call.copies[o],copies = (state,copies[:len(state)]),copies[len(state):]
+

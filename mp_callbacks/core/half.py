@@ -28,7 +28,8 @@ from .devices import warn_caller
 from .own import OwnParameter
 from .modules import StandIn,as_float32,compiled_parts,find_stored,named_modules,restore_float32
 from .cast import OneCast,in_transform
-from .ways import Float32,HalfContext,Layer,Own,Way,choose_way,kept_dtypes,matches,own_parameters
+from .ways import Float32,HalfContext,Layer,Own,Way,as_layer,choose_way,kept_dtypes,matches
+from .ways import own_parameters
 from .blame import keep_option
 from .measure import Measured,checksum,measure_batch,measure_gradients,measure_predictions
 
@@ -141,7 +142,7 @@ class ChosenWays(HalfSettings):
         self._chosen_for = None # device type, modules, their classes' forwards, compiled parts
         self.device_type,self.modules,self.params = None,[],[] # of the model
         self.ways,self.checksum = {},0 # name of a module -> how it computes; a number for what isn't measured of this
-        self._cast,self._switch = OneCast(),Switch()
+        self._cast,self._switch,self._without_gradients = OneCast(),Switch(),Switch()
         self.by_install,self._open = False,[] # on by `install`? And an object for each `with` that is open
 
     def refresh(self):
@@ -151,7 +152,7 @@ class ChosenWays(HalfSettings):
         compiled = compiled_parts(self.model)
         now = device_type,modules,forwards,compiled
         if now==self._chosen_for: return
-        self._switch.turn_off()
+        self._turn_off()
         _check_model(self.model)
         self._chosen_for,self.modules = None,[] # until all is chosen: an error may come
         self.device_type,named = device_type,named_modules(self.model)
@@ -161,11 +162,14 @@ class ChosenWays(HalfSettings):
         for name in self.as_measured:
             if name in named and self.ways[name].beyond_autocast: self.ways[name] = Way('measured')
         _check_ways(self, named)
-        self._cast = OneCast(_cast_ahead(named, self.ways), self.dtype)
+        layers = _cast_layers(named, self.ways, compiled, self.rules)
+        self._cast = OneCast(layers, self.dtype, _untied(layers, modules) if self.rules else ())
         half = HalfContext(device_type, self.dtype, self.rules, self.ways, self._cast)
         owners = [m for name,m in named.items() if isinstance(self.ways[name], Own)]
         if device_type=='cpu': owners += _without_fast_path(modules, compiled)
         self._switch = Switch(_stand_ins(self, named, half), owners, find_stored(modules))
+        casts = [] if self.rules else [way.stand_in(half, m) for m,way in layers.items() if m is not self.model]
+        self._without_gradients = Switch(casts)
         self._chosen_for,self.modules = now,modules
         self._update()
 
@@ -178,8 +182,22 @@ class ChosenWays(HalfSettings):
     def _update(self):
         "Switch on or off, as `install` and the open `with`s want"
         if self.by_install or self._open: return self._switch.turn_on()
-        self._switch.turn_off()
+        self._turn_off()
         self._cast.forget() # no call of the model is open, unless Ctrl-C came at its end
+
+    def _turn_off(self):
+        self._without_gradients.turn_off()
+        self._switch.turn_off()
+
+    def predicts(self):
+        "A call without gradients begins: layers that autocast casts take copies, too, until the `with` ends"
+        if self._without_gradients.on: return
+        with _switching:
+            if self._switch.on: self._without_gradients.turn_on()
+
+    def keep_copies(self):
+        "Context manager for several calls without gradients: the copies of weights are kept from one to the next"
+        return self._cast.keep_longer()
 
     def _close(self, opened):
         "Take the objects in `opened` from those of the open `with`s. Idempotent."
@@ -334,13 +352,17 @@ def _table(half):
     return pd.DataFrame(rows, columns=['module','kind','size','params','way','compute','why'])
 
 # %% ../../nbs/core/half.ipynb #8a140a12
-def _cast_ahead(named, ways):
-    "The modules whose weights are cast when the model is called"
-    if any(hasattr(m, 'unshard') for m in named.values()): return [] # `fully_shard` has other parameters during a call
-    # gradients of tied weights would add up in another order than in the first call
-    places = Counter(id(p) for m in named.values() for p in m._parameters.values() if p is not None)
-    def _ahead(name, m): return isinstance(ways[name], Layer) and all(places[id(p)]<2 for p in m._parameters.values())
-    return [m for name,m in named.items() if _ahead(name, m)]
+def _cast_layers(named, ways, compiled, rules):
+    "Module -> `Layer`, for those that compute from copies of weights, by our `rules` or in calls without gradients"
+    if any(hasattr(m, 'unshard') for m in named.values()): return {} # `fully_shard` has other parameters during a call
+    if rules: return {named[name]:way for name,way in ways.items() if isinstance(way, Layer)}
+    by_autocast = {named[name] for name,way in ways.items() if type(way) is Way and not way.why}-compiled
+    return {m:way for m in by_autocast if (way := as_layer(m))}
+
+def _untied(layers, modules):
+    "Those of which no other module has a parameter: gradients would add up in another order than in the first call"
+    places = Counter(id(p) for m in modules for p in m._parameters.values() if p is not None)
+    return [m for m in layers if all(places[id(p)]<2 for p in m._parameters.values())]
 
 def _without_fast_path(modules, compiled):
     "Attention that takes no fast path, which fails under autocast on a CPU, if its parameters are `OwnParameter`s"
@@ -366,6 +388,7 @@ def _whole(owner, half, model, around, forward, args, kwargs):
     if torch.compiler.is_compiling(): return around(forward, args, kwargs)
     of = owner()
     if of is not None and of.asks and of.measure_call(args, kwargs): return model.forward(*args, **kwargs)
+    if of is not None and not torch.is_grad_enabled(): of.predicts()
     call,complete = half.cast.begin(),False
     try:
         res = around(forward, args, kwargs)

@@ -7,8 +7,8 @@ Docs: https://example.github.io/mp_callbacks/core/modules.html.md"""
 # %% auto #0
 __all__ = ['unwrap', 'named_modules', 'compiled_parts', 'parameter_name', 'several_ranks', 'without_ddp', 'training_group',
            'is_sharded', 'reshard', 'reset_ddp', 'reset_shards', 'no_collectives', 'alone', 'remember_buffers',
-           'restore_buffers', 'find_stored', 'as_float32', 'restore_float32', 'fork_rngs', 'remember_contents',
-           'restore_contents', 'unchanged', 'replaced_forward', 'StandIn']
+           'restore_buffers', 'BufferCopies', 'find_stored', 'as_float32', 'restore_float32', 'fork_rngs',
+           'remember_contents', 'restore_contents', 'unchanged', 'replaced_forward', 'StandIn']
 
 # %% ../../nbs/core/modules.ipynb #9b1c2a08
 import random,re,sys,torch
@@ -138,10 +138,11 @@ def alone(
 # %% ../../nbs/core/modules.ipynb #9b1c2a0e
 def remember_buffers(
     modules, # Modules, without those inside them
+    remember=None, # `BufferCopies.remember`: copies of whole numbers serve again; None: all are copied
 )->list: # For `restore_buffers`: each module's dict of buffers, and what was in it
     "The buffers of `modules`, and copies of their numbers"
-    each = [m._buffers for m in modules]
-    return [(o,{name:_remember(b) for name,b in o.items()} if o else {}) for o in each]
+    each,remember = [m._buffers for m in modules],remember or _remember
+    return [(o,{name:remember(b) for name,b in o.items()} if o else {}) for o in each]
 
 @torch.no_grad()
 def restore_buffers(
@@ -170,6 +171,27 @@ def _restore(b, place, numbers):
         place.copy_(numbers)
         return b
     except RuntimeError: return numbers
+
+# %% ../../nbs/core/modules.ipynb #9b1c2a51
+class BufferCopies:
+    "Copies of buffers from step to step: that of bools or integers serves again until they change"
+    def __init__(self): self._last,self._now = {},{} # `id` of a buffer -> its version and address, and its copy
+
+    def begin_step(self):
+        "Forget the copies that the last step had no use for"
+        self._last,self._now = self._now,{}
+
+    def remember(self,
+        b, # Buffer, or None
+    )->tuple: # For `restore_buffers`
+        "A copy of `b`, or the last one if `b` has not changed"
+        others = b is None or b.is_floating_point() or b.is_complex() or b.layout!=torch.strided or b.is_inference()
+        if others: return _remember(b)
+        state = b._version,b.data_ptr()
+        was,copy = self._last.get(id(b), (None,None)) # it holds the buffer, so no other has its `id`
+        self._now[id(b)] = state,(copy if was==state else _remember(b))
+        return self._now[id(b)][1]
+
 
 # %% ../../nbs/core/modules.ipynb #9b1c2a31
 _of_every_module = frozenset(vars(nn.Module()))

@@ -25,7 +25,7 @@ from .devices import emulation,support,warn_caller
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale,default_headroom
 from .grads import StepStats,check_clip,largest_number,mul_grads,prepare_grads,reached_leaves
 from .grads import remove_grads
-from .modules import alone,is_sharded,named_modules,parameter_name,remember_buffers,reset_ddp
+from .modules import BufferCopies,alone,is_sharded,named_modules,parameter_name,remember_buffers,reset_ddp
 from .modules import reset_shards,reshard,restore_buffers,several_ranks,training_group,unwrap
 from .modules import without_ddp
 from .half import half_precision,note_dtypes
@@ -80,9 +80,11 @@ class GatheredStep:
     "An optimizer step, from its first batch to the end of its last one"
     def __init__(self,
         others=(), # Modules beside the model, such as those of the loss
+        remember=None, # As for `remember_buffers`
     ):
         self.modules,self.full = [],[] # of the model, and its float32 parameters
-        self.buffers = remember_buffers(others) # what they were
+        self.remember = remember
+        self.buffers = remember_buffers(others, remember) # what they were
         self.batch = None # inputs and targets of the batch that is open, in a loop of one's own
         self.losses = [] # of its batches
         self.batches = [] # their inputs and targets, if the step may have to be explained
@@ -98,7 +100,7 @@ class GatheredStep:
         known = {id(m) for m in self.modules}
         new = [m for m in half.modules if id(m) not in known]
         self.modules,self.full = half.modules,[p for p in half.params if p.dtype==torch.float32]
-        self.buffers += remember_buffers(new)
+        self.buffers += remember_buffers(new, self.remember)
 
     def drop(self,
         params, # Parameters whose gradients belong to the step
@@ -375,9 +377,9 @@ class StepsState(StepSettings):
     ):
         super().__init__(**settings)
         self.trained,self.chosen,self.beside = trained,ChosenHalf(trained),TensorsBeside()
-        self.initial,self.last_state = scaling,ScaleState(scaling)
+        self.initial,self.last_state,self.copies = scaling,ScaleState(scaling),BufferCopies()
 
-    def __getstate__(self): return dict(vars(self), depth=0, step=None) # for copies and pickles
+    def __getstate__(self): return dict(vars(self), depth=0, step=None, copies=BufferCopies()) # for copies and pickles
 
     @property
     def state(self)->ScaleState:
@@ -575,7 +577,9 @@ class CheckedSteps(StepsState):
 
     def begin_batch(self):
         "Remember what the batch may change"
-        if self.step is None: self.step = GatheredStep(self.trained.loss_modules())
+        if self.step is None:
+            self.copies.begin_step()
+            self.step = GatheredStep(self.trained.loss_modules(), self.copies.remember)
         self.step.begin_batch(self.half)
 
     def scaled(self,

@@ -6,7 +6,8 @@ Docs: https://example.github.io/mp_callbacks/core/ways.html.md"""
 
 # %% auto #0
 __all__ = ['layer_functions', 'batch_norms', 'norm_functions', 'HalfContext', 'Way', 'Layer', 'LayerStandIn', 'is_norm', 'Norm',
-           'Lookup', 'Own', 'Float32', 'Float32Norm', 'own_parameters', 'choose_way', 'matches', 'kept_dtypes']
+           'Lookup', 'Own', 'Float32', 'Float32Norm', 'as_layer', 'own_parameters', 'choose_way', 'matches',
+           'kept_dtypes']
 
 # %% ../../nbs/core/ways.ipynb #bded7c3e
 import re,torch,torch.nn.functional as F
@@ -247,8 +248,10 @@ def _by_function(way, functions, module, why):
 
 def _norm(module, why='kernel adds up in float32'): return _by_function(Norm, norm_functions, module, why)
 
-def _layer(module):
-    "`Layer`, unless its weights are results of others, or its convolution is one of its own"
+def as_layer(
+    module:nn.Module, # Any module
+)->Layer: # None: its weights are results of others, its convolution is one of its own, or it is no layer of PyTorch's
+    "How `module` computes from its weights in half precision"
     conv = getattr(type(module), '_conv_forward', _conv)
     plain = conv is _conv or conv.__module__=='torch.nn.modules.conv' and not hasattr(conv, '__wrapped__')
     if plain and has_plain_weights(module): return _by_function(Layer, layer_functions, module, 'cast with all others')
@@ -270,7 +273,7 @@ def choose_way(
     if not half.rules: return Way()
     if isinstance(module, batch_norms): return Way('kernel takes float32 weights')
     if why := inexact(half.device_type, module): return Float32Norm(why)
-    if way := _norm(module) or _layer(module): return way
+    if way := _norm(module) or as_layer(module): return way
     alone = next(module.children(), None) is None
     if alone and is_norm('', module): return Float32Norm('a norm with a forward of its own')
     if isinstance(module, (nn.Embedding,nn.EmbeddingBag)):

@@ -184,10 +184,13 @@ def _one_batch(plain, self, *args, **kwargs):
         reset_ddp(self.model) # in float32, too: a look at a batch would send its gradients
         raise
 
+# what fastai does between two events -> the method of the callback that is around it
+_around = dict(fit='fit', validate='validate', batch='forward', backward='backward', step='step')
+
 def _with_events(plain, self, f, event_type, *args, **kwargs):
-    cb = precision_callback(self) if event_type in ('batch','backward','step') else None
+    cb = precision_callback(self) if event_type in _around else None
     def _inside():
-        with dict(batch=cb.forward, backward=cb.backward, step=cb.step)[event_type](): f()
+        with getattr(cb, _around[event_type])(): f()
     return plain(self, f if cb is None else _inside, event_type, *args, **kwargs)
 
 _wrap_method('one_batch', _one_batch)

@@ -21,7 +21,7 @@ from fastai.torch_core import default_device
 
 from ..core.dtypes import leaves
 from ..core.loss_scale import DynamicLossScale,StaticLossScale
-from ..core.modules import reset_ddp,reshard,training_group,unwrap
+from ..core.modules import BufferCopies,reset_ddp,reshard,training_group,unwrap
 from ..core.grads import prepare_grads
 from ..core.half import half_precision
 from ..core.measure import copy_batch,measure_batch,measure_gradients
@@ -153,6 +153,12 @@ class FitEvents:
         self.steps.drop_overflow()
         self.steps.step = None # an unfinished step goes on, but the model may have loaded other buffers
 
+    @contextmanager
+    def fit(self):
+        "Context manager around the epochs of a fit"
+        try: yield
+        finally: self.steps.copies = BufferCopies()
+
     def before_train(self):
         self.steps.beside.seeks = True
         if training_group(self.learn.model) is None: return # fastai wraps the model after our `before_fit`
@@ -160,6 +166,10 @@ class FitEvents:
         self.steps.agree()
 
     def after_train(self): self.steps.drop_overflow() # else a validation would use buffers with inf or nan
+    def validate(self):
+        "Context manager around the batches of a validation or of predictions"
+        return self.half.keep_copies()
+
     def after_validate(self): reshard(self.learn.model)
 
 # %% ../../nbs/learner/precision.ipynb #10c00002

@@ -107,7 +107,7 @@ def test_kept_without_gradients(options):
 
 @pytest.mark.parametrize('options', ways)
 def test_kept_until_training(options):
-    "A call with gradients drops the copies: fastai's optimizers write weights through `.data`, which changes no version"
+    "A call with gradients drops the copies: optimizers may write weights through `.data`, which changes no version"
     model = net()
     with unmeasured(model, bf16, **options):
         predict(model, 7)

@@ -195,6 +195,50 @@ def test_nothing_to_measure():
         for learn in learns: assert answer_of(fitted(learn)) is None
     assert not found
 
+def recur(m, x):
+    "A recurrence written by hand, of five operations in a step"
+    x = m.enter(x)
+    for _ in range(m.steps): x = torch.tanh(x*m.a+m.b)*m.g+m.views[1][None]
+    return m.leave(x)
+
+def recurrence(steps):
+    torch.manual_seed(0)
+    model = Does(recur, enter=nn.Linear(8,32), leave=nn.Linear(32,1), a=torch.ones(32), b=torch.zeros(32),
+                 g=torch.full((32,), .5), views=nn.ParameterList([torch.zeros(32)]*2))
+    model.steps = steps
+    return model
+
+@pytest.mark.parametrize('of', ['gradients','predictions'])
+@pytest.mark.parametrize('steps,loops', [(6,()), (7,('',))])
+def test_loops(steps, loops, of):
+    "Own parameters that meet more than 32 operations in a call compute as under autocast, which costs them no Python"
+    half,x = half_precision(recurrence(steps), bf16),numbers()[0]
+    if of=='gradients': half.measure(lambda: half.model(x).square().mean())
+    else:
+        with half, torch.no_grad(): half.model(x)
+    own = half.policy().iloc[0]
+    assert half.answer.loops==half.as_measured==loops and half.answer.of==of and not half.answer.names
+    assert (own.way,own.why)==(('autocast','more than 32 operations in a call') if loops else
+                               ('own parameters','rounded where they meet activations'))
+
+def test_loops_of_a_learner():
+    "They are counted once, go into checkpoints without a word, and not with measure=False"
+    dls = get_dls()
+    with told() as warned:
+        learn = get_learner(recurrence(9), dls).to_bf16()
+        with asked() as found: learn.fit(2)
+        other = get_learner(recurrence(9), dls).to_bf16()
+        with TemporaryDirectory() as d:
+            learn.path = other.path = Path(d)
+            learn.save('a')
+            other.load('a')
+        with asked() as again: other.fit(1)
+        plain = get_learner(recurrence(9), dls).to_bf16(measure=False)
+        plain.fit(1)
+    assert [len(found),len(again),len(warned)]==[1,0,0]
+    assert answer_of(learn).loops==other.mixed_precision.half.as_measured==('',)
+    assert 'own parameters' in [*plain.mixed_precision.policy().way]
+
 @pytest.mark.parametrize('n,cost', [(64,2*6+1), (3,2*2+1)])
 def test_most_tries(n, cost):
     "All in question compute as under autocast, if the search takes too long"

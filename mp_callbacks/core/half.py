@@ -32,6 +32,7 @@ from .ways import Float32,HalfContext,Layer,Own,Way,as_layer,choose_way,kept_dty
 from .ways import own_parameters
 from .blame import keep_option
 from .measure import Measured,checksum,measure_batch,measure_gradients,measure_predictions
+from .measure import most_operations
 
 # %% ../../nbs/core/half.ipynb #8a140a0e
 _switching = RLock() # one thread at a time
@@ -101,7 +102,7 @@ class HalfSettings:
     @property
     def as_measured(self)->tuple: # Names of modules
         "Those that compute as under autocast, as the measure has shown"
-        return self.answer.names if self.answer else ()
+        return self.answer.names+self.answer.loops if self.answer else ()
 
     def as_autocast(self,
         names=(), # Names of modules
@@ -160,7 +161,8 @@ class ChosenWays(HalfSettings):
         how = [(name,type(m).__qualname__,self.ways[name].name) for name,m in named.items()]
         self.checksum = checksum(repr((self.dtype,device_type,how)))
         for name in self.as_measured:
-            if name in named and self.ways[name].beyond_autocast: self.ways[name] = Way('measured')
+            why = 'measured' if name in self.answer.names else f'more than {most_operations} operations in a call'
+            if name in named and self.ways[name].beyond_autocast: self.ways[name] = Way(why)
         _check_ways(self, named)
         layers = _cast_layers(named, self.ways, compiled, self.rules)
         self._cast = OneCast(layers, self.dtype, _untied(layers, modules) if self.rules else ())
@@ -230,9 +232,9 @@ class MeasuredWays(ChosenWays):
     ):
         "Compute from now on as the answer says, and don't ask again"
         new = [name for name in found.names if name not in self.as_measured]
-        changed = found.names!=self.as_measured
+        before = self.as_measured
         self.asks,self.answer = False,found
-        if not changed: return
+        if self.as_measured==before: return
         with _switching:
             self._chosen_for = None
             self.refresh()
@@ -370,6 +372,7 @@ def _without_fast_path(modules, compiled):
     of_pytorch = [m for m in modules if getattr_static(type(m), 'forward', None) is nn.MultiheadAttention.forward]
     return [m for m in of_pytorch if Own.compiled or m not in compiled]
 
+# %% ../../nbs/core/half.ipynb #8a140a52
 def _stand_ins(of, named, half):
     "What stands in for the forwards of the modules of the `half_precision` `of`, that of the model last"
     res,model,owner = [],of.model,ref(of) # without a circle it is freed at once

@@ -32,7 +32,7 @@ def many(model, x, around, times):
             for _ in range(times): model(x)
     return _calls
 
-def predictions(n, width=1024, depth=8, times=20):
+def predictions(n, width=1024, depth=8, times=100):
     "As `turns`: `times` calls in one `with`"
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)])
     x = torch.randn(1, width)
@@ -98,11 +98,11 @@ counts = 0,4,8,16,32,64,128,256,800
 def tables(df):
     "Texts: medians of each part, and ratios"
     us = df[df.metric=='us'].groupby(['part','size','loop','opt','precision'], sort=False).value.median()
-    call = us['predictions'].droplevel([0,2]).unstack().stack().rename('us').to_frame()
+    call = us['predictions'].droplevel(['size','opt']).rename('us').to_frame()
     call['of autocast'] = call.us/call.us['hand','autocast-bf16']
-    masked = us['masks'].droplevel([0,2,3]).rename('us').to_frame()
+    masked = us['masks'].droplevel(['size','opt','precision']).rename('us').to_frame()
     masked['of the step without'] = masked.us/masked.us['without masks']
-    loops = us['own'].droplevel([1,3]).unstack()
+    loops = us['own'].droplevel(['loop','precision']).unstack()
     ratios = pd.DataFrame({'by our rules':loops.rules/loops.autocast, 'measured':loops.measured/loops.autocast})
     ratios['rules, of those of no loop'] = ratios['by our rules']/ratios['by our rules'].iloc[0]
     ratios = ratios.rename_axis('operations')

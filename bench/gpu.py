@@ -24,6 +24,7 @@ in_mpx = [*of('hand', 'fused', *full, 'autocast-bf16'), *of('fastai', 'fused', '
           *of('ours', 'fused', *auto, *copies)]
 in_compiled = [*of('hand', 'fused', *full), *of('ours', 'fused', *auto, *copies),
                *of('compiled', 'fused', *auto, *copies)]
+in_cast = [*of('ours', 'fused', *copies), *of('singly', 'fused', *copies)]
 fp8 = [*of('ours', 'fused', 'fp8-tensorwise'), *of('compiled', 'fused', 'fp8-tensorwise')]
 
 def tiny_tasks():
@@ -52,7 +53,8 @@ def groups(tiny, dev):
     def train(t): return 'train',t,t.batch,every,{}
     # FP8 is emulated only to see that this works
     def compiled(t): return 'compiled',t,t.batch,in_compiled+fp8*(tiny or not emulated(dev)),dict(turns=3, seconds=120)
-    return [train(base), train(gpt), compiled(gpt), ('step',big,big.batch,every,dict(turns=3)),
+    def cast(t): return 'cast',t,4,in_cast,dict(turns=3) # so few that each launch counts
+    return [train(base), train(gpt), compiled(gpt), cast(base), cast(gpt), ('step',big,big.batch,every,dict(turns=3)),
             ('syncs',small,small.batch,every,dict(probe=Syncs, turns=1)), train(res), train(mlps), *mpx,
             train(res._replace(name='resnet50-nhwc', channels_last=True))]
 
@@ -137,7 +139,7 @@ def report(results):
         if (df.part==part).any(): plot(df[df.part==part], results.path)
 
 def main():
-    parts = ['train','compiled','step','syncs','mpx']
+    parts = ['train','compiled','cast','step','syncs','mpx']
     p = arguments(__doc__)
     p.add_argument('--minutes', type=float, default=8, help='start nothing that may take longer [8]')
     only = f'parts [{" ".join(parts)}]; none: write tables and plots again'

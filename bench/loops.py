@@ -20,7 +20,7 @@ init_scale = 2.**16
 backend = 'inductor' # of compiled loops
 
 class Variant(NamedTuple):
-    loop:str       # hand: a plain PyTorch loop; bare: forward and backward only; fastai: its own callbacks; ours; compiled: ours
+    loop:str       # hand: a plain PyTorch loop; bare: forward and backward only; fastai: its own callbacks; ours; compiled: ours; singly: ours without the one cast
     opt:str        # fused: torch's AdamW; fastai: fastai's Adam; flat: the same with flat_master=True
     precision:str  # fp32; tf32; autocast-fp16, autocast-bf16; fp16, bf16: half-precision copies of float32 weights; fp8-RECIPE
     @property
@@ -130,10 +130,16 @@ class Fastai:
         self.learn.dls[0] = batches
         with self.learn.no_bar(), self.learn.no_logging(): self.learn.fit(1)
 
+def without_one_cast(loop):
+    "`loop` of ours, in which autocast casts each weight on its own"
+    loop.learn.mixed_precision.half._cast._nodes.clear()
+    return loop
+
 def build(v, model):
     "The loop that `v` names, around `model`: call it with batches"
     if v.loop=='compiled': model = torch.compile(model, backend=backend)
     if v.loop=='bare': return Bare(v, model)
+    if v.loop=='singly': return without_one_cast(build(v._replace(loop='ours'), model))
     if v.opt!='fused':   make_opt = lambda ps, lr=lr, **kw: Adam(ps, lr, wd=.01)
     elif v.loop=='hand': make_opt = lambda ps: torch.optim.AdamW(ps, lr=lr, fused=True)
     else:                make_opt = lambda ps, lr=lr, **kw: OptimWrapper(ps, torch.optim.AdamW, lr=lr, fused=True)

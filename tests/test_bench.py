@@ -20,7 +20,8 @@ def call(forked, tmp_path):
 scripts = dict( # its options, and some of what it measures
     step         = ('--tensors 10', 'step_ms'),
     optimizers   = ('', 'cpu_ms'),
-    gpu          = ('--only train syncs mpx', 'step_ms syncs'),
+    beside_autocast = ('', 'us'),
+    gpu          = ('--only train cast syncs mpx', 'step_ms syncs'),
     distributed  = ('', 'step_ms first last'),
     host         = ('', 'step_us operations'),
     extras       = ('', 'search_us all_us step_us'),

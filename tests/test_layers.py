@@ -160,7 +160,7 @@ def test_no_private_name_of_another(name):
     assert (used & others)-defined-{'_with_events'}==set()
 
 methods = ('to_fp16 to_bf16 to_fp8 to_native_fp16 to_native_bf16 to_fp32 to_native_fp32 to_non_native_fp16 '
-           'to_non_native_fp32 one_batch _with_events create_opt save export to_contiguous __getattr__ '
+           'to_non_native_fp32 one_batch _with_events create_opt save export to_contiguous '
            'find_nonfinite precision_plan precision_report precision_checkup').split()
 
 changes = '''if True:

@@ -154,14 +154,13 @@ Learner.precision_checkup = precision_checkup
 # %% ../../nbs/learner/calls.ipynb #1d558af3
 def _wrap_method(
     name, # Of one of fastai's own methods of `Learner`
-    f, # Function of this method, the learner and the method's arguments, that takes its place
+    make, # Function of this method: the one that takes its place
 ):
     plain = getattr(Learner, name)
     plain = getattr(plain, 'plain', plain) # also after a reload of this module
-    @wraps(plain)
-    def _method(self, *args, **kwargs): return f(plain, self, *args, **kwargs)
-    _method.plain = plain
-    setattr(Learner, name, _method)
+    method = wraps(plain)(make(plain))
+    method.plain = plain
+    setattr(Learner, name, method)
 
 @contextmanager
 def _float32_loss(learn, cb):
@@ -175,62 +174,57 @@ def _float32_loss(learn, cb):
         for m in layers: hooks.enter_context(m.register_forward_pre_hook(_cast, with_kwargs=True))
         yield
 
-def _one_batch(plain, self, *args, **kwargs):
-    cb = precision_callback(self)
-    try:
-        with nullcontext() if cb is None else cb.batch(), open_batch(self), _float32_loss(self, cb):
-            return plain(self, *args, **kwargs)
-    except BaseException:
-        reset_ddp(self.model) # in float32, too: a look at a batch would send its gradients
-        raise
+def _one_batch(plain):
+    def one_batch(self, *args, **kwargs):
+        cb = precision_callback(self)
+        try:
+            with nullcontext() if cb is None else cb.batch(), open_batch(self), _float32_loss(self, cb):
+                return plain(self, *args, **kwargs)
+        except BaseException:
+            reset_ddp(self.model) # in float32, too: a look at a batch would send its gradients
+            raise
+    return one_batch
 
 # what fastai does between two events -> the method of the callback that is around it
 _around = dict(fit='fit', validate='validate', batch='forward', backward='backward', step='step')
 
-def _with_events(plain, self, f, event_type, *args, **kwargs):
-    cb = precision_callback(self) if event_type in _around else None
-    def _inside():
-        with getattr(cb, _around[event_type])(): f()
-    return plain(self, f if cb is None else _inside, event_type, *args, **kwargs)
+def _with_events(plain):
+    def _with_events(self, f, event_type, *args, **kwargs):
+        cb = precision_callback(self) if event_type in _around else None
+        def _inside():
+            with getattr(cb, _around[event_type])(): f()
+        return plain(self, f if cb is None else _inside, event_type, *args, **kwargs)
+    return _with_events
 
 _wrap_method('one_batch', _one_batch)
 _wrap_method('_with_events', _with_events)
 
 # %% ../../nbs/learner/calls.ipynb #5d8c41e1
-def _create_opt(plain, self):
-    plain(self)
-    if (cb := precision_callback(self)) is not None: cb.state = cb.state
+def _create_opt(plain):
+    def create_opt(self):
+        plain(self)
+        if (cb := precision_callback(self)) is not None: cb.state = cb.state
+    return create_opt
 
 _wrap_method('create_opt', _create_opt)
 
 # %% ../../nbs/learner/calls.ipynb #9f650a0a
-def _to_contiguous(plain, self, to_fp32=False):
-    plain(self, to_fp32=to_fp32)
-    return self.to_fp32() if to_fp32 else self
+def _to_contiguous(plain):
+    def to_contiguous(self, to_fp32=False):
+        plain(self, to_fp32=to_fp32)
+        return self.to_fp32() if to_fp32 else self
+    return to_contiguous
 
 _wrap_method('to_contiguous', _to_contiguous)
 
-_by_a_call = ("trains in float32, and has no {}. to_fp16(), to_bf16(), to_native_fp16(), to_native_bf16() and to_fp8() "
-              "add it.")
-_added = dict(precision_recorder=_by_a_call, mixed_precision=_by_a_call,
-              step_stats="has no {}. They are there after the first step in mixed precision.",
-              scaler="has no {}. to_native_fp16() makes one when training begins; the scale of to_fp16() is "
-                     "learn.mixed_precision.loss_scale.")
-
-def _getattr(plain, self, name):
-    try: return plain(self, name)
-    except AttributeError:
-        if name not in _added: raise
-        raise AttributeError(f"This learner {_added[name].format(name)}") from None
-
-_wrap_method('__getattr__', _getattr)
-
 # %% ../../nbs/learner/calls.ipynb #c9d2f4b8
-def _write(plain, self, *args, **kwargs):
-    if precision_callback(self) is not None and is_sharded(self.model):
-        raise ValueError(f"With FSDP2 each process has a part of the model, and learn.{plain.__name__} would write one "
-                         "part. Use get_state_dict of torch.distributed.checkpoint.state_dict.")
-    return plain(self, *args, **kwargs)
+def _write(plain):
+    def _unless_sharded(self, *args, **kwargs):
+        if precision_callback(self) is not None and is_sharded(self.model): raise ValueError(
+            f"With FSDP2 each process has a part of the model, and learn.{plain.__name__} would write one part. Use "
+            "get_state_dict of torch.distributed.checkpoint.state_dict.")
+        return plain(self, *args, **kwargs)
+    return _unless_sharded
 
 _wrap_method('save', _write)
 _wrap_method('export', _write)

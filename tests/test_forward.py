@@ -1,6 +1,6 @@
 """A skipped step and an error put back buffers of every kind; what a model keeps from batch to batch is float32 between
 
-And hooks of parameters see the gradients."""
+And hooks of parameters see the gradients. Activations that a module stores stay in their graph."""
 from learners import *
 from states import *
 
@@ -131,6 +131,31 @@ def test_state_is_float32(mode, kind, tmp_path):
     get_learner(keeps(kind), path=tmp_path, opt_func=learn.opt_func).to_fp32().load('kept').fit(1)
     learn.to_fp32().fit(1)
     assert math.isfinite(learn.recorder.values[-1][1])
+
+class Scales(nn.Module):
+    "Has an own parameter, and stores what it was given"
+    def __init__(self):
+        super().__init__()
+        self.w,self.last = nn.Parameter(torch.rand(16)),None
+    def forward(self, x):
+        self.last = x.detach()
+        return x*self.w
+
+def executed():
+    "Its class is of no module"
+    exec(inspect.getsource(Scales), found := dict(nn=nn, torch=torch))
+    return nn.Sequential(nn.Linear(8,16), found['Scales'](), nn.Linear(16,1))
+
+def traced(): return torch.fx.symbolic_trace(nn.Sequential(nn.Linear(8,16), Scales(), nn.Linear(16,1)))
+def part(): return nn.Sequential(nn.Linear(8,8), traced())
+
+@pytest.mark.parametrize('mode', halves)
+@pytest.mark.parametrize('make', [executed,traced,part])
+def test_generated_code(make, mode):
+    "Of torch.fx, on which feature extractors are built, or made by `exec`: `forward` has no module, or the class none"
+    learn = fitted(modes[mode](get_learner(make())))
+    assert skipped(learn)==0
+    if make is executed: assert learn.model[1].last.dtype==f32
 
 def two_tasks():
     "Stores what both heads have in common, and a view of a parameter, in many places"

@@ -145,9 +145,9 @@ def on_cpu(f, *args):
 
 @pytest.mark.parametrize('how', [nested,on_cpu])
 def test_checkpointed_arguments(how):
-    """Of a part that is checkpointed twice, or saved elsewhere: PyTorch gives it another tensor in place of the parameter
+    """Of a part that is checkpointed twice, or saved elsewhere: PyTorch gives back another tensor than the parameter
 
-    The computed numbers have another dtype then, which is an error. As under autocast they have the same."""
+    What is computed again then has another dtype, which is an error. As under autocast it has the same."""
     model = Does(lambda m,x: m.out(how(torch.mul, m.inp(x), m.gain)), inp=nn.Linear(8,16), out=nn.Linear(16,1),
                  gain=torch.linspace(.5, 1.5, 16))
     learn = fitted(in_mode('bf16', model))

@@ -327,7 +327,7 @@ written = dict( # rows of an activation
 
 @pytest.mark.parametrize('name', written)
 def test_written_into_an_activation(name):
-    """Mask tokens and prompts: into what is half precision here, and float32 under autocast, where PyTorch casts nothing"""
+    "Mask tokens and prompts: into what may be float32 under autocast. PyTorch casts nothing there."
     f = written[name]
     rounds(lambda x,w: f(x.clone(), w), 2, 32, by_hand=rounding(lambda x,w: f(x.clone(), w)))
     as_autocast(lambda x,w: f(x.float(), w), 2, 32)

@@ -362,8 +362,6 @@ class Scale(torch.autograd.Function):
         x,w = ctx.saved_tensors
         return g*w,(g*x).sum(0)
 
-def twice(f, *args): return checkpoint(lambda *args: 1*checkpoint(f, *args, use_reentrant=True), *args, use_reentrant=True)
-
 again = partial(checkpoint, use_reentrant=False)
 reentrant = partial(checkpoint, use_reentrant=True)
 def twice(f, *args): return reentrant(lambda *args: 1*reentrant(f, *args), *args)

@@ -178,7 +178,7 @@ def correlated(x, w): return x@torch.linalg.cholesky(w@w.T+1e-5*torch.eye(8))
 def classified(x, w): return F.cross_entropy(x, x[:,0])
 def complex_(x, w): return torch.complex(x, x).real
 def in_numpy(x, w): return x+x.detach().numpy().mean()
-def in_place(x, w): return x.index_add(0, torch.tensor([0]), w[:1])
+def in_place(x, w): return x.index_add(0, torch.tensor([0]), 2*w[:1])
 
 kept = "keep='1' computes it in float32."
 notes = dict( # what is computed, the same with what the note says, if it isn't `keep`, and a part of the note

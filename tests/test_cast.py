@@ -6,7 +6,7 @@ from torch.func import functional_call,grad,jacfwd,jacrev,vmap
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize,prune
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy,checkpoint,create_selective_checkpoint_contexts
 
 from learners import *
 from mp_callbacks.core import cast
@@ -389,6 +389,53 @@ def test_checkpointing(kind, reentrant, once):
         model = stack(kind, once, **kwargs)
         return grads(model, unmeasured(model, bf16))
     assert same(run(use_reentrant=reentrant), run())
+
+def products(ctx, op, *args, **kwargs):
+    "Those of matrices are kept, and the rest is computed again"
+    kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+@pytest.mark.parametrize('kind', [modules,functions])
+def test_selective_checkpointing(kind):
+    "Computes the same operations again, so no copy is taken there; layers elsewhere are cast at once, as ever"
+    def run(**kwargs):
+        model = stack(kind, **kwargs)
+        with Casts() as casts: found = grads(model, unmeasured(model, bf16))
+        return found,max(casts.together, default=0)
+    found,together = run(use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, products))
+    assert same(found, run()[0]) and together==4 # weights and biases of `first` and `head`
+
+class Scale(torch.autograd.Function):
+    "A product, as libraries write it"
+    @staticmethod
+    @torch.amp.custom_fwd(device_type='cpu')
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x*w
+    @staticmethod
+    @torch.amp.custom_bwd(device_type='cpu')
+    def backward(ctx, g):
+        x,w = ctx.saved_tensors
+        return g*w,(g*x).sum(0)
+
+again = partial(checkpoint, use_reentrant=False)
+reentrant = partial(checkpoint, use_reentrant=True)
+def twice(f, *args): return reentrant(lambda *args: 1*reentrant(f, *args), *args)
+def sums_and_products(x, w): return (x*w+w).sin()
+
+@pytest.mark.parametrize('how', [again,reentrant,twice])
+@pytest.mark.parametrize('f', [sums_and_products,Scale.apply])
+@pytest.mark.parametrize('view', [noop,lambda w: w[:]])
+def test_checkpointed_arguments(f, how, view):
+    """An own parameter, or a view, that is given to a part that is computed again is one there, too
+
+    But where it isn't reentrant, a function with a gradient of its own gets back its parameter as autocast has it."""
+    def run(how):
+        model = net(lambda m,x: m.c(how(f, m.a(x), view(m.w))), w=torch.linspace(.5, 1.5, 64))
+        return grads(model, unmeasured(model, bf16))
+    got,want = run(how),run(lambda f,*args: f(*args))
+    if how is again and f==Scale.apply: assert all(close(o, want[0][k], .01) for k,o in got[0].items())
+    else: assert same(got, want)
 
 class Reverse(torch.autograd.Function):
     "Half of a reversible block: keeps no activations, and computes again outside of autocast"

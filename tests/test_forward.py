@@ -1,6 +1,6 @@
 """A skipped step and an error put back buffers of every kind; what a model keeps from batch to batch is float32 between
 
-And hooks of parameters see the gradients."""
+And hooks of parameters see the gradients. Activations that a module stores stay in their graph."""
 from learners import *
 from states import *
 
@@ -132,15 +132,68 @@ def test_state_is_float32(mode, kind, tmp_path):
     learn.to_fp32().fit(1)
     assert math.isfinite(learn.recorder.values[-1][1])
 
-def test_kept_for_the_loss():
-    "What a module keeps for the loss is float32 there, and gradients lead through it"
-    def _penalized(m, x):
-        m.kept = m.log(x)
-        return m.layer(x)
-    model = Does(_penalized, layer=nn.Linear(8,1), log=nn.Linear(8,1))
-    before = model.log.weight.detach().clone()
-    learn = get_learner(model).to_fp16()
-    learn.loss_func = lambda pred,y: F.mse_loss(pred, y)+(learn.model.kept+1e5).mean()*1e-5 # float16 ends at 65504
-    learn.fit(1)
-    assert skipped(learn)==0 and not torch.equal(model.log.weight, before)
-    assert math.isfinite(learn.recorder.values[-1][0])
+class Scales(nn.Module):
+    "Has an own parameter, and stores what it was given"
+    def __init__(self):
+        super().__init__()
+        self.w,self.last = nn.Parameter(torch.rand(16)),None
+    def forward(self, x):
+        self.last = x.detach()
+        return x*self.w
+
+def executed():
+    "Its class is of no module"
+    exec(inspect.getsource(Scales), found := dict(nn=nn, torch=torch))
+    return nn.Sequential(nn.Linear(8,16), found['Scales'](), nn.Linear(16,1))
+
+def traced(): return torch.fx.symbolic_trace(nn.Sequential(nn.Linear(8,16), Scales(), nn.Linear(16,1)))
+def part(): return nn.Sequential(nn.Linear(8,8), traced())
+
+@pytest.mark.parametrize('mode', halves)
+@pytest.mark.parametrize('make', [executed,traced,part])
+def test_generated_code(make, mode):
+    "Of torch.fx, on which feature extractors are built, or made by `exec`: `forward` has no module, or the class none"
+    learn = fitted(modes[mode](get_learner(make())))
+    assert skipped(learn)==0
+    if make is executed: assert learn.model[1].last.dtype==f32
+
+def two_tasks():
+    "Stores what both heads have in common, and a view of a parameter, in many places"
+    def _forward(m, x):
+        m.h,view = m.body(x).tanh(),m.scale[:]
+        if m.h.requires_grad:
+            m.h.retain_grad()
+            view.retain_grad()
+        m.views = [dict(view=view)]
+        h = m.h*view
+        return torch.cat([m.a(h),m.b(h)], 1)
+    torch.manual_seed(1)
+    heads = dict(a=nn.Linear(32,1), b=nn.Linear(32,1))
+    return Does(_forward, body=nn.Linear(8,32), scale=torch.ones(32), **heads, h=None, views=None)
+
+def balanced(model, seen, pred, y):
+    "The loss that MGDA makes of two: weighed by the gradients of what a module has stored (Sener and Koltun 2018)"
+    a,b = losses = F.mse_loss(pred[:,:1], y),F.mse_loss(pred[:,1:], 3*y)
+    if not model.training: return a+b
+    to_a,to_b = [torch.autograd.grad(o, model.h, retain_graph=True)[0].float() for o in losses]
+    weight = ((to_b-to_a)*to_b).sum()/(to_a-to_b).square().sum()
+    seen.append(weight.item())
+    return weight*a+(1-weight)*b
+
+@pytest.mark.parametrize('call', calls)
+def test_stored_activations(call):
+    """Are those of the graph, in the dtype that they were computed in: a loss may take their gradients, they keep their
+    own, and a callback may hook them"""
+    def run(call):
+        model,seen,hooked = two_tasks(),[],[]
+        learn = ask_nothing(getattr(get_learner(model, loss_func=partial(balanced, model, seen)), call)())
+        def look(learn):
+            assert type(model.h) is type(model.views[0]['view']) is torch.Tensor
+            assert model.h.grad.any() and model.views[0]['view'].grad.any()
+        learn.fit(1, cbs=[On('after_pred', lambda learn: model.h.register_hook(hooked.append), 50),
+                          On('after_backward', look)])
+        assert len(seen)==4 and len(hooked)==12
+        return seen,hooked[0].dtype
+    want,_ = run('to_fp32')
+    got,dtype = run(call)
+    assert np.allclose(got, want, atol=.02) and dtype==(f16 if 'fp16' in call else bf16)

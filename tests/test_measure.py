@@ -12,6 +12,8 @@ from mp_callbacks.core.training_steps import TrainingSteps
 from measured_models import convolves,rows
 from mp_callbacks.core.ways import Way
 
+again = partial(checkpoint, use_reentrant=False)
+
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
 def years(n=24):
@@ -136,6 +138,20 @@ def test_an_error_that_autocast_does_not_raise(mode):
     learn = fitted(in_mode(mode, error_by_rules()))
     assert answer_of(learn).names==('',) and answer_of(learn).error==math.inf
     assert 'an error or not finite by our rules' in str(answer_of(learn))
+
+def nested(f, *args): return again(lambda *args: 1*again(f, *args), *args)
+def on_cpu(f, *args):
+    with torch.autograd.graph.save_on_cpu(): return again(f, *args)
+
+@pytest.mark.parametrize('how', [nested,on_cpu])
+def test_checkpointed_arguments(how):
+    """Of a part that is checkpointed twice, or saved elsewhere: PyTorch gives back another tensor than the parameter
+
+    What is computed again then has another dtype, which is an error. As under autocast it has the same."""
+    model = Does(lambda m,x: m.out(how(torch.mul, m.inp(x), m.gain)), inp=nn.Linear(8,16), out=nn.Linear(16,1),
+                 gain=torch.linspace(.5, 1.5, 16))
+    learn = fitted(in_mode('bf16', model))
+    assert answer_of(learn).names==('',) and answer_of(learn).error==math.inf and log_of(learn).finite.all()
 
 def zeros_like(h): return torch.zeros(h.shape)
 def index(h): return torch.arange(len(h))[:,None].expand(h.shape)

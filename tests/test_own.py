@@ -290,6 +290,48 @@ def test_class_of_an_activation(name):
     want = (TensorImage,bf16) if name in rounded else class_and_dtype(autocast, f)
     for v in (noop,lambda w: w[:]): assert class_and_dtype(half, lambda x,w: f(x, v(w)))==want
 
+@pytest.mark.parametrize('name', ['expand_as','view_as','reshape_as'])
+def test_shape_of_an_image(name):
+    "A view in the shape of an image of fastai's is one of the parameter: rounded, unless it has a few numbers"
+    def _f(x, w): return getattr(w, name)(x)+x
+    assert class_and_dtype(half, _f)==(TensorImage,bf16)
+    def _few(x, w): return w[0,:1].expand_as(x)+x
+    assert class_and_dtype(half, _few)==class_and_dtype(autocast, _few)
+    def _of_image(x, w): return getattr(x, name)(w)
+    assert class_and_dtype(half, _of_image)==class_and_dtype(autocast, _of_image)
+
+ids,chosen = torch.tensor([0,2]),torch.tensor([True,False,True,False])
+rows_of = ids[:,None].expand(2,32)
+
+def put(index): return lambda x,w: (x.__setitem__(index, w), x)[1]
+
+written = dict( # rows of an activation
+    mask           = put(chosen),
+    rows           = put(ids),
+    list           = put([0,2]),
+    tuple          = put((ids,slice(None))),
+    put            = lambda x,w: x.put(ids, w[0,:2]),
+    index_put      = lambda x,w: x.index_put((ids,), w),
+    index_put_     = lambda x,w: x.index_put_((ids,), w, accumulate=True),
+    index_add      = lambda x,w: x.index_add(0, ids, w),
+    function       = lambda x,w: torch.index_add(x, 0, ids, source=w),
+    keywords       = lambda x,w: torch.index_add(input=x, dim=0, index=ids, source=w),
+    index_add_     = lambda x,w: x.index_add_(0, ids, w, alpha=.5),
+    index_copy_    = lambda x,w: x.index_copy_(0, ids, w),
+    scatter        = lambda x,w: x.scatter(0, rows_of, w),
+    scatter_       = lambda x,w: x.scatter_(0, rows_of, src=w),
+    scatter_add    = lambda x,w: x.scatter_add(0, rows_of, w),
+    scatter_reduce = lambda x,w: x.scatter_reduce(0, rows_of, w, 'amax'),
+    masked_scatter = lambda x,w: x.masked_scatter(chosen[:,None], w),
+    view           = lambda x,w: put(chosen)(x, w[1].expand(2,-1)))
+
+@pytest.mark.parametrize('name', written)
+def test_written_into_an_activation(name):
+    "Mask tokens and prompts: into what may be float32 under autocast. PyTorch casts nothing there."
+    f = written[name]
+    rounds(lambda x,w: f(x.clone(), w), 2, 32, by_hand=rounding(lambda x,w: f(x.clone(), w)))
+    as_autocast(lambda x,w: f(x.float(), w), 2, 32)
+
 def test_written_at_an_index():
     "Of an image of fastai's: a tuple there doesn't mean the same as a list"
     def write(x, w):
@@ -299,6 +341,25 @@ def test_written_at_an_index():
     model,x = meets(write, 4),TensorImage(torch.zeros(2,3,4))
     with half(model): res = model(x)
     assert type(res) is TensorImage and same(res, model(x))
+
+nodes = dict( # where libraries put hooks
+    expand_as  = lambda p: p.expand_as(p).grad_fn.next_functions[0][0], # apex, Horovod and others
+    view_as    = lambda p: p.view_as(p).grad_fn.next_functions[0][0], # PyTorch
+    index      = lambda p: p[None].grad_fn.next_functions[0][0])
+
+@pytest.mark.parametrize('name', [*nodes,'multi_grad'])
+def test_hooks_of_accumulators(name):
+    "Of the node that adds up the gradient of a parameter run, also if they are made inside the `with`"
+    model,x = nn.Sequential(nn.Linear(8,32), block()),numbers(4)[0]
+    called,own = [],[p for m in (model[1],model[1].bias) for p in m.parameters(recurse=False)]
+    with half(model):
+        assert {*map(type, own)}=={OwnParameter}
+        if name=='multi_grad': torch.autograd.graph.register_multi_grad_hook(own, called.extend)
+        else:
+            accumulators = [*map(nodes[name], own)]
+            for o in accumulators: o.register_hook(lambda *args: called.append(args))
+        model(x).sum().backward()
+    assert len(called)==len(own)==3
 
 def tensors(o):
     "All in `o`, also as parameters of a module"

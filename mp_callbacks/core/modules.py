@@ -213,7 +213,9 @@ def as_float32(
 def restore_float32(
     stored:list, # From `find_stored`
 ):
-    "Make what modules store `as_float32`. Lists and dicts stay the same objects."
+    """Make what modules store `as_float32`, but for what belongs to an autograd graph
+
+    Lists and dicts stay the same objects."""
     for m,others in stored:
         for d in (m.__dict__,m._buffers):
             for k in d.keys()-others: # a set: most names are among the others, and this runs in each batch
@@ -222,16 +224,22 @@ def restore_float32(
 def _in_float32(tree):
     if isinstance(tree, list): tree[:] = map(_in_float32, tree)
     elif isinstance(tree, dict): tree.update({k:_in_float32(o) for k,o in tree.items()})
-    else: return as_float32(tree)
+    else: return map_tensors(_stored, tree)
     return tree
+
+def _stored(t):
+    "What becomes of `t`: in a graph it stays the same tensor, which may be differentiated, and which hooks may watch"
+    if type(t) is OwnView: t.__class__ = torch.Tensor
+    return t if t.requires_grad else as_float32(t)
 
 def _of_pytorch(module):
     "Is its class one of PyTorch's, or made of one by parametrizations or `fully_shard`?"
-    return {o.__module__.partition('.')[0] for o in type(module).__mro__}<={'torch','builtins'}
+    return {o.__module__.partition('.')[0] for o in type(module).__mro__[:-1]}=={'torch'}
 
 def _has_ours(tree, depth=4):
-    "Is a tensor of `tree`, or of structures in it, one that `as_float32` changes? Most aren't, so types come first."
-    if isinstance(tree, torch.Tensor): return tree.dtype in half_dtypes or type(tree) is OwnView
+    "Is a tensor of `tree`, or of structures in it, one that `_stored` changes? Most aren't, so types come first."
+    if isinstance(tree, torch.Tensor):
+        return type(tree) is OwnView or tree.dtype in half_dtypes and not tree.requires_grad
     parts = [*(parts_of(tree) or {}).values()] if depth else []
     return not {*map(type, parts)}<=_no_tensors and any(_has_ours(o, depth-1) for o in parts)
 

@@ -280,7 +280,8 @@ def choose_way(
         if module.embedding_dim<narrow: return Float32(f'rows of fewer than {narrow} numbers')
         return Lookup('rows are rounded')
     if isinstance(module, parametrize.ParametrizationList): return Float32('parametrization')
-    pytorchs = getattr(forward, '__module__', '').startswith('torch.nn.')
+    # of what is generated, as by torch.fx, the module may be None
+    pytorchs = (getattr(forward, '__module__', None) or '').startswith('torch.nn.')
     if own_parameters(module) and not pytorchs: return Own('rounded where they meet activations')
     return Way("PyTorch's autocast casts" if module._parameters else '')
 

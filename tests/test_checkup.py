@@ -106,6 +106,16 @@ def test_options():
     assert said(learn)==(f"learn.to_native_fp16: float16 with autocast, clip=None, keep=(), loss scale 256, "
                          f"at first {learn.mixed_precision.initial}, max_skips=9, rescue=True")
 
+def test_half_before():
+    "The report counts what was in half precision before, and has something to do if it trains"
+    def report(frozen):
+        body = nn.Linear(8,16).bfloat16().requires_grad_(not frozen)
+        return lines(get_learner(nn.Sequential(body, nn.Linear(16,1))).to_bf16().precision_checkup())
+    said = 'Weights in half precision'
+    texts,todo = report(True)
+    assert texts['Modules'].endswith('2 parameters were in bfloat16 before, and stay so.') and said not in todo
+    assert report(False)[1][said].startswith('2 parameters that train are in bfloat16, which rounds small steps')
+
 @pytest.mark.parametrize('mode', ['fp32','fp16','bf16'])
 def test_not_finite(mode):
     "What is no matter of precision: the line Batches has the way out"
@@ -287,7 +297,7 @@ def test_links():
     assert {o.partition('#')[2] for o in urls}<={*found}
     headings = re.findall("yield '(.*?)'", Path(checkup.__file__).read_text())
     headings += [o for kind in checkup._slow.values() for o in kind]
-    assert len(headings)==14 and {o.lower().replace(' ', '-') for o in headings}<={*found} and len({*found})==len(found)
+    assert len(headings)==15 and {o.lower().replace(' ', '-') for o in headings}<={*found} and len({*found})==len(found)
     site = re.search('Documentation = "(.*)"', (root/'pyproject.toml').read_text())[1]
     assert checkup.page==f'{site}learner/checkup.html'
 

@@ -20,7 +20,7 @@ from .dtypes import cast_tree,half_dtypes
 from .devices import device_name,support
 from .modules import replaced_forward
 from .cast import has_plain_weights
-from .ways import Layer
+from .ways import Layer,half_before
 
 # %% ../../nbs/core/fp8.ipynb #f8000016
 class Fp8Recipe(NamedTuple):
@@ -234,6 +234,7 @@ def _why_not(name, named, linear, ways):
     "Why the linear layer `name` doesn't multiply in FP8; empty if it does"
     module = named[name]
     if not has_plain_weights(module): return 'its weight or bias is computed'
+    if half_before(module): return ways[name].why
     if replaced_forward(module) or not isinstance(ways[name], Layer): return 'a forward of its own'
     if any(isinstance(named[name[:i]], nn.MultiheadAttention) for i,c in enumerate(name) if c=='.'):
         return 'inside MultiheadAttention'

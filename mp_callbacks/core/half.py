@@ -28,7 +28,8 @@ from .devices import warn_caller
 from .own import OwnParameter
 from .modules import StandIn,as_float32,compiled_parts,find_stored,named_modules,restore_float32
 from .cast import OneCast,in_transform
-from .ways import Float32,HalfContext,Layer,Own,Way,choose_way,kept_dtypes,matches,own_parameters
+from .ways import Float32,HalfContext,Layer,Own,Way,choose_way,half_before,kept_dtypes,matches
+from .ways import own_parameters
 from .blame import keep_option
 from .measure import Measured,checksum,measure_batch,measure_gradients,measure_predictions
 
@@ -52,7 +53,7 @@ class Switch:
         if self.on: return
         _switched_on.add(self)
         self._params = [p for m in self.owners for p in own_parameters(m)
-                        if type(p) in (nn.Parameter,OwnParameter) and p.dtype==torch.float32]
+                        if type(p) in (nn.Parameter,OwnParameter) and p.dtype in (torch.float32,*half_dtypes)]
         for o in self.stand_ins: o.install()
         for p in self._params: p.__class__ = OwnParameter
         self.on = True
@@ -123,6 +124,7 @@ class HalfSettings:
         compiled = compiled_parts(self.model)
         ways.update({name:Way('compiled') for name,way in ways.items() if named[name] in compiled and not way.compiled})
         for name,dtype in kept_dtypes(named, self.keep, self.dtype).items():
+            if half_before(named[name]): continue # it can't compute in float32
             if dtype=='autocast': ways[name] = Way('keep')
             else: ways[name] = Float32('keep') if dtype==torch.float32 else ways[name].in_half(named[name])
         return ways
@@ -138,18 +140,18 @@ class HalfSettings:
 class ChosenWays(HalfSettings):
     "The `Way` of each module, chosen again when the model has changed, and the switch that turns all on and off"
     def _forget(self):
-        self._chosen_for = None # device type, modules, their classes' forwards, compiled parts
+        self._chosen_for = None # device type, modules, their classes' forwards, compiled parts, dtypes of parameters
         self.device_type,self.modules,self.params = None,[],[] # of the model
         self.ways,self.checksum = {},0 # name of a module -> how it computes; a number for what isn't measured of this
         self._cast,self._switch = OneCast(),Switch()
         self.by_install,self._open = False,[] # on by `install`? And an object for each `with` that is open
 
     def refresh(self):
-        "Choose again how modules compute if the modules, their classes or the device of the model have changed"
+        "Choose again how modules compute if modules, their classes, or device or dtypes of parameters have changed"
         device_type,modules,self.params = _device_type(self.model),[*self.model.modules()],[*self.model.parameters()]
         forwards = {o:getattr_static(o, 'forward', None) for o in {*map(type, modules)}}
         compiled = compiled_parts(self.model)
-        now = device_type,modules,forwards,compiled
+        now = device_type,modules,forwards,compiled,[p.dtype for p in self.params]
         if now==self._chosen_for: return
         self._switch.turn_off()
         _check_model(self.model)

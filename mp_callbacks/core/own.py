@@ -98,7 +98,7 @@ def _round(args, kwargs, least, broadcasts=True):
 def _same_numbers(name, res, args, kwargs):
     "Is `res`, from the function `name`, a view of an own tensor, or its numbers in another shape?"
     of,*more = args or [kwargs.get('input')]
-    if not isinstance(of, OwnTensor) or res.dtype!=torch.float32: return False
+    if not isinstance(of, OwnTensor) or res.dtype!=of.dtype: return False
     if of.numel()<narrow<=res.numel(): return False # copies of a few are still a few
     if 'getitem' not in name: return True
     index = more[0] if isinstance(more[0], tuple) else more

@@ -17,7 +17,7 @@ from fastai.optimizer import Lookahead,OptimWrapper
 from fastcore.basics import num_cpus
 from torch import nn
 
-from ..core.dtypes import dtype_name
+from ..core.dtypes import dtype_name,half_dtypes
 from ..core.devices import calls,device_name,emulation,support
 from ..core.loss_scale import DynamicLossScale,StaticLossScale
 from ..core.blame import keep_option
@@ -197,7 +197,11 @@ def _ways(learn, cb, batch):
     dtypes = sorted({dtype_name(p.dtype) for p in learn.model.parameters()})
     if cb is None: return f"As PyTorch does, with parameters in {', '.join(dtypes)}."
     counts = cb.policy().groupby(['way','why'], sort=False).size()
-    return ', '.join(f"{n} {way}{f' ({why})' if why else ''}" for (way,why),n in counts.items())
+    text = ', '.join(f"{n} {way}{f' ({why})' if why else ''}" for (way,why),n in counts.items())
+    before = [p for p in learn.model.parameters() if p.dtype in half_dtypes]
+    if not before: return text
+    dtypes = ' and '.join(sorted({dtype_name(p.dtype) for p in before}))
+    return f"{text}. {len(before)} parameters were in {dtypes} before, and stay so."
 
 def _last_fit(learn, cb, batch):
     if not hasattr(learn, 'precision_recorder'):
@@ -245,6 +249,10 @@ def _what_to_do(learn, cb, found, failed):
         if len(skips) and not settles: yield 'Skipped steps',(
             f"Steps of the last fit were skipped, and {now}: train on, and if it goes on, lower the learning rate, or "
             "ask about one batch: learn.precision_checkup(batch).")
+    rounded = [p for p in learn.model.parameters() if p.requires_grad and p.dtype in half_dtypes]
+    if cb is not None and rounded: yield 'Weights in half precision',(
+        f"{len(rounded)} parameters that train are in {dtype_name(rounded[0].dtype)}, which rounds small steps away: "
+        "make them float32 before the learner's first fit, model.float(), or freeze them.")
     if cb is not None and not {'Machine','Precision'}&{*failed}:
         if text := emulation(fit_device(learn), cb.half_dtype): yield 'Emulated',text
     if healthy and not any(map(is_precision, learn.cbs)):

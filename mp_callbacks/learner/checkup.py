@@ -193,6 +193,7 @@ def _precision(learn, cb, batch):
     return ', '.join([f'learn.{call_name(half)}: {dtype_name(half.dtype)} with {how}', f'clip={cb.clip}',
                       keep_option(half.keep), scale, *more])
 
+# %% ../../nbs/learner/checkup.ipynb #c12a0026
 def _ways(learn, cb, batch):
     dtypes = sorted({dtype_name(p.dtype) for p in learn.model.parameters()})
     if cb is None: return f"As PyTorch does, with parameters in {', '.join(dtypes)}."

@@ -26,7 +26,8 @@ from torch.nn.parameter import is_lazy
 from .dtypes import as_dtype,dtype_name,half_dtypes,leaves
 from .devices import warn_caller
 from .own import OwnParameter
-from .modules import StandIn,as_float32,compiled_parts,find_stored,named_modules,restore_float32
+from .modules import StandIn,as_float32,compiled_parts,find_stored,is_scripted,named_modules
+from .modules import restore_float32
 from .cast import OneCast,in_transform
 from .ways import Float32,HalfContext,Layer,Own,Way,choose_way,half_before,kept_dtypes,matches
 from .ways import own_parameters
@@ -124,7 +125,7 @@ class HalfSettings:
         compiled = compiled_parts(self.model)
         ways.update({name:Way('compiled') for name,way in ways.items() if named[name] in compiled and not way.compiled})
         for name,dtype in kept_dtypes(named, self.keep, self.dtype).items():
-            if half_before(named[name]): continue # it can't compute in float32
+            if _fixed(name, named, ways): continue
             if dtype=='autocast': ways[name] = Way('keep')
             else: ways[name] = Float32('keep') if dtype==torch.float32 else ways[name].in_half(named[name])
         return ways
@@ -135,6 +136,11 @@ class HalfSettings:
         vars(self).update(settings)
         self._begin(vars(self).pop('measure'))
         self._forget()
+
+def _fixed(name, named, ways):
+    "Can `keep` not reach the module: are its parameters in half precision, or does TorchScript call it?"
+    caller = name.rpartition('.')[0]
+    return half_before(named[name]) or is_scripted(named[caller]) and ways[caller].why!='keep'
 
 # %% ../../nbs/core/half.ipynb #8a140b01
 class ChosenWays(HalfSettings):
@@ -174,7 +180,7 @@ class ChosenWays(HalfSettings):
     @property
     def outdated(self)->bool:
         "Have modules been added, removed or replaced since `refresh`? This takes less time."
-        inside = chain.from_iterable(map(dict.values, [m._modules for m in self.modules]))
+        inside = chain.from_iterable([m._modules.values() for m in self.modules])
         return {None,*inside}!={None,*self.modules[1:]} # None: a module may be registered as None
 
     def _update(self):
@@ -357,6 +363,7 @@ def _stand_ins(of, named, half):
     for name,module in named.items():
         way = half.ways[name]
         if module is model: around = partial(way.around, half, module)
+        elif is_scripted(named[name.rpartition('.')[0]]): continue # it is called by no Python
         # half precision inside a float32 module, which only a dict as `keep` allows
         elif isinstance(half.ways.get(_caller(name, named)), Float32) and not isinstance(way, Float32):
             res.append(StandIn(module, partial(_in_half, half, partial(way.around, half, module))))
@@ -479,9 +486,9 @@ def _device_type(model): return next((p.device.type for p in model.parameters() 
 
 def _check_model(model):
     "Raise a `ValueError` if the modules of `model` can't compute in half precision, or it has no float32 parameters"
+    if is_scripted(model):
+        raise ValueError("A scripted model can't be changed. Train it before scripting it, or use torch.compile.")
     for m in model.modules():
-        if isinstance(m, torch.jit.ScriptModule):
-            raise ValueError("A scripted model can't be changed. Train it before scripting it, or use torch.compile.")
         if isinstance(m, DataParallel):
             raise ValueError("DataParallel copies the model to each GPU. Use DistributedDataParallel, or to_fp32().")
         if type(m).__name__=='FullyShardedDataParallel':

@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 from .dtypes import as_dtype,cast_tree,dtype_name,hand_back,half_dtypes,replaced_parts
 from .devices import inexact,missing,warn_caller
 from .own import narrow
-from .modules import StandIn
+from .modules import StandIn,is_scripted
 from .cast import OneCast,has_plain_weights
 
 # %% ../../nbs/core/ways.ipynb #d77f435f
@@ -310,6 +310,7 @@ def choose_way(
     module:nn.Module, # Module of the model
 )->Way:
     "How `module` computes when `keep` doesn't name it"
+    if is_scripted(module): return Way('scripted')
     if dtype := half_before(module): return _half_before(half, module, dtype)
     if why := missing(half.device_type, half.dtype, module): return Float32(why)
     if not half.rules: return Way()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..core.dtypes import dtype_name,half_dtypes,leaves
-from ..core.modules import StandIn,TorchDispatchMode,named_modules,unchanged
+from ..core.modules import StandIn,TorchDispatchMode,is_scripted,named_modules,unchanged
 from ..core.half import half_precision
 from ..core.blame import keep_option,shortest_keep
 
@@ -154,6 +154,7 @@ def trace_batch(
         if with_masks: watches.enter_context(_MaskedRows())
         with ExitStack() as hooks: # removed before checkpointing runs `forward` again
             for name,m in named.items():
+                if is_scripted(m): continue # it takes no hooks
                 hooks.enter_context(m.register_forward_pre_hook(_before, with_kwargs=True))
                 hooks.enter_context(m.register_forward_hook(partial(_after, name), with_kwargs=True))
             loss = compute_loss()

@@ -16,6 +16,7 @@ from warnings import warn
 from torch import nn
 
 from .dtypes import as_dtype,dtype_name,half_dtypes
+from .torch_internals import has_avx512_bf16
 
 # %% ../../nbs/core/devices.ipynb #d0a00007
 native_with = { # by kind of device and dtype; a kind that isn't here, such as MPS, counts as native if it computes
@@ -54,7 +55,7 @@ class Machine:
         "The version of one of NVIDIA's GPUs, or names of the CPU's instructions"
         if self.kind(device)=='cuda': return torch.cuda.get_device_capability(device)
         if hasattr(torch.cpu, 'get_capabilities'): flags = torch.cpu.get_capabilities()
-        else: flags = dict(avx512_bf16=torch.cpu._is_avx512_bf16_supported()) # older PyTorch has no public name for it
+        else: flags = dict(avx512_bf16=has_avx512_bf16()) # in older versions of PyTorch
         return {k for k,v in flags.items() if v is True}
 
     def train(self, kind, device, dtype, input_dtype):

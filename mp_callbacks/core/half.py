@@ -28,10 +28,11 @@ from .devices import warn_caller
 from .own import OwnParameter
 from .modules import StandIn,as_float32,compiled_parts,find_stored,is_scripted,named_modules
 from .modules import restore_float32
-from .cast import OneCast,in_transform
+from .cast import OneCast
 from .ways import Float32,HalfContext,Layer,Own,Way,choose_way,half_before,kept_dtypes,matches
 from .ways import own_parameters
 from .blame import keep_option
+from .torch_internals import in_transform,is_tracing,no_torch_function
 from .measure import Measured,checksum,measure_batch,measure_gradients,measure_predictions
 
 # %% ../../nbs/core/half.ipynb #8a140a0e
@@ -136,11 +137,6 @@ class HalfSettings:
         vars(self).update(settings)
         self._begin(vars(self).pop('measure'))
         self._forget()
-
-def _fixed(name, named, ways):
-    "Can `keep` not reach the module: are its parameters in half precision, or does TorchScript call it?"
-    caller = name.rpartition('.')[0]
-    return half_before(named[name]) or is_scripted(named[caller]) and ways[caller].why!='keep'
 
 # %% ../../nbs/core/half.ipynb #8a140b01
 class ChosenWays(HalfSettings):
@@ -256,7 +252,7 @@ class MeasuredWays(ChosenWays):
         several = tensors and all(t.dim() and len(t)>1 for t in tensors)
         # an object, such as a cache, may remember the passes; and another thread would compute with what is tried
         alone = all(isinstance(o, _plain) for o in given) and current_thread() is main_thread()
-        if not (several and alone and self.measurable) or in_transform() or torch.jit.is_tracing(): return False
+        if not (several and alone and self.measurable) or in_transform() or is_tracing(): return False
         with _switching:
             if not self.asks: return True # another thread has
             self._switch.turn_off()
@@ -341,6 +337,11 @@ def _table(half):
         rows.append((name, type(module).__name__, size, param, way.name, compute, why))
     return pd.DataFrame(rows, columns=['module','kind','size','params','way','compute','why'])
 
+def _fixed(name, named, ways):
+    "Can `keep` not reach the module: are its parameters in half precision, or does TorchScript call it?"
+    caller = name.rpartition('.')[0]
+    return half_before(named[name]) or is_scripted(named[caller]) and ways[caller].why!='keep'
+
 # %% ../../nbs/core/half.ipynb #8a140a12
 def _cast_ahead(named, ways):
     "The modules whose weights are cast when the model is called"
@@ -352,6 +353,7 @@ def _cast_ahead(named, ways):
 
 def _without_fast_path(modules, compiled):
     "Attention that takes no fast path, which fails under autocast on a CPU, if its parameters are `OwnParameter`s"
+    if no_torch_function is None: return []
     # a `forward` of its own may have sums and products with them
     of_pytorch = [m for m in modules if getattr_static(type(m), 'forward', None) is nn.MultiheadAttention.forward]
     return [m for m in of_pytorch if Own.compiled or m not in compiled]

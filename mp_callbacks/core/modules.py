@@ -19,11 +19,11 @@ from inspect import getattr_static
 from fastcore.imports import noop
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode # sees each operation; PyTorch has no public name for it
 
 from .dtypes import cast_tree,half_dtypes,map_tensors,parts_of
 from .devices import warn_caller
 from .own import OwnView,plain
+from .torch_internals import TorchDispatchMode
 
 # %% ../../nbs/core/modules.ipynb #9b1c2a09
 def unwrap(

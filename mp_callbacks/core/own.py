@@ -12,6 +12,7 @@ import copy,torch
 from torch import Tensor,nn
 
 from .dtypes import half_dtypes
+from .torch_internals import no_torch_function
 
 # %% ../../nbs/core/own.ipynb #00b00007
 # By name: `torch.compile` passes functions of `operator`, and can't look for a function in a set
@@ -30,11 +31,12 @@ class OwnTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs,name = kwargs or {},getattr(func, '__name__', '')
-        with torch._C.DisableTorchFunctionSubclass(): # has no public name
+        ours = all([o is Tensor or issubclass(o, OwnTensor) for o in types])
+        with no_torch_function():
             if name in products: args,kwargs = _round(args, kwargs, 1)
             elif name in sums: args,kwargs = _round(args, kwargs, narrow)
             elif name in joins: args,kwargs = _round(args, kwargs, narrow, broadcasts=False)
-            if all([o is Tensor or issubclass(o, OwnTensor) for o in types]):
+            if ours:
                 res = getattr(func, '__wrapped__', func)(*args, **kwargs) # `1-x` would ask for our class again
                 return res.as_subclass(OwnView) if name in views and _same_numbers(name, res, args, kwargs) else res
             args,kwargs = _each_argument(_as_tensor, args, kwargs)
@@ -69,7 +71,7 @@ def plain(
 # %% ../../nbs/core/own.ipynb #00b00011
 def _as_tensor(o):
     if not isinstance(o, OwnTensor): return o
-    with torch._C.DisableTorchFunctionSubclass(): return torch.ops.aten.alias(o) # Dynamo can't follow `as_subclass`
+    with no_torch_function(): return torch.ops.aten.alias(o) # Dynamo can't follow `as_subclass`
 
 def _each(f, xs):
     "List or tuple like `xs`, with `f` applied to each, also in lists and tuples inside"

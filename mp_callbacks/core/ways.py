@@ -27,6 +27,7 @@ from .devices import inexact,missing,warn_caller
 from .own import narrow
 from .modules import StandIn,is_scripted
 from .cast import OneCast,has_plain_weights
+from .torch_internals import no_torch_function
 
 # %% ../../nbs/core/ways.ipynb #d77f435f
 class HalfContext(NamedTuple):
@@ -300,7 +301,8 @@ def _half_before(half, module, dtype):
     "How `module` computes, of which parameters were in `dtype`, a half precision, before"
     why = f'parameters are in {dtype_name(dtype)}, and stay so'
     if is_norm('', module): return _norm(module, why, HalfNorm) or HalfNorm(why)
-    return HalfOwn(why) if dtype!=half.dtype and not _of_pytorch(module) else Way(why)
+    own = dtype!=half.dtype and not _of_pytorch(module) and no_torch_function
+    return HalfOwn(why) if own else Way(why)
 
 def _of_pytorch(module):
     return getattr(getattr_static(type(module), 'forward'), '__module__', '').startswith('torch.nn.')
@@ -323,7 +325,8 @@ def choose_way(
         if module.embedding_dim<narrow: return Float32(f'rows of fewer than {narrow} numbers')
         return Lookup('rows are rounded')
     if isinstance(module, parametrize.ParametrizationList): return Float32('parametrization')
-    if own_parameters(module) and not _of_pytorch(module): return Own('rounded where they meet activations')
+    if own_parameters(module) and not _of_pytorch(module) and no_torch_function:
+        return Own('rounded where they meet activations')
     return Way("PyTorch's autocast casts" if module._parameters else '')
 
 # %% ../../nbs/core/ways.ipynb #9ed804f4

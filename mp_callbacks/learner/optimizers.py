@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from fastai.optimizer import Optimizer
 
-from ..core.grads import foreach
+from ..core.torch_internals import foreach
 
 # %% ../../nbs/learner/optimizers.ipynb #3e0a51b3
 class TensorList:

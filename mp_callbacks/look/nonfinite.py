@@ -17,7 +17,8 @@ from typing import NamedTuple
 from torch import nn
 
 from ..core.dtypes import dtype_name,half_dtypes,leaves
-from ..core.modules import StandIn,TorchDispatchMode,is_scripted,named_modules,unchanged
+from ..core.modules import StandIn,is_scripted,named_modules,unchanged
+from ..core.torch_internals import TorchDispatchMode,sees_operations,softmaxes
 from ..core.half import half_precision
 from ..core.blame import keep_option,shortest_keep
 
@@ -145,16 +146,15 @@ def trace_batch(
 
     class _MaskedRows(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            softmax = func.overloadpacket in (torch.ops.aten._softmax,torch.ops.aten._log_softmax)
-            if softmax and running and args[0].eq(-math.inf).all(args[1]).any(): masked.add(running[-1][0])
+            if running and func.overloadpacket in softmaxes and args[0].eq(-math.inf).all(args[1]).any():
+                masked.add(running[-1][0])
             return func(*args, **(kwargs or {}))
 
     # `unchanged` gives each run the same random numbers
     with unchanged(model), half or nullcontext(), torch.compiler.set_stance('force_eager'), ExitStack() as watches:
-        if with_masks: watches.enter_context(_MaskedRows())
+        if with_masks and sees_operations: watches.enter_context(_MaskedRows())
         with ExitStack() as hooks: # removed before checkpointing runs `forward` again
-            for name,m in named.items():
-                if is_scripted(m): continue # it takes no hooks
+            for name,m in [(name,m) for name,m in named.items() if not is_scripted(m)]: # these take no hooks
                 hooks.enter_context(m.register_forward_pre_hook(_before, with_kwargs=True))
                 hooks.enter_context(m.register_forward_hook(partial(_after, name), with_kwargs=True))
             loss = compute_loss()

@@ -17,7 +17,8 @@ from torch import nn
 
 from ..core.dtypes import map_tensors
 from ..core.half import half_precision
-from ..core.modules import TorchDispatchMode,unchanged
+from ..core.modules import unchanged
+from ..core.torch_internals import TorchDispatchMode
 from .nonfinite import check_called
 
 # %% ../../nbs/look/plan.ipynb #4362c36e

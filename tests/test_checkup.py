@@ -283,6 +283,12 @@ def test_not_asked(tmp_path):
     texts,_ = lines(learn.precision_checkup()) # whatever a model raises
     assert texts['Batches'].startswith('Not asked: KeyError') and texts['Modules'].startswith('3 layer')
     learn.export()
+    if hasattr(Exception, 'add_note'): # Python 3.11
+        zeros = Does(lambda m,x: torch.zeros(len(x),8).index_add(0, torch.arange(len(x)), m.layer(x))[:,:1],
+                     layer=nn.Linear(8,8))
+        texts,todo = lines(get_learner(zeros).to_bf16().precision_checkup())
+        note = todo['An error of the model']
+        assert 'make it by h.new_zeros(…)' in note and texts['Batches'].endswith(f'same scalar type {note}')
     texts,_ = lines(load_learner(tmp_path/'export.pkl').precision_checkup()) # without data
     assert texts['Precision'].startswith('float32') and texts['Batches'].startswith('Not asked')
     texts,todo = lines(get_learner(cbs=MixedPrecision()).precision_checkup()) # the next fit would say the same
@@ -296,8 +302,9 @@ def test_links():
     assert len(urls)>=len(titles) and {o.partition('#')[0] for o in urls}=={checkup.page}
     assert {o.partition('#')[2] for o in urls}<={*found}
     headings = re.findall("yield '(.*?)'", Path(checkup.__file__).read_text())
+    headings += re.findall("notes.setdefault\\('(.*?)'", Path(checkup.__file__).read_text())
     headings += [o for kind in checkup._slow.values() for o in kind]
-    assert len(headings)==15 and {o.lower().replace(' ', '-') for o in headings}<={*found} and len({*found})==len(found)
+    assert len(headings)==16 and {o.lower().replace(' ', '-') for o in headings}<={*found} and len({*found})==len(found)
     site = re.search('Documentation = "(.*)"', (root/'pyproject.toml').read_text())[1]
     assert checkup.page==f'{site}learner/checkup.html'
 

@@ -65,17 +65,19 @@ def precision_checkup(
     """Machine, versions, precision, last fit, batches, memory and speed of a learner, and what to do next, in a report
 
     The learner doesn't change. What can't be asked is named with the reason, and raises nothing."""
-    cb,answers,failed,faster = precision_callback(learn),{},[],{}
+    cb,answers,failed,faster,notes = precision_callback(learn),{},[],{},{}
     for title,ask in _questions.items():
         try: answers[title] = ask(learn, cb, batch)
         except Exception as e: # whatever the model, the data or a callback raises
-            answers[title] = f"Not asked: {type(e).__name__}: {' '.join(str(e).split())}"
+            told = ' '.join(getattr(e, '__notes__', [])) # since Python 3.11
+            answers[title] = ' '.join(f"Not asked: {type(e).__name__}: {e} {told}".split())
             failed.append(title)
+            if told: notes.setdefault('An error of the model', told)
     if 'Speed' not in failed: answers['Speed'],faster = answers['Speed']
     found,plan = [None if o in failed else answers[o] for o in ('Batches','Memory')]
     noise = answers['Noise'] if isinstance(answers['Noise'], AddedNoise) else None
     lines = [Line(title, o.summary() if o is plan else str(o), title) for title,o in answers.items()]
-    advice = *_what_to_do(learn, cb, found, failed),*_about_noise(noise),*faster.items()
+    advice = *notes.items(),*_what_to_do(learn, cb, found, failed),*_about_noise(noise),*faster.items()
     todo = [Line('To do', text, about) for about,text in advice]
     if not todo and not failed: todo = [Line('To do', 'Nothing to do.', 'Nothing to do')]
     return Checkup((*lines,*todo), found, plan, noise)

@@ -196,7 +196,7 @@ def _bad(numbers): return sum(o.bad for o in numbers)
 def _finite(trace): return math.isfinite(trace.loss) and not _bad(trace.grads.values())
 
 # %% ../../nbs/look/nonfinite.ipynb #73a5635f
-def _describe(c): return f"{c.name or 'the model'} ({type(c.module).__name__})" if c else 'the loss'
+def _describe(c, the='the'): return f"{c.name or f'{the} model'} ({type(c.module).__name__})" if c else f'{the} loss'
 
 def _place(seen, normal, ends):
     "A `Finding` without the cause: what is not finite in `seen`; `normal` are the calls as they should be"
@@ -210,7 +210,7 @@ def _place(seen, normal, ends):
     c,full = spoils[0]
     # a mask of -inf is meant
     own = count_nonfinite([c.module._parameters, [b.clamp(min=0) for b in tensors(c.module._buffers)]])
-    first = f"{_describe(c)} was the first module that returned inf or nan"
+    first = f"{_describe(c, 'The')} was the first module that returned inf or nan"
     if own.bad: return Finding('weights', f"{first}: {own.bad} of its own weights or buffers are inf or nan.", c.name)
     why = f", from inputs up to {c.args.largest:.2g}" if c.args.largest else '' # 0 for integers
     why += f": inside, {_masked if c.masked else 'a number is too large, or too small to divide by'}."

@@ -273,12 +273,6 @@ class MeasuredWays(ChosenWays):
             finally: self._update()
         return True
 
-def _can_repeat(args, kwargs):
-    "Can the model be called once more with these arguments?"
-    # an object, such as a cache, may remember the passes; and another thread would compute with what is tried
-    alone = all(isinstance(o, _plain) for o in leaves((args,kwargs))) and current_thread() is main_thread()
-    return alone and not in_transform() and not is_tracing()
-
 # %% ../../nbs/core/half.ipynb #8a140b02
 class half_precision(MeasuredWays):
     """Inside a `with`, `model` computes in `dtype` from its float32 parameters, and returns float32
@@ -359,6 +353,12 @@ def _fixed(name, named, ways):
     "Can `keep` not reach the module: are its parameters in half precision, or does TorchScript call it?"
     caller = name.rpartition('.')[0]
     return half_before(named[name]) or is_scripted(named[caller]) and ways[caller].why!='keep'
+
+def _can_repeat(args, kwargs):
+    "Can the model be called once more with these arguments?"
+    # an object, such as a cache, may remember the passes; and another thread would compute with what is tried
+    alone = all(isinstance(o, _plain) for o in leaves((args,kwargs))) and current_thread() is main_thread()
+    return alone and not in_transform() and not is_tracing()
 
 # %% ../../nbs/core/half.ipynb #8a140a12
 def _cast_ahead(named, ways):
@@ -449,7 +449,8 @@ def note_dtypes(
     users = ' and '.join(f"{name or 'the model'} ({type(named[name]).__name__})" for name in e.mp_modules)
     way_out = _way_out(half, cure, text)
     if autocast_works and autocast_works():
-        way_out += " Autocast alone computes it: to_native_fp16() or to_native_bf16(), in a loop of your own rules=False."
+        way_out += (" Autocast alone computes it: to_native_fp16() or to_native_bf16(), in a loop of your own "
+                    "rules=False.")
     e.add_note(f"In {where.format(users)} operations in half precision: {way_out}")
 
 def _last_line(e):
@@ -490,8 +491,8 @@ def _uses(module, wanted):
         for _ in range(2): # such as `ops.Function`, `self.helper.run`
             inside = [(o,getattr_static(o, k, None)) for _,o in found for k in names]
             found += [(o,v) for o,v in inside if v is not None]
-        # `apply` of the class is a built-in method
-        if any((o.__self__ if isinstance(o, (MethodType,BuiltinMethodType)) else o) is wanted for _,o in found): return True
+        bound = MethodType,BuiltinMethodType # such as `Function.apply`
+        if any((o.__self__ if isinstance(o, bound) else o) is wanted for _,o in found): return True
         todo += found
     return False
 

@@ -140,6 +140,22 @@ def test_sizes(name):
         one_class = re.match(r'#\| export\n(@.*\n)?class ', o) and len(re.findall(r'^(class|def) ', o, re.M))==1
         assert len(o.splitlines())<=(130 if one_class else 60), o
 
+def nodes_inside(o):
+    "Of a syntax tree, without functions in it: their code is elsewhere"
+    for inner in ast.iter_child_nodes(o):
+        if isinstance(inner, (ast.FunctionDef,ast.Lambda,ast.GeneratorExp)): continue
+        yield inner
+        yield from nodes_inside(inner)
+
+@each_module
+def test_no_comprehension_where_something_has_to_end(name):
+    "From Python 3.12 on it is a part of its function, and a `with` or `finally` may miss a tracer's interrupt in it"
+    comprehensions = ast.ListComp,ast.SetComp,ast.DictComp
+    for o in ast.walk(ast.parse(source(name))):
+        if not (isinstance(o, ast.With) or isinstance(o, ast.Try) and o.finalbody): continue
+        inside = ast.Module([*o.body,*getattr(o, 'finalbody', ())], [])
+        assert [ast.unparse(c) for c in nodes_inside(inside) if isinstance(c, comprehensions)]==[]
+
 @functools.cache
 def private_names(name):
     "Those that a module uses or has in a string, and those that it defines: functions, classes, variables, attributes"

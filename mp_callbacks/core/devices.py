@@ -76,7 +76,7 @@ class Machine:
         def _time(x): return timeit.timeit(lambda: (x@x).sum().item(), number=1) # `item` waits for the device
         xs = [torch.ones(n, n, device=device, dtype=o) for o in (dtype,torch.float32)]
         torch.set_num_threads(1) # several would wait for each other, where other programs run
-        try: half,full = map(min, zip(*[map(_time, xs) for _ in range(4)])) # in turns
+        try: half,full = map(min, zip(*(map(_time, xs) for _ in range(4)))) # in turns
         finally: torch.set_num_threads(threads)
         return half/full
 

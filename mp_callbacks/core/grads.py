@@ -109,7 +109,8 @@ def mul_grads(
     params,grads = _grads(params)
     in_graph = [p for p,g in zip(params, grads) if g.requires_grad]
     for p in in_graph: p.grad = p.grad*by # that of a sparse one is not in `grads`
-    with torch.no_grad(): _mul([g for g in grads if not g.requires_grad] if in_graph else grads, by)
+    if in_graph: grads = [g for g in grads if not g.requires_grad]
+    with torch.no_grad(): _mul(grads, by)
 
 def _mul(grads, by):
     if by==1: return

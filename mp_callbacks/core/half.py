@@ -188,7 +188,8 @@ class ChosenWays(HalfSettings):
     def _close(self, opened):
         "Take the objects in `opened` from those of the open `with`s. Idempotent."
         with _switching:
-            self._open = [o for o in self._open if o not in opened]
+            for o in opened:
+                if o in self._open: self._open.remove(o)
             self._update()
 
     def policy(self)->'pd.DataFrame': # One row per module with parameters or with a reason

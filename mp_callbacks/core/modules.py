@@ -225,12 +225,13 @@ def fork_rngs(
     params, # Parameters, whose devices count
 ):
     "At the end of a `with`, restore random numbers: PyTorch's, of the CPU and devices of `params`, NumPy's, Python's"
+    devices = {(p.device.type,p.device.index) for p in params}
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([]))
         stack.callback(random.setstate, random.getstate())
         np = sys.modules.get('numpy') # if nobody has imported it, nobody draws
         if np: stack.callback(np.random.set_state, np.random.get_state())
-        for kind,index in {(p.device.type,p.device.index) for p in params}:
+        for kind,index in devices:
             rngs = getattr(torch, kind, None)
             if hasattr(rngs, 'get_rng_state_all'):
                 stack.enter_context(torch.random.fork_rng([index], device_type=kind))

@@ -234,10 +234,10 @@ class HalfNorm(Way):
     def around(self, half, module, forward, args, kwargs):
         "What `module` returns. If its function isn't known, its input is cast, else its parameters."
         given = [*args,*kwargs.values()]
+        known = self.function is not None and len(given)==1
+        if known: params = [p if p is None else p.to(dtype=given[0].dtype) for p in module._parameters.values()]
         with torch.autocast(half.device_type, enabled=False) if half.rules else nullcontext():
-            if self.function is not None and len(given)==1:
-                params = [p if p is None else p.to(dtype=given[0].dtype) for p in module._parameters.values()]
-                return self.function(module, given[0], *params)
+            if known: return self.function(module, given[0], *params)
             dtype = half_before(module)
             args,kwargs = cast_tree((args,kwargs), dtype, (torch.float32,*half_dtypes))
             return cast_tree(forward(*args, **kwargs), half.dtype, dtype)

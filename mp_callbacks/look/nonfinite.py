@@ -154,14 +154,17 @@ def trace_batch(
     with unchanged(model), half or nullcontext(), torch.compiler.set_stance('force_eager'), ExitStack() as watches:
         if with_masks and sees_operations: watches.enter_context(_MaskedRows())
         with ExitStack() as hooks: # removed before checkpointing runs `forward` again
-            for name,m in [(name,m) for name,m in named.items() if not is_scripted(m)]: # these take no hooks
+            for name,m in filter(_takes_hooks, named.items()):
                 hooks.enter_context(m.register_forward_pre_hook(_before, with_kwargs=True))
                 hooks.enter_context(m.register_forward_hook(partial(_after, name), with_kwargs=True))
             loss = compute_loss()
         check_called(model, any(not o.name for o in calls)) # the model itself has no name
         if loss.isfinite() and torch.is_grad_enabled(): (loss*scale).backward() # there is none in a validation
-        grads = {n:measure([p.grad for p in m._parameters.values() if p is not None]) for n,m in named.items()}
+        grads = dict(zip(named, map(measure, map(_own_grads, named.values()))))
     return Trace(loss.item(), calls, grads, halved)
+
+def _takes_hooks(item): return not is_scripted(item[1])
+def _own_grads(module): return [p.grad for p in module._parameters.values() if p is not None]
 
 # %% ../../nbs/look/nonfinite.ipynb #6d564544
 class Numbers(NamedTuple):

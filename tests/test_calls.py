@@ -76,6 +76,7 @@ said = dict( # a call, and what its error says
     callback  = (lambda: NativeMixedPrecision('bf16'), r"init_scale='bf16' is a dtype. .* takes dtype='bf16'"),
     dtype     = (lambda: get_learner().to_fp16('bf16'), r"loss_scale='bf16' is a dtype. The name of the call says it"),
     name_only = (lambda: half_precision(mlp(), keep=lambda name: True), 'keep=<lambda> must take the name and the mod'),
+    way       = (lambda: half_precision(mlp(), way=3), "way=3 must be a function of a module's name and the module. Use"),
     rescue    = (lambda: get_learner().to_fp16(rescue=1), 'rescue=1 must be True or False'),
     only_half = (lambda: MixedPrecision(keep='0'), r'learn.to_fp16\(keep=…\)'),
     plan      = (lambda: get_learner().precision_plan().batch_size('16'), "gb='16' must be a positive number"),
@@ -148,6 +149,12 @@ def test_scaler_of_pytorch(scale, steps):
     "`learn.scaler` has the scale, and how many steps it waits already, which a static one doesn't"
     numbers = fitted(get_learner().to_native_fp16(scale)).scaler.state_dict()
     assert (numbers['scale'],numbers['_growth_tracker'])==(8.,steps)
+
+def test_scaler_before_the_first_step():
+    "Of a later fit: it goes on where the one before has ended"
+    seen,learn = [],fitted(get_learner().to_native_fp16(DynamicLossScale(8.)))
+    learn.fit(1, cbs=On('before_batch', lambda learn: seen.append(learn.scaler.state_dict()), at=[0]))
+    assert [(o['scale'],o['_growth_tracker']) for o in seen]==[(8.,4)]
 
 def test_scaler_is_to_read():
     "Gradients are unscaled already, so `unscale_` raises, instead of dividing them once more"

@@ -330,7 +330,7 @@ def test_changed_when_training_begins(one_process):
         learn.model = DistributedDataParallel(learn.model)
     seen,learn = [],get_learner().to_bf16(measure=False)
     def look(learn): seen.append((learn.pred-learn.model(learn.x)).norm()/learn.pred.norm()) # which is in float32 here
-    learn.fit(1, cbs=[On('before_fit', wrap, 11),On('after_pred', look, at=[0])])
+    learn.fit(1, cbs=[On('before_fit', wrap, 11),On('after_pred', look, 20, at=[0])])
     assert len(seen)==1 and seen[0]<.05
 
 @pytest.mark.parametrize('calls', [0,2])

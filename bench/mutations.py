@@ -113,12 +113,16 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
+def files():
+    "Names of the files of the repository; Git lists those that were removed, too"
+    names = subprocess.run('git ls-files -co --exclude-standard'.split(), cwd=root, text=True, capture_output=True)
+    return [o for o in names.stdout.splitlines() if (root/o).is_file()]
+
 class Copy:
     "A copy of the repository at `path`, and a process that tests it"
     def __init__(self, path):
         self.path,self.out = path,path/'out.txt'
-        names = subprocess.run('git ls-files -co --exclude-standard'.split(), cwd=root, text=True, capture_output=True)
-        for o in names.stdout.splitlines():
+        for o in files():
             (path/o).parent.mkdir(parents=True, exist_ok=True)
             copy(root/o, path/o)
         cmd = [sys.executable, '-c', worker, str(path), str(path/'tests')]
@@ -260,6 +264,6 @@ def main():
     todo = [o for o in chosen if tuple(map(str, o[:5])) not in known]
     if todo:
         with TemporaryDirectory() as tmp: Mutations(path, args.jobs, args.limit, tmp).run_all(todo, len(every))
-    report(path)
+    if path.exists(): report(path)
 
 if __name__=='__main__': main()

@@ -112,7 +112,7 @@ def run_precision(
     getattr(learn, f'to_{precision}')()
     with learn.no_bar(),learn.no_logging():
         learn.fit_one_cycle(epochs, rec.lr)
-        losses = [o.item() for o in learn.recorder.losses]
+        losses = [*map(torch.Tensor.item, learn.recorder.losses)]
         valid_loss,acc = learn.validate()
     run = Run(precision, support(device, dtype), losses, acc, valid_loss, tuple(np.quantile(timer.times, (.25,.5,.75))))
     if device.type=='cuda': run = run._replace(peak_mib=torch.cuda.max_memory_allocated(device)/2**20)

@@ -133,3 +133,16 @@ def test_mutants():
         ('negated','o is not None','not (o is not None)'), ('dropped','raise ValueError(b)','pass'),
         ('dropped','return not b','return')]
     for o in mutants('m', source): assert o.apply(source)!=source and len(o.apply(source).splitlines())==6
+
+def test_removed_results(tmp_path, monkeypatch):
+    "Before mutants are tried anew the csv is removed, which Git still lists"
+    import mutations
+    monkeypatch.setattr(mutations, 'root', tmp_path)
+    for o in ('kept','removed'): (tmp_path/o).touch()
+    for o in ('init -q','add -A'): subprocess.run(['git',*o.split()], cwd=tmp_path, check=True)
+    (tmp_path/'removed').unlink()
+    (tmp_path/'new').touch()
+    assert sorted(mutations.files())==['kept','new']
+    monkeypatch.setattr(sys, 'argv', ['mutations.py','--n','0','--out',str(tmp_path)])
+    monkeypatch.setattr(mutations, 'modules', {})
+    mutations.main() # there is nothing to report

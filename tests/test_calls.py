@@ -76,6 +76,7 @@ said = dict( # a call, and what its error says
     callback  = (lambda: NativeMixedPrecision('bf16'), r"init_scale='bf16' is a dtype. .* takes dtype='bf16'"),
     dtype     = (lambda: get_learner().to_fp16('bf16'), r"loss_scale='bf16' is a dtype. The name of the call says it"),
     name_only = (lambda: half_precision(mlp(), keep=lambda name: True), 'keep=<lambda> must take the name and the mod'),
+    way       = (lambda: half_precision(mlp(), way=3), "way=3 must be a function of a module's name"),
     rescue    = (lambda: get_learner().to_fp16(rescue=1), 'rescue=1 must be True or False'),
     only_half = (lambda: MixedPrecision(keep='0'), r'learn.to_fp16\(keep=…\)'),
     plan      = (lambda: get_learner().precision_plan().batch_size('16'), "gb='16' must be a positive number"),
@@ -149,6 +150,12 @@ def test_scaler_of_pytorch(scale, steps):
     numbers = fitted(get_learner().to_native_fp16(scale)).scaler.state_dict()
     assert (numbers['scale'],numbers['_growth_tracker'])==(8.,steps)
 
+def test_scaler_before_the_first_step():
+    "Of a later fit: it goes on where the one before has ended"
+    seen,learn = [],fitted(get_learner().to_native_fp16(DynamicLossScale(8.)))
+    learn.fit(1, cbs=On('before_batch', lambda learn: seen.append(learn.scaler.state_dict()), at=[0]))
+    assert [(o['scale'],o['_growth_tracker']) for o in seen]==[(8.,4)]
+
 def test_scaler_is_to_read():
     "Gradients are unscaled already, so `unscale_` raises, instead of dividing them once more"
     learn = get_learner().to_native_fp16()
@@ -179,10 +186,21 @@ def classified(x, w): return F.cross_entropy(x, x[:,0])
 def complex_(x, w): return torch.complex(x, x).real
 def in_numpy(x, w): return x+x.detach().numpy().mean()
 def in_place(x, w): return x.index_add(0, torch.tensor([0]), 2*w[:1])
+i = torch.arange(2)
+def added(x, w): return torch.zeros(2,8).index_add_(0, i, x)
+def added_new(x, w): return x.new_zeros(2,8).index_add_(0, i, x)
+def scattered(x, w): return torch.zeros(2,8).scatter_add(0, i[:,None].expand_as(x), x)
+def put(x, w): return torch.zeros(2,8).index_put((i,), x)
+def asserted(x, w):
+    assert x.dtype==torch.float32
+    return x
 
 kept = "keep='1' computes it in float32."
 notes = dict( # what is computed, the same with what the note says, if it isn't `keep`, and a part of the note
     complex  = (complex_, None, kept), numpy = (in_numpy, lambda x,w: in_numpy(x.float(), w), 'use x.float().numpy()'),
+    add = (added, added_new, 'make it by h.new_zeros(…), not torch.zeros(…)'), asserted = (asserted, None, kept),
+    scatter = (scattered, lambda x,w: scattered(x.float(), w), 'or write h.float() on that line. Or '+kept),
+    put = (put, lambda x,w: put(x.float(), w), 'h.new_zeros'),
     sparse   = (swapped, None, 'In the backward pass, with operations in half precision: torch.autograd.detect_ano'),
     cholesky = (correlated, None, kept), index = (in_place, None, kept),
     classes  = (classified, lambda x,w: F.cross_entropy(x, x[:,0].long()), 'or x.long() for classes'))
@@ -197,11 +215,60 @@ def test_notes_are_true(kind):
         model = nn.Sequential(nn.Linear(8,8), Does(lambda m, x: f(x, m.w), w=own), nn.Identity())
         try:
             with half_precision(model, dtype, keep) if dtype else nullcontext(): model(torch.eye(2,8)).sum().backward()
-        except (RuntimeError,TypeError) as e: return e
+        except (RuntimeError,TypeError,AssertionError) as e: return e
     note, = error(f, torch.bfloat16).__notes__
     assert words in note and (kind=='sparse' or note.startswith('In 1 (Does), with its operations in half'))
     assert ('float32 fails, too' in note)==(error(f) is not None)
     assert error(cure or f, torch.bfloat16, () if cure else '1') is None
+
+class Mixes(torch.autograd.Function):
+    "Its backward pass multiplies gradients in two dtypes"
+    @staticmethod
+    def forward(ctx, x): return x*1
+    @staticmethod
+    def backward(ctx, g): return g@torch.eye(8)
+
+ops,mix = SimpleNamespace(Function=Mixes, mix=lambda x: Mixes.apply(x)),Mixes.apply
+class Helper:
+    def run(self, x): return ops.Function.apply(x)
+
+@has_notes
+@pytest.mark.parametrize('f', [lambda m,x: ops.Function.apply(x), lambda m,x: m.f.apply(x), lambda m,x: m.g(x),
+    lambda m,x: m.helper.run(x), lambda m,x: ops.mix(x), lambda m,x: [mix(o) for o in (x,)][0]])
+def test_note_to_a_function_of_ones_own(f):
+    "It names the module, however the function is reached; where it can't be known, the function"
+    def model(**parts):
+        class Calls(nn.Module):
+            def __init__(self):
+                super().__init__()
+                for k,o in parts.items(): setattr(self, k, o)
+            forward = f
+        return nn.Sequential(nn.Linear(8,8), Calls(), nn.Linear(8,1))
+    parts = dict(f=Mixes, g=Mixes.apply, helper=Helper())
+    note = note_of(get_learner(model(**parts)).to_bf16(measure=False).fit, 1)
+    assert note.startswith("In the backward pass of Mixes, which 1 (Calls) uses, with operations in half precision:")
+    get_learner(model(**parts)).to_bf16(keep='1').fit(1)
+    hidden = Does(lambda m, x: getattr(ops, 'Func'+'tion').apply(x))
+    note = note_of(get_learner(nn.Sequential(nn.Linear(8,8), hidden, nn.Linear(8,1))).to_bf16(measure=False).fit, 1)
+    assert note.endswith('In the backward pass of Mixes, with operations in half precision: Keep the module that calls '
+                         'Mixes in float32.')
+
+@has_notes
+@pytest.mark.parametrize('works', [True,False])
+def test_autocast_alone_is_named(works):
+    "Where it computes what our rules can't, of which the measure would have taken care; the model stays as it was"
+    def pooled(m, x):
+        h = m.table(x.abs().long().clamp(max=3))[:,0]
+        return m.norm(torch.zeros(2,16).index_add(0, torch.zeros(len(h)).long(), h if works else m.layer(h)))
+    def model(): return Does(pooled, table=nn.Embedding(4,16), norm=nn.BatchNorm1d(16), layer=nn.Linear(16,16))
+    net,x = model(),torch.ones(4,8)
+    def predict(**kwargs):
+        with half_precision(net, bf16, **kwargs): return net(x)
+    with pytest.raises(RuntimeError) as e: predict(measure=False)
+    note, = e.value.__notes__
+    assert ('Autocast alone computes it: to_native_fp16() or to_native_bf16()' in note)==works
+    assert net.norm.num_batches_tracked==0 and 'forward' not in vars(net)
+    if works: predict(rules=False), predict()
 
 @has_notes
 @pytest.mark.parametrize('call', calls)
@@ -209,7 +276,8 @@ def test_note_to_the_model_itself(call):
     "An error of its own `forward`, not of a module in it"
     model = Does(lambda m, x: in_place(m.layer(x), torch.ones(1,1)), layer=nn.Linear(8,1))
     note = note_of(getattr(get_learner(model), call)().fit, 1)
-    assert note.startswith('In the model (Does), with its operations in half precision: learn.to_fp32() computes')
+    assert note.startswith('In the model (Does), with its operations in half precision: What is written to')
+    assert note.endswith('on that line. Or learn.to_fp32() computes in float32.')
 
 @has_notes
 def test_note_outside_the_model():

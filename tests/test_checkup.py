@@ -89,7 +89,7 @@ def test_keep_cures():
     assert 'Skipped steps' not in todo and 'Not finite' not in todo
     learn.to_fp16(keep=['0',nn.LayerNorm,'2']).fit(1)
     texts,todo = lines(report := learn.precision_checkup())
-    assert report.finding.where=='nothing' and texts['Last fit'].startswith('4 steps, none skipped')
+    assert report.finding.where=='nothing' and re.match(r'4 steps.*, none skipped', texts['Last fit'])
     assert not {'Keep in float32','Skipped steps'}&{*todo}
 
 def test_options():
@@ -105,6 +105,16 @@ def test_options():
     learn = get_learner().to_native_fp16(2.**8, rescue=True, max_skips=9)
     assert said(learn)==(f"learn.to_native_fp16: float16 with autocast, clip=None, keep=(), loss scale 256, "
                          f"at first {learn.mixed_precision.initial}, max_skips=9, rescue=True")
+
+def test_half_before():
+    "The report counts what was in half precision before, and has something to do if it trains"
+    def report(frozen):
+        body = nn.Linear(8,16).bfloat16().requires_grad_(not frozen)
+        return lines(get_learner(nn.Sequential(body, nn.Linear(16,1))).to_bf16().precision_checkup())
+    said = 'Weights in half precision'
+    texts,todo = report(True)
+    assert texts['Modules'].endswith('2 parameters were in bfloat16 before, and stay so.') and said not in todo
+    assert report(False)[1][said].startswith('2 parameters that train are in bfloat16, which rounds small steps')
 
 @pytest.mark.parametrize('mode', ['fp32','fp16','bf16'])
 def test_not_finite(mode):
@@ -148,7 +158,7 @@ def test_last_fit():
     for look in (noop, learn.validate, learn.get_preds, lambda: learn.lr_find(num_it=10, show_plot=False)):
         look()
         texts,todo = lines(learn.precision_checkup())
-        assert texts['Last fit'].startswith('8 steps, none skipped.') and 'Skipped steps' not in todo
+        assert texts['Last fit'].startswith('8 steps, numbered 4 to 11, none skipped.') and 'Skipped steps' not in todo
     assert lines(fitted(learn).precision_checkup())[0]['Last fit'].startswith('4 steps')
 
 fast = partial(get_learner, opt_func=fused_adam)
@@ -273,6 +283,12 @@ def test_not_asked(tmp_path):
     texts,_ = lines(learn.precision_checkup()) # whatever a model raises
     assert texts['Batches'].startswith('Not asked: KeyError') and texts['Modules'].startswith('3 layer')
     learn.export()
+    if hasattr(Exception, 'add_note'): # Python 3.11
+        zeros = Does(lambda m,x: torch.zeros(len(x),8).index_add(0, torch.arange(len(x)), m.layer(x))[:,:1],
+                     layer=nn.Linear(8,8))
+        texts,todo = lines(get_learner(zeros).to_bf16().precision_checkup())
+        note = todo['An error of the model']
+        assert 'make it by h.new_zeros(…)' in note and texts['Batches'].endswith(f'same scalar type {note}')
     texts,_ = lines(load_learner(tmp_path/'export.pkl').precision_checkup()) # without data
     assert texts['Precision'].startswith('float32') and texts['Batches'].startswith('Not asked')
     texts,todo = lines(get_learner(cbs=MixedPrecision()).precision_checkup()) # the next fit would say the same
@@ -286,8 +302,9 @@ def test_links():
     assert len(urls)>=len(titles) and {o.partition('#')[0] for o in urls}=={checkup.page}
     assert {o.partition('#')[2] for o in urls}<={*found}
     headings = re.findall("yield '(.*?)'", Path(checkup.__file__).read_text())
+    headings += re.findall("notes.setdefault\\('(.*?)'", Path(checkup.__file__).read_text())
     headings += [o for kind in checkup._slow.values() for o in kind]
-    assert len(headings)==14 and {o.lower().replace(' ', '-') for o in headings}<={*found} and len({*found})==len(found)
+    assert len(headings)==16 and {o.lower().replace(' ', '-') for o in headings}<={*found} and len({*found})==len(found)
     site = re.search('Documentation = "(.*)"', (root/'pyproject.toml').read_text())[1]
     assert checkup.page==f'{site}learner/checkup.html'
 

@@ -19,7 +19,7 @@ epochs = 3
 timeout,patience = 60,2 # seconds that gloo waits, and that it waits for a rank that is going to hang
 ctx = get_context(start_method)
 
-def load_example(): return SimpleNamespace(**runpy.run_path(script))
+def load_example(): return SimpleNamespace(**runpy.run_path(str(script))) # which is `sys.argv[0]` meanwhile
 
 def fail(): raise ValueError('as asked')
 def interrupt(): signal.raise_signal(signal.SIGINT)

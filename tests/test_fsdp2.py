@@ -110,13 +110,20 @@ def refused(rank, mode):
     fsdp1 = FullyShardedDataParallel(Net(), device_id=torch.device('cpu'))
     with pytest.raises(ValueError, match='flat shards'): half_precision(fsdp1, torch.bfloat16)
 
+def recovers():
+    "Can this PyTorch forget a batch that was interrupted? If not, there is a warning: see `interrupted_before`"
+    from torch.distributed.fsdp import FSDPModule
+    return hasattr(FSDPModule, 'reset_iter_state')
+
 def unsent(rank, mode):
     "Those of every second batch only are sent, others are kept back; with a loss scale an error, the next fit trains"
     learn,other = [new_learner(rank, mode, cbs=GradientAccumulation(32)) for _ in range(2)]
     send = On('before_batch', lambda learn: learn.model.set_requires_gradient_sync(learn.iter%2==1), 5)
     if 'fp16' in mode:
-        with pytest.raises(RuntimeError, match=r'gradient_sync\(False\) keeps the gradients back'):
+        told = nullcontext() if recovers() else pytest.warns(UserWarning, match="doesn't recover")
+        with told, pytest.raises(RuntimeError, match=r'gradient_sync\(False\) keeps the gradients back'):
             learn.fit(1, cbs=send)
+        if not recovers(): return # what was kept back is still there
         learn.model.set_requires_gradient_sync(True)
     learn.fit(1, cbs=[] if 'fp16' in mode else send)
     other.fit(1)
@@ -125,6 +132,7 @@ def unsent(rank, mode):
 
 def interrupted(rank, mode, where, backward=True):
     "The next fit trains all parameters"
+    if not recovers(): return
     learn,hooks,fails = new_learner(rank, mode),[],raises(RuntimeError('as asked'))
     def _spoil(learn):
         inside = learn.model.get_submodule(where)
@@ -142,7 +150,7 @@ def interrupted_before(rank):
     from torch.distributed.fsdp import FSDPModule
     learn,stop = new_learner(rank, 'bf16'),Now('after_loss', raises(RuntimeError('as asked')))
     with pytest.MonkeyPatch.context() as m, pytest.warns(UserWarning, match="doesn't recover"):
-        m.delattr(FSDPModule, 'reset_iter_state')
+        m.delattr(FSDPModule, 'reset_iter_state', raising=False)
         with pytest.raises(RuntimeError, match='as asked'): learn.fit(1, cbs=stop)
 
 # --- Which cases run

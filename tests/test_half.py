@@ -320,6 +320,19 @@ def test_an_error_is_freed():
     except RuntimeError: del x
     assert gone() is None
 
+class Doubled(nn.Linear):
+    def forward(self, x): return 2*super().forward(x)
+
+def test_changed_when_training_begins(one_process):
+    "By a callback that comes after ours and wraps the model, as fastai's for several processes: that is seen at once"
+    def wrap(learn):
+        learn.model[4].__class__ = Doubled
+        learn.model = DistributedDataParallel(learn.model)
+    seen,learn = [],get_learner().to_bf16(measure=False)
+    def look(learn): seen.append((learn.pred-learn.model(learn.x)).norm()/learn.pred.norm()) # which is in float32 here
+    learn.fit(1, cbs=[On('before_fit', wrap, 11),On('after_pred', look, 20, at=[0])])
+    assert len(seen)==1 and seen[0]<.05
+
 @pytest.mark.parametrize('calls', [0,2])
 def test_dropped(calls):
     "Model and `half_precision` are freed at once, not when the garbage collector comes"

@@ -44,6 +44,35 @@ def test_jagged_predictions():
     assert res.dtype==res.values().dtype==torch.float32 and res.note=='kept'
     assert [len(o) for o in res.unbind()]==[3,61] and (res.values()-model(x, torch.tensor([0,64])).values()).norm()<.1
 
+def part_of_script(how):
+    "A model with a part made by `torch.jit.script` or `torch.jit.trace`, which remember the dtypes of a class"
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer,self.norm,self.scale = nn.Linear(16,16),nn.BatchNorm1d(16),nn.Parameter(torch.ones(16))
+        def forward(self, x): return self.norm(self.layer(x))*self.scale
+    torch.manual_seed(1)
+    part = torch.jit.script(Part()) if how=='script' else torch.jit.trace(Part(), torch.ones(2,16))
+    return nn.Sequential(nn.Linear(8,16), nn.Sequential(part, nn.GELU()), nn.Linear(16,1))
+
+@pytest.mark.filterwarnings('ignore:.*torch.jit')
+@pytest.mark.parametrize('how,mode', [('script','fp16'), ('script','native_fp16'), *[('trace',o) for o in modes]])
+def test_scripted_part(how, mode):
+    "It computes as autocast decides, or in float32 with all inside it if `keep` names it, and can be looked at"
+    learn,full = in_mode(mode, part_of_script(how)),get_learner(part_of_script(how))
+    if how=='script' and mode=='fp16': learn.loss_func = torch.jit.script(ScaledLoss())
+    fitted(learn, 2, InfiniteAt(1))
+    assert skipped(learn)==1 and all(o.isfinite().all() for o in learn.model.state_dict().values())
+    fitted(full, 2, On('before_batch', raises(CancelBatchException), at=[1]))
+    assert abs(learn.validate()[0]-full.validate()[0])<.02
+    table = learn.mixed_precision.policy().set_index('module')
+    assert {*table.why[table.index.str.startswith('1.0')]}=={'scripted'} and len(table)==5
+    assert learn.find_nonfinite().where=='nothing' and not learn.precision_report().keep
+    half = learn.mixed_precision.half
+    assert {*half.keeping(['1.0']).policy().compute[1:4]}=={'float32'}
+    assert half.keeping(['1.0.layer']).policy().why[2]=='scripted' # no Python calls it
+    with half.keeping(['1.0']): learn.model(numbers()[0])
+
 @each_mode
 def test_outside_the_optimizer(mode):
     "Gradients of parameters that no optimizer holds are not scaled, and a batch that overflows leaves nothing in them"

@@ -8,7 +8,7 @@ import ast,tokenize
 from importlib import import_module
 
 import yaml
-from interpreters import paste
+from interpreters import forking,paste
 from learners import *
 from mp_callbacks import moved
 
@@ -140,6 +140,22 @@ def test_sizes(name):
         one_class = re.match(r'#\| export\n(@.*\n)?class ', o) and len(re.findall(r'^(class|def) ', o, re.M))==1
         assert len(o.splitlines())<=(130 if one_class else 60), o
 
+def nodes_inside(o):
+    "Of a syntax tree, without functions in it: their code is elsewhere"
+    for inner in ast.iter_child_nodes(o):
+        if isinstance(inner, (ast.FunctionDef,ast.Lambda,ast.GeneratorExp)): continue
+        yield inner
+        yield from nodes_inside(inner)
+
+@each_module
+def test_no_comprehension_where_something_has_to_end(name):
+    "From Python 3.12 on it is a part of its function, and a `with` or `finally` may miss a tracer's interrupt in it"
+    comprehensions = ast.ListComp,ast.SetComp,ast.DictComp
+    for o in ast.walk(ast.parse(source(name))):
+        if not (isinstance(o, ast.With) or isinstance(o, ast.Try) and o.finalbody): continue
+        inside = ast.Module([*o.body,*getattr(o, 'finalbody', ())], [])
+        assert [ast.unparse(c) for c in nodes_inside(inside) if isinstance(c, comprehensions)]==[]
+
 @functools.cache
 def private_names(name):
     "Those that a module uses or has in a string, and those that it defines: functions, classes, variables, attributes"
@@ -158,6 +174,66 @@ def test_no_private_name_of_another(name):
     used,defined = private_names(name)
     others = set().union(*(private_names(o)[1] for o in in_order if o!=name))
     assert (used & others)-defined-{'_with_events'}==set()
+
+@each_module
+def test_private_names_of_torch(name):
+    "And those of TorchScript, which is deprecated, stand in `core/torch_internals`; attributes of objects anywhere"
+    if name=='core.torch_internals': return
+    found = [ast.unparse(o) for o in ast.walk(ast.parse(source(name))) if isinstance(o, (ast.Attribute,ast.ImportFrom))]
+    private = r'(torch|nn|F)(\.\w+)*\.(_[^_]|jit\b)|from torch.*([. ]_|jit\b)'
+    assert [o for o in found if re.match(private, o)]==[]
+
+taken_away = '_C.DisableTorchFunctionSubclass _C._functorch.peek_interpreter_stack _scaled_mm _foreach_ jit.is_tracing \
+    utils._foreach_utils._group_tensors_by_device_and_dtype utils._python_dispatch.TorchDispatchMode jit.ScriptModule \
+    cpu._is_avx512_bf16_supported'.split()
+
+without = """if True:
+    import torch,warnings
+    from operator import attrgetter
+    from fastai.basics import *
+    warnings.simplefilter('ignore')
+    place,_,name = 'torch.{name}'.rpartition('.')
+    place = attrgetter(place.partition('.')[2])(torch) if '.' in place else torch
+    taken = {o:getattr(place, o) for o in dir(place) if o==name or name=='_foreach_' and o.startswith(name)}
+    for o in taken: delattr(place, o)
+    from mp_callbacks.all import *
+    for o in taken: setattr(place, o, taken[o]) # which PyTorch uses, too
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pos,self.first = nn.Parameter(torch.zeros(16)),nn.Linear(8,16)
+            self.layers = nn.Sequential(nn.LayerNorm(16), nn.Linear(16,16), nn.Linear(16,1))
+        def forward(self, x): return self.layers(self.first(x)+self.pos)
+    def fit(call, **kwargs):
+        torch.manual_seed(0)
+        x = torch.randn(64,8)
+        items = [*zip(x, x.sum(1, keepdim=True))]
+        dls = DataLoaders.from_dsets(items, items, bs=16, num_workers=0, shuffle=False, device='cpu')
+        learn = Learner(dls, Net(), loss_func=MSELossFlat(), lr=.02)
+        learn.logger,learn.create_mbar = noop,False
+        if call: getattr(learn, call)(**kwargs)
+        learn.fit(2)
+        return learn
+    full = fit(None).recorder.losses[-1].item()
+    learns = [fit(o) for o in ('to_fp16','to_bf16','to_native_bf16')]
+    learns += [fit('to_native_fp16', init_scale=2.**8),fit('to_fp8', emulate=True)]
+    print(max([abs(o.recorder.losses[-1].item()-full)/full for o in learns])<.02)
+    report = learns[1].precision_checkup()
+    print([o.title for o in report.lines if o.text.startswith('Not asked')])
+    x,y = learns[1].dls.one_batch()
+    print(learns[1].find_nonfinite((x*torch.inf,y)).where, {*learns[1].mixed_precision.policy().way})"""
+
+@pytest.fixture(scope='module')
+def forked_before():
+    "As `forked`, before anything of ours is imported"
+    with forking('fastai.basics,torch._dynamo') as run: yield run
+
+@pytest.mark.parametrize('name', taken_away)
+def test_without_a_private_name(name, forked_before, tmp_path):
+    "Where PyTorch lacks it all precisions train, and only what needs it says so"
+    trains,not_asked,rest = forked_before(without.replace('{name}', name), tmp_path).splitlines()
+    assert trains=='True' and not_asked==("['Memory']" if 'DispatchMode' in name else '[]')
+    assert rest.startswith('inputs ') and ('own parameters' in rest)==('TorchFunction' not in name)
 
 methods = ('to_fp16 to_bf16 to_fp8 to_native_fp16 to_native_bf16 to_fp32 to_native_fp32 to_non_native_fp16 '
            'to_non_native_fp32 one_batch _with_events create_opt save export to_contiguous '

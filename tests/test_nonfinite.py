@@ -11,7 +11,7 @@ told = dict( # what the text has, besides the name of the module
     softmax       = ['1 (Softmax) was the first module that returned inf or nan', ends, "keep='1'", 'bfloat16'],
     variance      = ['1 (SmallVariance) was the first', 'too small to divide by', ends, "keep='1'", 'bfloat16'],
     growing       = ['1 (Growing) was the first module that returned inf or nan', ends, "keep='1'", 'bfloat16'],
-    loss_inside   = ['the model (LossInside) was the first', 'its output would have values up to 1e+06', ends],
+    loss_inside   = ['The model (LossInside) was the first', 'its output would have values up to 1e+06', ends],
     embedding     = ['0 (Categories) was the first', '4 of its own weights or buffers are', 'load a checkpoint'],
     inf_in_batch  = ['The inputs of this batch have inf or nan, 8 in all'],
     nan_label     = ['The targets of this batch have inf or nan', 'Precision is not the cause'],
@@ -28,6 +28,7 @@ def test_float16(name, to):
     if name in later: assert says(name, fails(learn))
     found = learn.find_nonfinite()
     assert (found.where,found.module,found.precision)==(s.where,s.module,s.precision), found
+    assert not re.search(r'[.!?] [a-z]', str(found)) # sentences begin with a capital
     assert says(name, str(found)) and f"learn.{to}(keep=" in str(found) or not s.precision
     if name in ('attention','softmax','variance','embedding'): assert says(name, fails(learn))
 

@@ -40,6 +40,31 @@ def test_step_cancelled_by_another():
     learn.fit(1, cbs=cancel('before_batch', CancelBatchException, 0, [2])) # changes nothing in the row before
     assert [*log_of(learn).loss[4:]]==[learn.recorder.losses[i].item() for i in (0,1,3)]
 
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('mode', ['fp16','native_bf16'])
+def test_the_last_skipped_step_has_a_row(mode):
+    "The one after which training stops with an error, too"
+    learn = in_mode(mode, options=dict(max_skips=3))
+    with pytest.raises(FloatingPointError): learn.fit(1, cbs=overflow(*range(4)))
+    log = log_of(learn)
+    assert [*log.skipped]==[True]*3 and [*log.step]==[0,1,2] and [*log.culprit]==['0.weight']*3
+    learn.fit(1)
+    assert len(log_of(learn))==7 and learn.precision_recorder.summary(True).startswith('4 steps, numbered 3 to 6, none')
+
+def test_no_step_in_a_fit():
+    "Accumulation over more than it has is said, also after a validation and a look; a later fit counts anew"
+    learn = fitted(get_learner().to_fp16(max_loss_scale=2.**10), 1, GradientAccumulation(10**6))
+    text = '4 batches, no step: accumulation is longer than the epoch.'
+    for look in (noop, learn.validate, lambda: learn.lr_find(num_it=4, show_plot=False)):
+        look()
+        assert learn.precision_recorder.summary()==learn.precision_recorder.summary(last_fit=True)==text
+    learn.fit(2, cbs=cancel('before_batch', CancelBatchException, 0, range(8)))
+    assert learn.precision_recorder.summary()=='8 batches, no step.'
+    learn.fit(1)
+    assert learn.precision_recorder.summary().startswith('4 steps, none skipped.')
+    learn.fit(1, cbs=GradientAccumulation(10**6))
+    assert learn.precision_recorder.summary(last_fit=True)==text
+
 def exported(learn, path):
     learn.export(path)
     res = load_learner(path, cpu=False)

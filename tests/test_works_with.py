@@ -222,3 +222,57 @@ def test_notebook_launcher(tmp_path):
     res = launch(['-W', 'ignore', '-c', launched], tmp_path, PYTHONPATH=env)
     lines = re.findall('^process .*', res.stdout, re.M)
     assert len(lines)==2 and len({*lines})==1 and lines[0].startswith('process 2 23 '), res.stdout
+
+class Lora(nn.Module):
+    "A frozen layer, and beside it a product of two small float32 matrices, as of peft"
+    def __init__(self, layer):
+        super().__init__()
+        x = torch.zeros(1, 32, dtype=layer.weight.dtype)
+        self.layer,self.a = layer,nn.Linear(32, 4, bias=False)
+        self.b = nn.Linear(4, layer(x).shape[1], bias=False)
+        nn.init.zeros_(self.b.weight)
+    def forward(self, x): return self.layer(x)+self.b(self.a(x.to(self.a.weight.dtype)))
+
+def transformer(name):
+    "A model made of a configuration, and the name of the layers that get weights beside them"
+    if name=='vit':
+        timm = pytest.importorskip('timm')
+        return timm.create_model('vit_tiny_patch16_224', img_size=8, patch_size=4, embed_dim=32, depth=1, num_heads=2,
+                                 num_classes=0), 'qkv'
+    t,sizes = pytest.importorskip('transformers'),dict(vocab_size=50, bos_token_id=1, eos_token_id=1)
+    if name=='gpt2':
+        sizes.update(n_embd=32, n_layer=1, n_head=2, n_positions=16, attn_pdrop=0., resid_pdrop=0., embd_pdrop=0.)
+        return t.GPT2Model(t.GPT2Config(**sizes)), 'c_attn'
+    sizes.update(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+                 hidden_dropout_prob=0., attention_probs_dropout_prob=0.)
+    return t.BertModel(t.BertConfig(**sizes)), 'query'
+
+class Tuned(nn.Module):
+    "A frozen `body` in `dtype`, with float32 weights beside some of its layers, and a float32 head"
+    def __init__(self, name, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body,beside = transformer(name)
+        self.body = self.body.to(bf16).to(dtype).requires_grad_(False)
+        for k in [k for k,_ in self.body.named_modules() if k.endswith(beside)]:
+            self.body.set_submodule(k, Lora(self.body.get_submodule(k)))
+        self.head = nn.Linear(32, 1)
+    def forward(self, x):
+        h = self.body(x)
+        h = getattr(h, 'last_hidden_state', h)
+        return self.head(h.flatten(1, -2).mean(1) if h.dim()>2 else h)
+
+@pytest.mark.parametrize('mode', ['fp16','bf16','native_fp16','native_bf16'])
+@pytest.mark.parametrize('name', ['bert','gpt2','vit'])
+def test_body_in_half_precision(name, mode):
+    "Frozen weights that were bfloat16 before, as transformers loads them, with float32 weights beside them: as float32"
+    x = torch.randn(64,3,8,8) if name=='vit' else torch.randint(0, 50, (64,8))
+    def learner(mode, dtype): return in_mode(mode, Tuned(name, dtype), dls=as_dls(x, torch.randn(64,1)+1), lr=.01)
+    learn,full = learner(mode, bf16),fitted(learner(None, f32), 2)
+    before = [p.clone() for p in learn.model.body.parameters() if p.dtype==bf16]
+    learn.fit(2)
+    assert all(map(torch.equal, before, [p for p in learn.model.body.parameters() if p.dtype==bf16]))
+    start,end = [o.validate()[0] for o in (learner(None, f32),full)]
+    assert end<.9*start and abs(learn.validate()[0]-end)<.02*(start-end)
+    table = learn.mixed_precision.policy()
+    assert {*table.why[table.params=='bfloat16']}=={'parameters are in bfloat16, and stay so'}

@@ -16,6 +16,7 @@ from warnings import warn
 from torch import nn
 
 from .dtypes import as_dtype,dtype_name,half_dtypes
+from .torch_internals import has_avx512_bf16
 
 # %% ../../nbs/core/devices.ipynb #d0a00007
 native_with = { # by kind of device and dtype; a kind that isn't here, such as MPS, counts as native if it computes
@@ -54,7 +55,7 @@ class Machine:
         "The version of one of NVIDIA's GPUs, or names of the CPU's instructions"
         if self.kind(device)=='cuda': return torch.cuda.get_device_capability(device)
         if hasattr(torch.cpu, 'get_capabilities'): flags = torch.cpu.get_capabilities()
-        else: flags = dict(avx512_bf16=torch.cpu._is_avx512_bf16_supported()) # older PyTorch has no public name for it
+        else: flags = dict(avx512_bf16=has_avx512_bf16()) # in older versions of PyTorch
         return {k for k,v in flags.items() if v is True}
 
     def train(self, kind, device, dtype, input_dtype):
@@ -75,7 +76,7 @@ class Machine:
         def _time(x): return timeit.timeit(lambda: (x@x).sum().item(), number=1) # `item` waits for the device
         xs = [torch.ones(n, n, device=device, dtype=o) for o in (dtype,torch.float32)]
         torch.set_num_threads(1) # several would wait for each other, where other programs run
-        try: half,full = map(min, zip(*[map(_time, xs) for _ in range(4)])) # in turns
+        try: half,full = map(min, zip(*(map(_time, xs) for _ in range(4)))) # in turns
         finally: torch.set_num_threads(threads)
         return half/full
 

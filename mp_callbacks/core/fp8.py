@@ -19,8 +19,9 @@ from torch.nn import functional as F
 from .dtypes import cast_tree,half_dtypes
 from .devices import device_name,support
 from .modules import replaced_forward
+from .torch_internals import scaled_mm
 from .cast import has_plain_weights
-from .ways import Layer
+from .ways import Layer,half_before
 
 # %% ../../nbs/core/fp8.ipynb #f8000016
 class Fp8Recipe(NamedTuple):
@@ -98,19 +99,18 @@ def _matmul(a, b, dtype, fast, emulate):
     "`a@b` of two `Quantized` matrices in `dtype`; `fast`: may a kernel add up with fewer bits?"
     if emulate:
         with torch.autocast(a.data.device.type, enabled=False): return (a.dequantize()@b.dequantize()).to(dtype)
-    # `_scaled_mm`, as the public `F.scaled_mm` exists only in newer versions of PyTorch
     n = b.data.shape[1]
     x,y = _padded(a.data, 1),_padded(b.data.t(), 0, 1).t()
     inverse_a,inverse_b = a.scale.reciprocal(),b.scale.reciprocal()
     if a.scale.ndim or b.scale.ndim:
         if not fast:
             one = inverse_a.new_ones(())
-            res = torch._scaled_mm(x, y, one, one, out_dtype=torch.bfloat16)[:,:n]
+            res = scaled_mm(x, y, one, one, out_dtype=torch.bfloat16)[:,:n]
             return (res*(inverse_a*inverse_b)).to(dtype)
         rows = inverse_a.expand(len(x), 1).contiguous()
         columns = F.pad(inverse_b.expand(1, n), (0,-n%16), value=1.).contiguous()
-        return torch._scaled_mm(x, y, rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True)[:,:n].to(dtype)
-    return torch._scaled_mm(x, y, inverse_a, inverse_b, out_dtype=dtype, use_fast_accum=fast)[:,:n]
+        return scaled_mm(x, y, rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True)[:,:n].to(dtype)
+    return scaled_mm(x, y, inverse_a, inverse_b, out_dtype=dtype, use_fast_accum=fast)[:,:n]
 
 # %% ../../nbs/core/fp8.ipynb #f8000021
 class _Product(torch.autograd.Function):
@@ -234,6 +234,7 @@ def _why_not(name, named, linear, ways):
     "Why the linear layer `name` doesn't multiply in FP8; empty if it does"
     module = named[name]
     if not has_plain_weights(module): return 'its weight or bias is computed'
+    if half_before(module): return ways[name].why
     if replaced_forward(module) or not isinstance(ways[name], Layer): return 'a forward of its own'
     if any(isinstance(named[name[:i]], nn.MultiheadAttention) for i,c in enumerate(name) if c=='.'):
         return 'inside MultiheadAttention'

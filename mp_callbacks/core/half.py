@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/core/half.html.md"""
 __all__ = ['Switch', 'HalfSettings', 'ChosenWays', 'MeasuredWays', 'half_precision', 'note_dtypes', 'check_half']
 
 # %% ../../nbs/core/half.ipynb #956ae2a9
-import re,torch
+import linecache,re,torch
 from collections import Counter
 from functools import partial
 from glob import escape
@@ -16,7 +16,7 @@ from inspect import getattr_static,getclosurevars,signature
 from itertools import chain
 from threading import RLock,current_thread,main_thread
 from traceback import walk_tb
-from types import FunctionType
+from types import BuiltinMethodType,CodeType,FunctionType,MethodType
 from weakref import WeakSet,ref
 from torch import nn
 from torch.autograd.function import BackwardCFunction
@@ -26,11 +26,13 @@ from torch.nn.parameter import is_lazy
 from .dtypes import as_dtype,dtype_name,half_dtypes,leaves
 from .devices import warn_caller
 from .own import OwnParameter
-from .modules import StandIn,as_float32,compiled_parts,find_stored,named_modules,restore_float32
-from .cast import OneCast,in_transform
-from .ways import Float32,HalfContext,Layer,Own,Way,as_layer,choose_way,kept_dtypes,matches
-from .ways import own_parameters
+from .modules import StandIn,as_float32,compiled_parts,find_stored,is_scripted,named_modules
+from .modules import restore_float32,several_ranks,unchanged
+from .cast import OneCast
+from .ways import Float32,HalfContext,Layer,Own,Way,as_layer,choose_way,half_before,kept_dtypes
+from .ways import matches,own_parameters
 from .blame import keep_option
+from .torch_internals import in_transform,is_tracing,no_torch_function
 from .measure import Measured,checksum,measure_batch,measure_gradients,measure_predictions
 from .measure import most_operations
 
@@ -54,7 +56,7 @@ class Switch:
         if self.on: return
         _switched_on.add(self)
         self._params = [p for m in self.owners for p in own_parameters(m)
-                        if type(p) in (nn.Parameter,OwnParameter) and p.dtype==torch.float32]
+                        if type(p) in (nn.Parameter,OwnParameter) and p.dtype in (torch.float32,*half_dtypes)]
         for o in self.stand_ins: o.install()
         for p in self._params: p.__class__ = OwnParameter
         self.on = True
@@ -125,6 +127,7 @@ class HalfSettings:
         compiled = compiled_parts(self.model)
         ways.update({name:Way('compiled') for name,way in ways.items() if named[name] in compiled and not way.compiled})
         for name,dtype in kept_dtypes(named, self.keep, self.dtype).items():
+            if _fixed(name, named, ways): continue
             if dtype=='autocast': ways[name] = Way('keep')
             else: ways[name] = Float32('keep') if dtype==torch.float32 else ways[name].in_half(named[name])
         return ways
@@ -140,18 +143,18 @@ class HalfSettings:
 class ChosenWays(HalfSettings):
     "The `Way` of each module, chosen again when the model has changed, and the switch that turns all on and off"
     def _forget(self):
-        self._chosen_for = None # device type, modules, their classes' forwards, compiled parts
+        self._chosen_for = None # device type, modules, their classes' forwards, compiled parts, dtypes of parameters
         self.device_type,self.modules,self.params = None,[],[] # of the model
         self.ways,self.checksum = {},0 # name of a module -> how it computes; a number for what isn't measured of this
         self._cast,self._switch,self._without_gradients = OneCast(),Switch(),Switch()
         self.by_install,self._open = False,[] # on by `install`? And an object for each `with` that is open
 
     def refresh(self):
-        "Choose again how modules compute if the modules, their classes or the device of the model have changed"
+        "Choose again how modules compute if modules, their classes, or device or dtypes of parameters have changed"
         device_type,modules,self.params = _device_type(self.model),[*self.model.modules()],[*self.model.parameters()]
         forwards = {o:getattr_static(o, 'forward', None) for o in {*map(type, modules)}}
         compiled = compiled_parts(self.model)
-        now = device_type,modules,forwards,compiled
+        now = device_type,modules,forwards,compiled,[p.dtype for p in self.params]
         if now==self._chosen_for: return
         self._turn_off()
         _check_model(self.model)
@@ -178,7 +181,7 @@ class ChosenWays(HalfSettings):
     @property
     def outdated(self)->bool:
         "Have modules been added, removed or replaced since `refresh`? This takes less time."
-        inside = chain.from_iterable(map(dict.values, [m._modules for m in self.modules]))
+        inside = chain.from_iterable([m._modules.values() for m in self.modules])
         return {None,*inside}!={None,*self.modules[1:]} # None: a module may be registered as None
 
     def _update(self):
@@ -204,7 +207,8 @@ class ChosenWays(HalfSettings):
     def _close(self, opened):
         "Take the objects in `opened` from those of the open `with`s. Idempotent."
         with _switching:
-            self._open = [o for o in self._open if o not in opened]
+            for o in opened:
+                if o in self._open: self._open.remove(o)
             self._update()
 
     def policy(self)->'pd.DataFrame': # One row per module with parameters or with a reason
@@ -263,18 +267,30 @@ class MeasuredWays(ChosenWays):
         kwargs:dict, # Its keyword arguments
     )->bool: # Is it measured now? Then the call begins anew, as modules may compute otherwise.
         "Compare predictions with those under autocast, in the first call with two items or more"
-        given = leaves((args,kwargs))
-        tensors = [t for t in given if isinstance(t, torch.Tensor)]
+        tensors = [t for t in leaves((args,kwargs)) if isinstance(t, torch.Tensor)]
         several = tensors and all(t.dim() and len(t)>1 for t in tensors)
-        # an object, such as a cache, may remember the passes; and another thread would compute with what is tried
-        alone = all(isinstance(o, _plain) for o in given) and current_thread() is main_thread()
-        if not (several and alone and self.measurable) or in_transform() or torch.jit.is_tracing(): return False
+        if not (several and self.measurable and _can_repeat(args, kwargs)): return False
         with _switching:
             if not self.asks: return True # another thread has
             self._switch.turn_off()
             try: found = measure_batch(self, lambda o: measure_predictions(self, *o), (args,kwargs))
             finally: self._update()
             self.take_answer(found)
+        return True
+
+    def works_without_rules(self,
+        args:tuple, # Arguments of the model's `forward`, which has raised an error in this call
+        kwargs:dict, # Its keyword arguments
+    )->bool:
+        "Does autocast alone compute the call? False if that can't be tried."
+        if not self.rules or several_ranks() or not _can_repeat(args, kwargs): return False
+        with _switching:
+            self._switch.turn_off()
+            try:
+                with unchanged(self.model), self.replace(rules=False, way=None, measure=False):
+                    self.model(*args, **kwargs)
+            except Exception: return False
+            finally: self._update()
         return True
 
 # %% ../../nbs/core/half.ipynb #8a140b02
@@ -353,6 +369,17 @@ def _table(half):
         rows.append((name, type(module).__name__, size, param, way.name, compute, why))
     return pd.DataFrame(rows, columns=['module','kind','size','params','way','compute','why'])
 
+def _fixed(name, named, ways):
+    "Can `keep` not reach the module: are its parameters in half precision, or does TorchScript call it?"
+    caller = name.rpartition('.')[0]
+    return half_before(named[name]) or is_scripted(named[caller]) and ways[caller].why!='keep'
+
+def _can_repeat(args, kwargs):
+    "Can the model be called once more with these arguments?"
+    # an object, such as a cache, may remember the passes; and another thread would compute with what is tried
+    alone = all(isinstance(o, _plain) for o in leaves((args,kwargs))) and current_thread() is main_thread()
+    return alone and not in_transform() and not is_tracing()
+
 # %% ../../nbs/core/half.ipynb #8a140a12
 def _cast_layers(named, ways, compiled, rules):
     "Module -> `Layer`, for those that compute from copies of weights, by our `rules` or in calls without gradients"
@@ -368,6 +395,7 @@ def _untied(layers, modules):
 
 def _without_fast_path(modules, compiled):
     "Attention that takes no fast path, which fails under autocast on a CPU, if its parameters are `OwnParameter`s"
+    if no_torch_function is None: return []
     # a `forward` of its own may have sums and products with them
     of_pytorch = [m for m in modules if getattr_static(type(m), 'forward', None) is nn.MultiheadAttention.forward]
     return [m for m in of_pytorch if Own.compiled or m not in compiled]
@@ -380,6 +408,7 @@ def _stand_ins(of, named, half):
     for name,module in named.items():
         way = half.ways[name]
         if module is model: around = partial(way.around, half, module)
+        elif is_scripted(named[name.rpartition('.')[0]]): continue # it is called by no Python
         # half precision inside a float32 module, which only a dict as `keep` allows
         elif isinstance(half.ways.get(_caller(name, named)), Float32) and not isinstance(way, Float32):
             res.append(StandIn(module, partial(_in_half, half, partial(way.around, half, module))))
@@ -397,7 +426,7 @@ def _whole(owner, half, model, around, forward, args, kwargs):
         res = around(forward, args, kwargs)
         complete = True
     except _computing as e:
-        note_dtypes(model, half, e)
+        note_dtypes(model, half, e, of and partial(of.works_without_rules, args, kwargs))
         raise
     finally:
         half.cast.end(call, complete)
@@ -418,7 +447,7 @@ def _caller(name, named):
         if not isinstance(named[name], (nn.ModuleList,nn.ModuleDict)): return name
 
 # %% ../../nbs/core/half.ipynb #a7143b78
-_computing = RuntimeError,TypeError # what PyTorch raises if it can't compute something
+_computing = RuntimeError,TypeError,AssertionError # what PyTorch raises if it can't compute, and a model itself
 _half_words = 'half|float16'
 _about_dtypes = re.compile(_half_words+'|dtype|scalar ?type|positive-definite|singular', re.IGNORECASE)
 # of a device, which comes up in an innocent module, or of checkpointing, which has its own words
@@ -429,9 +458,11 @@ def note_dtypes(
     model:nn.Module, # The model
     half:half_precision|HalfContext, # How it computes
     e:BaseException, # What a forward or backward pass has raised
+    autocast_works=None, # Function without arguments: does autocast alone compute the call? None: that isn't known
 ):
     "Say in a note to `e` which modules have raised it, if that may be for their dtypes"
     text = str(e) if isinstance(e, _computing) and hasattr(e, 'add_note') else '' # since Python 3.11
+    if isinstance(e, AssertionError) and e.__traceback__: text += _last_line(e) # most have no text
     known = hasattr(e, 'mp_modules') or isinstance(e, torch.OutOfMemoryError) or _of_others.search(text)
     if known or not _about_dtypes.search(text): return
     named = named_modules(model)
@@ -442,8 +473,19 @@ def note_dtypes(
         cure += ' in float32.'
     elif not re.search(_half_words, text, re.IGNORECASE): return
     users = ' and '.join(f"{name or 'the model'} ({type(named[name]).__name__})" for name in e.mp_modules)
-    e.add_note(f"In {where.format(users)} operations in half precision: {_way_out(half, cure, text)}")
+    way_out = _way_out(half, cure, text)
+    if autocast_works and autocast_works():
+        way_out += (" Autocast alone computes it: to_native_fp16() or to_native_bf16(), in a loop of your own "
+                    "rules=False.")
+    e.add_note(f"In {where.format(users)} operations in half precision: {way_out}")
 
+def _last_line(e):
+    "The line of code that has raised `e`"
+    frame,number = [*walk_tb(e.__traceback__)][-1]
+    return linecache.getline(frame.f_code.co_filename, number)
+
+# %% ../../nbs/core/half.ipynb #a7143b79
+_writing = re.compile('index_|scatter|Index put') # the names of these operations in errors about their dtypes
 _pytorchs = nn.Module.__module__,BackwardCFunction.__module__,torch.autograd.graph.__name__
 
 def _raised_in(e, named, inside):
@@ -454,25 +496,43 @@ def _raised_in(e, named, inside):
         if names := [name for name,m in named.items() if m is o]: return names[:1],'{}, with its',''
         if isinstance(o, BackwardCFunction):
             function = type(o)._forward_cls
-            users = [name for name,m in named.items() if _uses(type(m).forward, function)]
-            return users,f'the backward pass of {function.__name__}, which {{}} uses, with',''
+            by = f'the backward pass of {function.__name__}'
+            users = [name for name,m in named.items() if _uses(m, function)]
+            if users: return users,f'{by}, which {{}} uses, with',''
+            return [],f'{by}, with',f'Keep the module that calls {function.__name__} in float32.'
     if inside: return [''],'{}, with its',''
     if any(frame.f_globals['__name__']==torch.autograd.graph.__name__ for frame in frames): return (
         [],'the backward pass, with',"torch.autograd.detect_anomaly() shows which. Keep their module in float32.")
     return [],'code outside the model, with',"use x.float() for activations that hooks or modules have kept."
 
-def _uses(f, wanted, depth=2):
-    "Does the code of `f`, or of a function that it calls, name the class `wanted`?"
-    if not isinstance(f, FunctionType): return False
-    names = getclosurevars(f)
-    found = [*names.globals.values(),*names.nonlocals.values()]
-    return any(getattr(o, '__self__', o) is wanted or depth and _uses(o, wanted, depth-1) for o in found)
+def _uses(module, wanted):
+    "Does the `forward` of `module`, or a function that it calls, name the class `wanted`?"
+    todo,seen = [(module,getattr_static(type(module), 'forward'))],set()
+    for owner,f in todo: # and what is found meanwhile
+        f = getattr(f, '__func__', f)
+        if not isinstance(f, FunctionType) or f in seen or len(seen)>99 or f.__module__.startswith('torch.'): continue
+        seen.add(f)
+        names,closure = _names(f.__code__),getclosurevars(f).nonlocals.values()
+        found = [(None,o) for o in (owner,*[f.__globals__.get(k) for k in names],*closure) if o is not None]
+        for _ in range(2): # such as `ops.Function`, `self.helper.run`
+            inside = [(o,getattr_static(o, k, None)) for _,o in found for k in names]
+            found += [(o,v) for o,v in inside if v is not None]
+        bound = MethodType,BuiltinMethodType # such as `Function.apply`
+        if any((o.__self__ if isinstance(o, bound) else o) is wanted for _,o in found): return True
+        todo += found
+    return False
+
+def _names(code):
+    "The names of globals and attributes in `code`, and in functions inside it"
+    return {*code.co_names}.union(*[_names(o) for o in code.co_consts if isinstance(o, CodeType)])
 
 def _way_out(half, cure, text):
     "What helps against an error of this `text`: `cure`, unless it says more"
     if 'ScalarType BFloat16' in text: return "NumPy has no bfloat16: use x.float().numpy()."
     if _other_dtypes.search(text): return ("There is another dtype, with which float32 fails, too: use x.float(), or "
                                            "x.long() for classes and indices.")
+    if _writing.search(text): return ("What is written to and what is written must have one dtype: make it by "
+                                      f"h.new_zeros(…), not torch.zeros(…), or write h.float() on that line. Or {cure}")
     if 'without overflow' not in text: return cure
     name,other = dtype_name(half.dtype),"Or use to_bf16(). " if half.dtype==torch.float16 else ""
     return f"A number is beyond {name}: write torch.finfo(x.dtype).min in place of it. {other}Or {cure}"
@@ -503,9 +563,9 @@ def _device_type(model): return next((p.device.type for p in model.parameters() 
 
 def _check_model(model):
     "Raise a `ValueError` if the modules of `model` can't compute in half precision, or it has no float32 parameters"
+    if is_scripted(model):
+        raise ValueError("A scripted model can't be changed. Train it before scripting it, or use torch.compile.")
     for m in model.modules():
-        if isinstance(m, torch.jit.ScriptModule):
-            raise ValueError("A scripted model can't be changed. Train it before scripting it, or use torch.compile.")
         if isinstance(m, DataParallel):
             raise ValueError("DataParallel copies the model to each GPU. Use DistributedDataParallel, or to_fp32().")
         if type(m).__name__=='FullyShardedDataParallel':

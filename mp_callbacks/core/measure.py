@@ -13,6 +13,7 @@ __all__ = ['tolerance', 'least_steps', 'most_tries', 'most_operations', 'most_it
 # %% ../../nbs/core/measure.ipynb #aea50009
 import math,torch,zlib
 from contextlib import contextmanager,nullcontext
+from operator import attrgetter
 from typing import NamedTuple
 from torch import nn
 
@@ -163,6 +164,8 @@ def gradients_apart(
     return _relative((b if a is None else a if b is None else a-b, zero if b is None else b) for a,b in there)
 
 # %% ../../nbs/core/measure.ipynb #aea50016
+_grad = attrgetter('grad')
+
 @contextmanager
 def _parameters_put_back(params):
     before = [(p,p.detach().clone()) for p in params]
@@ -194,10 +197,11 @@ def batch_gradients(
             with unchanged(model, others=others), half or nullcontext():
                 loss = compute_loss()
                 # inputs, hidden states and parameters elsewhere have gradients of their own
-                beside = [(t,t.grad) for t in reached_leaves(loss)]
+                reached = reached_leaves(loss)
+                beside = [*zip(reached, map(_grad, reached))]
                 try:
                     (loss.float()*scale).as_subclass(torch.Tensor).backward() # see `scaled_backward`
-                    grads = [p.grad for p in params]
+                    grads = [*map(_grad, params)]
                 finally:
                     for t,grad in beside: t.grad = grad
         put_back()

@@ -15,6 +15,7 @@ from torch import Tensor,nn
 from torch.overrides import TorchFunctionMode
 
 from .dtypes import half_dtypes
+from .torch_internals import graph_task,no_torch_function
 
 # %% ../../nbs/core/own.ipynb #00b00007
 # By name: `torch.compile` passes functions of `operator`, and can't look for a function in a set
@@ -37,12 +38,13 @@ class OwnTensor(Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs,name = kwargs or {},getattr(func, '__name__', '')
         mine = isinstance(args[0] if args else kwargs.get('input'), OwnTensor)
-        with torch._C.DisableTorchFunctionSubclass(): # has no public name
+        ours = mine and name in of_shape or all([o is Tensor or issubclass(o, OwnTensor) for o in types])
+        with no_torch_function():
             if name in products: args,kwargs = _round(args, kwargs, 1)
             elif name in sums: args,kwargs = _round(args, kwargs, narrow)
             elif name in joins: args,kwargs = _round(args, kwargs, narrow, broadcasts=False)
             elif name.strip('_') in writes and not mine: args,kwargs = _round(args, kwargs, 1, broadcasts=False)
-            if mine and name in of_shape or all([o is Tensor or issubclass(o, OwnTensor) for o in types]):
+            if ours:
                 res = getattr(func, '__wrapped__', func)(*args, **kwargs) # `1-x` would ask for our class again
                 return _as_view(res) if name in views and _same_numbers(name, res, args, kwargs) else res
             args,kwargs = _each_argument(_as_tensor, args, kwargs)
@@ -77,7 +79,7 @@ def plain(
 # %% ../../nbs/core/own.ipynb #00b00011
 def _as_tensor(o):
     if not isinstance(o, OwnTensor): return o
-    with torch._C.DisableTorchFunctionSubclass(): return torch.ops.aten.alias(o) # Dynamo can't follow `as_subclass`
+    with no_torch_function(): return torch.ops.aten.alias(o) # Dynamo can't follow `as_subclass`
 
 def _as_view(t):
     "`t` as an `OwnView`: itself, as between an alias and the parameter the autograd graph would have one more node"
@@ -112,7 +114,7 @@ def _round(args, kwargs, least, broadcasts=True):
 def _same_numbers(name, res, args, kwargs):
     "Is `res`, from the function `name`, a view of an own tensor, or its numbers in another shape?"
     of,*more = args or [kwargs.get('input')]
-    if not isinstance(of, OwnTensor) or res.dtype!=torch.float32: return False
+    if not isinstance(of, OwnTensor) or res.dtype!=of.dtype: return False
     if of.numel()<narrow<=res.numel(): return False # copies of a few are still a few
     if name=='detach': return _computes_again(of.device.type)
     if 'getitem' not in name: return True
@@ -124,9 +126,13 @@ def _computes_again(device_type):
 
     There, reentrant checkpointing detaches what it was given, and then computes with it again."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled(device_type): return False
-    return torch._C._current_graph_task_id()!=-1 # has no public name
+    return graph_task()!=-1
 
 # %% ../../nbs/core/own.ipynb #00b00021
+def _base_of(t):
+    "The tensor that `t` is a view of, or itself"
+    with no_torch_function(): return t if t._base is None else t._base
+
 class CountOperations(TorchFunctionMode):
     "Inside a `with`, `counts` how many operations each `OwnParameter`, or a view of it, is given to"
     def __init__(self):
@@ -137,6 +143,5 @@ class CountOperations(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, '__name__', '') in ('__get__','__set__'): return func(*args, **kwargs) # attributes, as `grad`
         given = [o for x in (*args,*kwargs.values()) for o in (x if isinstance(x, (list,tuple)) else [x])]
-        with torch._C.DisableTorchFunctionSubclass():
-            self.counts.update({id(o if o._base is None else o._base) for o in given if isinstance(o, OwnTensor)})
+        self.counts.update({id(_base_of(o)) for o in given if isinstance(o, OwnTensor)})
         return func(*args, **kwargs)

@@ -6,11 +6,12 @@ Docs: https://example.github.io/mp_callbacks/core/ways.html.md"""
 
 # %% auto #0
 __all__ = ['layer_functions', 'batch_norms', 'norm_functions', 'HalfContext', 'Way', 'Layer', 'LayerStandIn', 'is_norm', 'Norm',
-           'Lookup', 'Own', 'Float32', 'Float32Norm', 'as_layer', 'own_parameters', 'choose_way', 'matches',
-           'kept_dtypes']
+           'Lookup', 'Own', 'own_parameters', 'half_before', 'HalfNorm', 'HalfOwn', 'Float32', 'Float32Norm',
+           'as_layer', 'choose_way', 'matches', 'kept_dtypes']
 
 # %% ../../nbs/core/ways.ipynb #bded7c3e
 import re,torch,torch.nn.functional as F
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from inspect import getattr_static,signature
@@ -21,11 +22,12 @@ from fastcore.imports import noop
 from torch import Tensor,nn
 from torch.nn.utils import parametrize
 
-from .dtypes import as_dtype,cast_tree,hand_back,half_dtypes,replaced_parts
+from .dtypes import as_dtype,cast_tree,dtype_name,hand_back,half_dtypes,replaced_parts
 from .devices import inexact,missing,warn_caller
 from .own import narrow
-from .modules import StandIn
+from .modules import StandIn,is_scripted
 from .cast import OneCast,has_plain_weights
+from .torch_internals import no_torch_function
 
 # %% ../../nbs/core/ways.ipynb #d77f435f
 class HalfContext(NamedTuple):
@@ -203,6 +205,47 @@ class Own(Way):
     name = 'own parameters'
     compiled = torch.__version__>=(2,8) # before, Dynamo takes each of them for an `nn.Parameter`
 
+# %% ../../nbs/core/ways.ipynb #11f573b2
+def own_parameters(
+    module:nn.Module, # Any module
+)->list:
+    "The parameters of `module` that are in none of the modules inside it, but for lists and dicts of parameters"
+    lists = [o for o in module.children() if isinstance(o, (nn.ParameterList,nn.ParameterDict))]
+    return [p for m in (module,*lists) for p in m._parameters.values() if p is not None]
+
+def half_before(
+    module:nn.Module, # Any module
+)->torch.dtype: # None: its own parameters are in none
+    "The half precision that parameters of `module` itself were in before"
+    return next((p.dtype for p in own_parameters(module) if p.dtype in half_dtypes), None)
+
+class HalfNorm(Way):
+    "A norm that had parameters in half precision before, which meet its input in one dtype"
+    name = 'half norm'
+    beyond_autocast = False # which fails
+
+    def __init__(self,
+        why:str='', # The reason, where there is one
+        function=None, # Of the module, its input and parameters: what the `forward` of its class computes, if known
+    ):
+        super().__init__(why)
+        self.function = function
+
+    def around(self, half, module, forward, args, kwargs):
+        "What `module` returns. If its function isn't known, its input is cast, else its parameters."
+        given = [*args,*kwargs.values()]
+        known = self.function is not None and len(given)==1
+        if known: params = [p if p is None else p.to(dtype=given[0].dtype) for p in module._parameters.values()]
+        with torch.autocast(half.device_type, enabled=False) if half.rules else nullcontext():
+            if known: return self.function(module, given[0], *params)
+            dtype = half_before(module)
+            args,kwargs = cast_tree((args,kwargs), dtype, (torch.float32,*half_dtypes))
+            return cast_tree(forward(*args, **kwargs), half.dtype, dtype)
+
+class HalfOwn(Own):
+    "Parameters that were in the other half precision before, rounded where they meet activations"
+    beyond_autocast = False # which fails
+
 # %% ../../nbs/core/ways.ipynb #2a49d39e
 class Float32(Way):
     "In float32, with autocast off"
@@ -246,7 +289,7 @@ def _by_function(way, functions, module, why):
     # a wrapper around that `forward` has its name, too
     return way(why, functions[name]) if name in functions and not hasattr(forward, '__wrapped__') else None
 
-def _norm(module, why='kernel adds up in float32'): return _by_function(Norm, norm_functions, module, why)
+def _norm(module, why='kernel adds up in float32', way=Norm): return _by_function(way, norm_functions, module, why)
 
 def as_layer(
     module:nn.Module, # Any module
@@ -256,19 +299,23 @@ def as_layer(
     plain = conv is _conv or conv.__module__=='torch.nn.modules.conv' and not hasattr(conv, '__wrapped__')
     if plain and has_plain_weights(module): return _by_function(Layer, layer_functions, module, 'cast with all others')
 
-def own_parameters(
-    module:nn.Module, # Any module
-)->list:
-    "The parameters of `module` that are in none of the modules inside it, but for lists and dicts of parameters"
-    lists = [o for o in module.children() if isinstance(o, (nn.ParameterList,nn.ParameterDict))]
-    return [p for m in (module,*lists) for p in m._parameters.values() if p is not None]
+def _half_before(half, module, dtype):
+    "How `module` computes, of which parameters were in `dtype`, a half precision, before"
+    why = f'parameters are in {dtype_name(dtype)}, and stay so'
+    if is_norm('', module): return _norm(module, why, HalfNorm) or HalfNorm(why)
+    own = dtype!=half.dtype and not _of_pytorch(module) and no_torch_function
+    return HalfOwn(why) if own else Way(why)
+
+def _of_pytorch(module): # of what is generated, as by torch.fx, the name of the module may be None
+    return str(getattr(getattr_static(type(module), 'forward'), '__module__', '')).startswith('torch.nn.')
 
 def choose_way(
     half, # The `half_precision` of the model
     module:nn.Module, # Module of the model
 )->Way:
     "How `module` computes when `keep` doesn't name it"
-    forward = getattr_static(type(module), 'forward')
+    if is_scripted(module): return Way('scripted')
+    if dtype := half_before(module): return _half_before(half, module, dtype)
     if why := missing(half.device_type, half.dtype, module): return Float32(why)
     if not half.rules: return Way()
     if isinstance(module, batch_norms): return Way('kernel takes float32 weights')
@@ -280,9 +327,8 @@ def choose_way(
         if module.embedding_dim<narrow: return Float32(f'rows of fewer than {narrow} numbers')
         return Lookup('rows are rounded')
     if isinstance(module, parametrize.ParametrizationList): return Float32('parametrization')
-    # of what is generated, as by torch.fx, the module may be None
-    pytorchs = (getattr(forward, '__module__', None) or '').startswith('torch.nn.')
-    if own_parameters(module) and not pytorchs: return Own('rounded where they meet activations')
+    if own_parameters(module) and not _of_pytorch(module) and no_torch_function:
+        return Own('rounded where they meet activations')
     return Way("PyTorch's autocast casts" if module._parameters else '')
 
 # %% ../../nbs/core/ways.ipynb #9ed804f4

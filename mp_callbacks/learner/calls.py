@@ -16,7 +16,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from ..core.devices import emulation,warn_caller
-from ..core.modules import as_float32,compiled_parts,is_sharded,reset_ddp,without_ddp
+from ..core.modules import as_float32,compiled_parts,is_scripted,is_sharded,reset_ddp,without_ddp
 from ..core.fp8 import Fp8
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,options_of
 from ..core.training_steps import check_device,shared_options
@@ -168,7 +168,7 @@ def _float32_loss(learn, cb):
     def _cast(module, args, kwargs): return as_float32((args,kwargs))
     modules = loss_modules(learn) if cb else []
     # new hooks would compile again, and the model computes with layers that are its own, too
-    layers = {m for m in modules if m._parameters}.difference(*map(compiled_parts, modules))
+    layers = {m for m in modules if m._parameters and not is_scripted(m)}.difference(*map(compiled_parts, modules))
     if layers: layers -= {*learn.model.modules()}
     with ExitStack() as hooks:
         for m in layers: hooks.enter_context(m.register_forward_pre_hook(_cast, with_kwargs=True))

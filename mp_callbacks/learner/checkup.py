@@ -17,7 +17,7 @@ from fastai.optimizer import Lookahead,OptimWrapper
 from fastcore.basics import num_cpus
 from torch import nn
 
-from ..core.dtypes import dtype_name
+from ..core.dtypes import dtype_name,half_dtypes
 from ..core.devices import calls,device_name,emulation,support
 from ..core.loss_scale import DynamicLossScale,StaticLossScale
 from ..core.blame import keep_option
@@ -65,17 +65,19 @@ def precision_checkup(
     """Machine, versions, precision, last fit, batches, memory and speed of a learner, and what to do next, in a report
 
     The learner doesn't change. What can't be asked is named with the reason, and raises nothing."""
-    cb,answers,failed,faster = precision_callback(learn),{},[],{}
+    cb,answers,failed,faster,notes = precision_callback(learn),{},[],{},{}
     for title,ask in _questions.items():
         try: answers[title] = ask(learn, cb, batch)
         except Exception as e: # whatever the model, the data or a callback raises
-            answers[title] = f"Not asked: {type(e).__name__}: {' '.join(str(e).split())}"
+            told = ' '.join(getattr(e, '__notes__', [])) # since Python 3.11
+            answers[title] = ' '.join(f"Not asked: {type(e).__name__}: {e} {told}".split())
             failed.append(title)
+            if told: notes.setdefault('An error of the model', told)
     if 'Speed' not in failed: answers['Speed'],faster = answers['Speed']
     found,plan = [None if o in failed else answers[o] for o in ('Batches','Memory')]
     noise = answers['Noise'] if isinstance(answers['Noise'], AddedNoise) else None
     lines = [Line(title, o.summary() if o is plan else str(o), title) for title,o in answers.items()]
-    advice = *_what_to_do(learn, cb, found, failed),*_about_noise(noise),*faster.items()
+    advice = *notes.items(),*_what_to_do(learn, cb, found, failed),*_about_noise(noise),*faster.items()
     todo = [Line('To do', text, about) for about,text in advice]
     if not todo and not failed: todo = [Line('To do', 'Nothing to do.', 'Nothing to do')]
     return Checkup((*lines,*todo), found, plan, noise)
@@ -193,11 +195,16 @@ def _precision(learn, cb, batch):
     return ', '.join([f'learn.{call_name(half)}: {dtype_name(half.dtype)} with {how}', f'clip={cb.clip}',
                       keep_option(half.keep), scale, *more])
 
+# %% ../../nbs/learner/checkup.ipynb #c12a0026
 def _ways(learn, cb, batch):
     dtypes = sorted({dtype_name(p.dtype) for p in learn.model.parameters()})
     if cb is None: return f"As PyTorch does, with parameters in {', '.join(dtypes)}."
     counts = cb.policy().groupby(['way','why'], sort=False).size()
-    return ', '.join(f"{n} {way}{f' ({why})' if why else ''}" for (way,why),n in counts.items())
+    text = ', '.join(f"{n} {way}{f' ({why})' if why else ''}" for (way,why),n in counts.items())
+    before = [p for p in learn.model.parameters() if p.dtype in half_dtypes]
+    if not before: return text
+    dtypes = ' and '.join(sorted({dtype_name(p.dtype) for p in before}))
+    return f"{text}. {len(before)} parameters were in {dtypes} before, and stay so."
 
 def _last_fit(learn, cb, batch):
     if not hasattr(learn, 'precision_recorder'):
@@ -245,6 +252,10 @@ def _what_to_do(learn, cb, found, failed):
         if len(skips) and not settles: yield 'Skipped steps',(
             f"Steps of the last fit were skipped, and {now}: train on, and if it goes on, lower the learning rate, or "
             "ask about one batch: learn.precision_checkup(batch).")
+    rounded = [p for p in learn.model.parameters() if p.requires_grad and p.dtype in half_dtypes]
+    if cb is not None and rounded: yield 'Weights in half precision',(
+        f"{len(rounded)} parameters that train are in {dtype_name(rounded[0].dtype)}, which rounds small steps away: "
+        "make them float32 before the learner's first fit, model.float(), or freeze them.")
     if cb is not None and not {'Machine','Precision'}&{*failed}:
         if text := emulation(fit_device(learn), cb.half_dtype): yield 'Emulated',text
     if healthy and not any(map(is_precision, learn.cbs)):

@@ -100,8 +100,8 @@ def unchanged_learner(
         restore_contents(before)
         set_random_states(**rngs)
     if learn.opt is None: learn.create_opt()
+    params = [p for ps in learn.opt.param_lists for p in ps]
     try:
-        params = [p for ps in learn.opt.param_lists for p in ps]
         with unchanged(learn.model, params, others=loss_modules(learn)): yield _put_back
     finally: _put_back()
 

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from fastai.optimizer import Optimizer
 
-from ..core.grads import foreach
+from ..core.torch_internals import foreach
 
 # %% ../../nbs/learner/optimizers.ipynb #3e0a51b3
 class TensorList:
@@ -171,7 +171,7 @@ def _step_list(opt, params, states, hyper):
     finally:
         for k,v in state.items():
             if k in before and v is before[k]: continue
-            own = v.tensors if isinstance(v, TensorList) else [deepcopy(v) for _ in states]
+            own = v.tensors if isinstance(v, TensorList) else [*map(deepcopy, [v]*len(states))]
             for s,o in zip(states, own): s[k] = o
 
 # %% ../../nbs/learner/optimizers.ipynb #3e0a51b8

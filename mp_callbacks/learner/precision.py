@@ -234,7 +234,10 @@ class StepEvents:
         learn.step_stats = stats = self.steps.check([*step.losses,learn.loss.detach()])
         hand_over_loss(learn, stats.loss)
         if stats.finite: return
-        self.steps.skip()
+        try: self.steps.skip()
+        except FloatingPointError: # fastai has no event for an error
+            if recorder := getattr(learn, 'precision_recorder', None): recorder.add_row(True)
+            raise
         reset_state(learn)
         raise CancelStepException
 

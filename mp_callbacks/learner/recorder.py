@@ -155,6 +155,9 @@ class StepLog:
     )->str: # One sentence a line
         "Skipped steps, loss scale and gradient norm in sentences, with steps numbered as the rows of `log`"
         log = self.last_fit if last_fit else self.log
+        if log.empty and self.batches:
+            why = ': accumulation is longer than the epoch' if self._gathers else ''
+            return f"{self.batches} batch{'es'*(self.batches>1)}, no step{why}."
         if log.empty: return 'No steps in the last fit.' if self.rows else 'No steps yet.'
         return _in_sentences(log, getattr(getattr(self.learn, 'mixed_precision', None), 'rescued', ()))
 
@@ -162,7 +165,8 @@ class StepLog:
 def _in_sentences(log, rescued):
     "Skipped steps, loss scale and gradient norm of `log`, and the rescued modules"
     scale,norm,(skips,longest,_,bad) = log.scale,log.norm[log.finite],count_outcomes(log)
-    res = [f"{len(log)} step{'s'*(len(log)>1)}, {len(skips) or 'none'} skipped."]
+    of = f', numbered {log.index[0]} to {log.index[-1]}' if log.index[0] else '' # those of the last fit
+    res = [f"{len(log)} step{'s'*(len(log)>1)}{of}, {len(skips) or 'none'} skipped."]
     if len(skips): res.append(f"The first skipped step was {skips[0]}, the last {skips[-1]}. "
                               f"The longest run has length {longest}.")
     if len(bad): res.append(f"The loss of {len(bad)} step{'s'*(len(bad)>1)} was not finite, though the gradients "
@@ -189,7 +193,9 @@ class PrecisionRecorder(LeanCallback, StepLog, TensorLog):
     _stats,_new,_start = None,False,None
     first_weight = None # largest absolute weight when training began
     first_row = 0 # of the last fit
-    _begin = 0 # rows when fastai's events of a fit began; a validation has them, too, but doesn't train
+    batches,_gathers = 0,False # of the last fit, in training; have they gradients of a step that isn't complete?
+    # rows when fastai's events of a fit began; a validation has them, too, but doesn't train; has it not trained yet?
+    _begin,_new_fit = 0,True
 
     def __init__(self,
         columns:bool=False, # Add `skipped` and `loss_scale` to fastai's table of epochs?
@@ -204,7 +210,7 @@ class PrecisionRecorder(LeanCallback, StepLog, TensorLog):
         if self.tensors and is_sharded(self.learn.model): raise ValueError(
             f"tensors={self.tensors} measures whole parameters, and with fully_shard (FSDP2) each process has parts. "
             "Use tensors=None.")
-        self._begin = len(self.rows)
+        self._begin,self._new_fit = len(self.rows),True
         if self.first_weight is None and not is_look(self.learn):
             params = [p.detach() for p in self.learn.model.parameters() if p.is_floating_point()]
             self.first_weight = largest_number(params)
@@ -213,12 +219,17 @@ class PrecisionRecorder(LeanCallback, StepLog, TensorLog):
     def before_epoch(self): self._start = None # `learn.validate()` calls it, too
     def before_train(self):
         self._start = len(self.rows)
-        if not is_look(self.learn): self.first_row = self._begin
+        if is_look(self.learn): return
+        if self._new_fit: self.batches = 0
+        self.first_row,self._new_fit = self._begin,False
     def before_batch(self): self._stats,self._new = getattr(self.learn, 'step_stats', None),False
-    def after_cancel_step(self): self._add_row(True)
-    def after_step(self): self._add_row(False)
+    def after_cancel_step(self): self.add_row(True)
+    def after_step(self): self.add_row(False)
 
-    def _add_row(self, skipped):
+    def add_row(self,
+        skipped:bool, # Was the step skipped?
+    ):
+        "Add a row for the step whose gradients were measured last, if it has none"
         stats = getattr(self.learn, 'step_stats', None)
         # no gradients were measured, the step has a row already, or everything is put back, so that it is no training
         if stats is self._stats or is_look(self.learn): return
@@ -231,6 +242,10 @@ class PrecisionRecorder(LeanCallback, StepLog, TensorLog):
         losses = getattr(getattr(self.learn, 'recorder', None), 'losses', ())
         if self._new and losses: self.rows[-1] = self.rows[-1]._replace(loss=losses[-1].item()) # on the CPU
         self._new = False
+        if not self.learn.training or is_look(self.learn): return
+        self.batches += 1
+        cb = precision_callback(self.learn)
+        self._gathers = cb is not None and cb.steps.step is not None and bool(cb.steps.step.losses)
 
     def after_validate(self):
         if not self.columns or self._start is None or not hasattr(self.learn, 'recorder'): return

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from torch import nn
 
 from ..core.dtypes import dtype_name,half_dtypes,leaves
-from ..core.modules import StandIn,TorchDispatchMode,named_modules,unchanged
+from ..core.modules import StandIn,is_scripted,named_modules,unchanged
+from ..core.torch_internals import TorchDispatchMode,sees_operations,softmaxes
 from ..core.half import half_precision
 from ..core.blame import keep_option,shortest_keep
 
@@ -145,22 +146,25 @@ def trace_batch(
 
     class _MaskedRows(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            softmax = func.overloadpacket in (torch.ops.aten._softmax,torch.ops.aten._log_softmax)
-            if softmax and running and args[0].eq(-math.inf).all(args[1]).any(): masked.add(running[-1][0])
+            if running and func.overloadpacket in softmaxes and args[0].eq(-math.inf).all(args[1]).any():
+                masked.add(running[-1][0])
             return func(*args, **(kwargs or {}))
 
     # `unchanged` gives each run the same random numbers
     with unchanged(model), half or nullcontext(), torch.compiler.set_stance('force_eager'), ExitStack() as watches:
-        if with_masks: watches.enter_context(_MaskedRows())
+        if with_masks and sees_operations: watches.enter_context(_MaskedRows())
         with ExitStack() as hooks: # removed before checkpointing runs `forward` again
-            for name,m in named.items():
+            for name,m in filter(_takes_hooks, named.items()):
                 hooks.enter_context(m.register_forward_pre_hook(_before, with_kwargs=True))
                 hooks.enter_context(m.register_forward_hook(partial(_after, name), with_kwargs=True))
             loss = compute_loss()
         check_called(model, any(not o.name for o in calls)) # the model itself has no name
         if loss.isfinite() and torch.is_grad_enabled(): (loss*scale).backward() # there is none in a validation
-        grads = {n:measure([p.grad for p in m._parameters.values() if p is not None]) for n,m in named.items()}
+        grads = dict(zip(named, map(measure, map(_own_grads, named.values()))))
     return Trace(loss.item(), calls, grads, halved)
+
+def _takes_hooks(item): return not is_scripted(item[1])
+def _own_grads(module): return [p.grad for p in module._parameters.values() if p is not None]
 
 # %% ../../nbs/look/nonfinite.ipynb #6d564544
 class Numbers(NamedTuple):
@@ -195,7 +199,7 @@ def _bad(numbers): return sum(o.bad for o in numbers)
 def _finite(trace): return math.isfinite(trace.loss) and not _bad(trace.grads.values())
 
 # %% ../../nbs/look/nonfinite.ipynb #73a5635f
-def _describe(c): return f"{c.name or 'the model'} ({type(c.module).__name__})" if c else 'the loss'
+def _describe(c, the='the'): return f"{c.name or f'{the} model'} ({type(c.module).__name__})" if c else f'{the} loss'
 
 def _place(seen, normal, ends):
     "A `Finding` without the cause: what is not finite in `seen`; `normal` are the calls as they should be"
@@ -209,7 +213,7 @@ def _place(seen, normal, ends):
     c,full = spoils[0]
     # a mask of -inf is meant
     own = count_nonfinite([c.module._parameters, [b.clamp(min=0) for b in tensors(c.module._buffers)]])
-    first = f"{_describe(c)} was the first module that returned inf or nan"
+    first = f"{_describe(c, 'The')} was the first module that returned inf or nan"
     if own.bad: return Finding('weights', f"{first}: {own.bad} of its own weights or buffers are inf or nan.", c.name)
     why = f", from inputs up to {c.args.largest:.2g}" if c.args.largest else '' # 0 for integers
     why += f": inside, {_masked if c.masked else 'a number is too large, or too small to divide by'}."

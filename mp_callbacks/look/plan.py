@@ -17,7 +17,8 @@ from torch import nn
 
 from ..core.dtypes import map_tensors
 from ..core.half import half_precision
-from ..core.modules import TorchDispatchMode,unchanged
+from ..core.modules import unchanged
+from ..core.torch_internals import TorchDispatchMode
 from .nonfinite import check_called
 
 # %% ../../nbs/look/plan.ipynb #4362c36e
@@ -130,7 +131,8 @@ def plan_memory(
             if isinstance(t, torch.Tensor): live.add(t)
         had = live.now-weights
         # the first doesn't count: in its first call a model casts nothing ahead
-        seen = {k:[_step(live, model, compute_loss, n, opt, stepped, o) for n in (2,2,4)] for k,o in halves.items()}
+        def _steps(half): return [_step(live, model, compute_loss, n, opt, stepped, half) for n in (2,2,4)]
+        seen = dict(zip(halves, map(_steps, halves.values())))
     made = seen['float32'][0][1] # by the first step of the optimizer
     def _columns(grads, _, activations, *logs): return [weights],[grads],[had+made],[activations],*logs
     lines = {k:[_line(*o) for o in zip(_columns(*two), _columns(*four))] for k,(_,two,four) in seen.items()}

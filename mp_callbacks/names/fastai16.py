@@ -18,7 +18,7 @@ def convert_network(
 )->nn.Module: # `network`
     "Convert the floating parameters and buffers of `network` to `dtype`, except those of batch norm"
     for m in network.modules():
-        if isinstance(m, nn.modules.batchnorm._BatchNorm): continue
+        if isinstance(m, (nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d,nn.SyncBatchNorm)): continue
         for t in (*m.parameters(recurse=False),*m.buffers(recurse=False)):
             if t.is_floating_point(): t.data = t.data.to(dtype)
     return network

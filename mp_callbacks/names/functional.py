@@ -196,7 +196,8 @@ def _module_grads(f, model, dtype, scale, keep):
     call,half = _Call(f, model),_half(model, as_dtype(dtype), keep) if dtype else nullcontext()
     def _loss_and_aux(params):
         new = params | {n:b.clone() for n,b in model.named_buffers()}
-        with half: (value,aux),buffers = functional_call(call, {f'model.{n}':t for n,t in new.items()}, ())
+        new = {f'model.{n}':t for n,t in new.items()}
+        with half: (value,aux),buffers = functional_call(call, new, ())
         return value,(aux,buffers)
     value,grads,finite,(aux,buffers) = _differentiate(_loss_and_aux, params, scale)
     if not model.training: buffers = {}

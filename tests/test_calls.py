@@ -68,7 +68,7 @@ unknown = [('to_bf16','amp_mode',r'to_native_bf16\(\)'), ('to_bf16','headroom',r
             ('to_native_bf16','measure',r'to_bf16\(measure=…\)'), ('to_native_fp16','way',r'to_fp16\(way=…\)'),
            ('to_native_fp16','flat_master',r'to_fp16\(flat_master=…\)'), ('to_fp16','dtype',named),
            ('to_fp16','init_scale',r'to_native_fp16\(init_scale'), ('to_native_fp16','dtype',named),
-           ('to_native_fp16','loss_scael',"'loss_scael'.$")]
+           ('to_native_fp16','loss_scael',"'loss_scael'. It has init_scale, growth_factor")]
 
 said = dict( # a call, and what its error says
     clip      = (lambda: get_learner().to_bf16(clip='1.0'), r"clip='1.0' must be a number. Use clip=None for"),

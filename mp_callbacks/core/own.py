@@ -10,6 +10,7 @@ __all__ = ['products', 'sums', 'joins', 'views', 'narrow', 'OwnTensor', 'OwnView
 # %% ../../nbs/core/own.ipynb #00b00005
 import copy,torch
 from torch import Tensor,nn
+from torch.optim.optimizer import _foreach_supported_types as at_once
 
 from .dtypes import half_dtypes
 
@@ -59,6 +60,9 @@ class OwnParameter(OwnTensor, nn.Parameter):
         res = nn.Parameter(self.data, self.requires_grad)
         vars(res).update(vars(self))
         return res
+
+# an optimizer of PyTorch steps on all parameters at once if it knows their classes; so PyTorch adds its own `DTensor`
+at_once.append(OwnParameter)
 
 def plain(
     t:Tensor, # Any tensor

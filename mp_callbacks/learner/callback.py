@@ -42,7 +42,9 @@ def options_of(
         def _call(*args, **kwargs):
             try: bound = sig.bind(*args, **kwargs)
             except TypeError as e:
-                hint = ''.join([_who_takes(k, name) for k in kwargs if k not in sig.parameters])
+                unknown,own = [k for k in kwargs if k not in sig.parameters],[o for o in sig.parameters if o!='self']
+                hint = ''.join([_who_takes(k, name) for k in unknown])
+                if unknown and not hint: hint = f" It has {', '.join(own)}."
                 raise TypeError(f"{name}(): {e}.{hint}") from None
             return f(**bound.arguments)
         _call.__signature__,_call.__delwrap__ = sig,source # fastcore's `docments` goes on there

@@ -290,3 +290,14 @@ begin = dict( # what those of a call begin with
 def test_signature(name):
     _,*params = inspect.signature(getattr(Learner, name)).parameters.values()
     assert [(o.name,o.default) for o in params][:len(begin[name])]==[*begin[name].items()]
+
+def test_reload_of_fastai(forked, tmp_path):
+    "What the page of migration says: it gives fastai's calls back, and a reload of ours replaces them again"
+    forked("""if True:
+        import importlib,fastai.callback.fp16
+        from fastai.basics import Learner
+        from mp_callbacks.all import *
+        def owners(): return {getattr(Learner, o).__module__ for o in ('to_fp16','to_bf16','to_fp32')}
+        for module in ('fastai.callback.fp16','mp_callbacks.learner.calls'):
+            importlib.reload(importlib.import_module(module))
+            assert owners()=={module}, module""", tmp_path)

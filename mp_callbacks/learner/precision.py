@@ -236,8 +236,8 @@ class StepEvents:
         "Context manager around the optimizer's step"
         opt,numbers = self.learn.opt,read_state(self.learn.opt)
         if self.steps.step is not None and self.steps.step.stats is None: raise RuntimeError(
-            "Nobody has checked the gradients of this step. A before_step of your own has to call super().before_step(), "
-            "and no callback may end the event by a StopIteration.")
+            "Nobody has checked the gradients of this step. A before_step of your own has to call "
+            "super().before_step(), and no callback may end the event by a StopIteration.")
         try:
             clear_state(opt) # optimizers pass all hyper-parameters to their steppers, some of which refuse unknown ones
             with closure_noted(opt), steps_at_once(opt): yield

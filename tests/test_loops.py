@@ -300,6 +300,7 @@ def test_state_of_something_else(make):
     (lambda m: TrainingSteps(m, m), TypeError, 'opt is a Sequential, and must be an optimizer'),
     (lambda m: TrainingSteps(m, adam(m), loss_scale=DynamicLossScale), TypeError, r'Use DynamicLossScale\(\)'),
     (lambda m: get_learner().to_fp16(DynamicLossScale), TypeError, r'Use DynamicLossScale\(\)'),
+    (lambda m: get_learner().to_native_fp16(StaticLossScale), TypeError, '^init_scale=StaticLossScale is a class'),
     (lambda m: get_learner().to_bf16(foo=1), TypeError, r"to_bf16\(\).*'foo'. It has flat_master, clip")])
 def test_wrong_arguments(make, error, match):
     with pytest.raises(error, match=match): make(mlp())

@@ -461,9 +461,9 @@ class StepsState(StepSettings):
         state:dict, # From `state_dict`
     ):
         "Go on from `state`. The gradients of a gathered step are removed. Raises `ValueError` for another state."
-        if missing := {'steps','skips'}-{*state}: raise ValueError(
-            "load_state_dict needs what steps.state_dict() returned, and this has no "
-            f"{' and no '.join(sorted(missing))}, but {', '.join(map(str, state)) or 'nothing'}. States of model and optimizer are loaded by these.")
+        if not {'steps','skips'}<={*state}: raise ValueError(
+            "load_state_dict needs what steps.state_dict() returned, with steps and skips. This has "
+            f"{', '.join(map(str, state)) or 'nothing'}. Model and optimizer load their states by themselves.")
         if self.step is not None: remove_grads(self.trained.opt_params())
         self.state,self.step = self.state.loaded(state),None
 

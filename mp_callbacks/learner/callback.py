@@ -65,8 +65,8 @@ def _who_takes(k, call):
 def _renamed(names, f, *args, **kwargs):
     "`f(*args, **kwargs)`, with arguments renamed by `names` in its errors"
     try: return f(*args, **kwargs)
-    except ValueError as e: msg = str(e)
-    raise ValueError(re.sub('|'.join(rf'\b{o}\b' for o in names), lambda m: names[m[0]], msg))
+    except (ValueError,TypeError) as e: kind,msg = type(e),str(e)
+    raise kind(re.sub('|'.join(rf'\b{o}\b' for o in names), lambda m: names[m[0]], msg))
 
 def _refuse_ignored(init, names, fields, beside, scale='torch'):
     """Raise a `ValueError` if one of `fields`, without effect `beside` another option, isn't the default of `init`

@@ -68,7 +68,7 @@ unknown = [('to_bf16','amp_mode',r'to_native_bf16\(\)'), ('to_bf16','headroom',r
             ('to_native_bf16','measure',r'to_bf16\(measure=…\)'), ('to_native_fp16','way',r'to_fp16\(way=…\)'),
            ('to_native_fp16','flat_master',r'to_fp16\(flat_master=…\)'), ('to_fp16','dtype',named),
            ('to_fp16','init_scale',r'to_native_fp16\(init_scale'), ('to_native_fp16','dtype',named),
-           ('to_native_fp16','loss_scael',"'loss_scael'.$")]
+           ('to_native_fp16','loss_scael',"'loss_scael'. It has init_scale, growth_factor")]
 
 said = dict( # a call, and what its error says
     clip      = (lambda: get_learner().to_bf16(clip='1.0'), r"clip='1.0' must be a number. Use clip=None for"),
@@ -358,3 +358,14 @@ begin = dict( # what those of a call begin with
 def test_signature(name):
     _,*params = inspect.signature(getattr(Learner, name)).parameters.values()
     assert [(o.name,o.default) for o in params][:len(begin[name])]==[*begin[name].items()]
+
+def test_reload_of_fastai(forked, tmp_path):
+    "What the page of migration says: it gives fastai's calls back, and a reload of ours replaces them again"
+    forked("""if True:
+        import importlib,fastai.callback.fp16
+        from fastai.basics import Learner
+        from mp_callbacks.all import *
+        def owners(): return {getattr(Learner, o).__module__ for o in ('to_fp16','to_bf16','to_fp32')}
+        for module in ('fastai.callback.fp16','mp_callbacks.learner.calls'):
+            importlib.reload(importlib.import_module(module))
+            assert owners()=={module}, module""", tmp_path)

@@ -51,6 +51,14 @@ def test_each_thread_has_its_own_with(shared):
     assert in_threads(call, call)==[] and identical(model.parameters(), params)
     assert_plain(model)
 
+def test_a_with_is_for_the_model():
+    "In another thread, too: what the page says of it, and of a copy"
+    model,x = nn.Sequential(nn.Linear(64,64)),torch.randn(8,64)
+    want,copied = model(x),deepcopy(model)
+    def rounded(model): return sum(not torch.equal(model(x), want) for _ in range(100))
+    with half(model), ThreadPoolExecutor(1) as pool:
+        assert [pool.submit(rounded, o).result() for o in (model,copied)]==[100,0]
+
 def test_predictions_while_a_learner_trains():
     "The training is what it is alone"
     learn,alone = (get_learner().to_bf16() for _ in range(2))

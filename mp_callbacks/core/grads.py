@@ -29,6 +29,13 @@ class StepStats(NamedTuple):
     amax:float|None=None # Largest absolute gradient, unscaled, before clipping; None if not requested or not finite
     loss_finite:bool=True # Are the losses of this process finite? Gradients may be, where they aren't
     loss:float|None=None # The last of these losses, if it is a single number
+    culprit_name:str='' # What the model calls the culprit, where that is known
+
+    def __repr__(self):
+        shown = {k:repr(o) for k,o in self._asdict().items() if k!='culprit_name'}
+        if self.culprit is not None: # its numbers would fill the screen
+            shown['culprit'] = f"{self.culprit_name or 'a parameter'} of shape {tuple(self.culprit.shape)}"
+        return f"{type(self).__name__}({', '.join(f'{k}={o}' for k,o in shown.items())})"
 
 # %% ../../nbs/core/grads.ipynb #4c46aa6e
 def prepare_grads(

@@ -130,6 +130,7 @@ class HalfSettings:
             if _fixed(name, named, ways): continue
             if dtype=='autocast': ways[name] = Way('keep')
             else: ways[name] = Float32('keep') if dtype==torch.float32 else ways[name].in_half(named[name])
+        if self.dtype==torch.float32: return dict.fromkeys(named, Float32('float32'))
         return ways
 
     def __getstate__(self): return self.settings # for copies and pickles
@@ -303,7 +304,7 @@ class half_precision(MeasuredWays):
     In the first call with two items or more, predictions are [compared with those under autocast](measure.ipynb)."""
     def __init__(self,
         model:nn.Module, # Model with float32 parameters
-        dtype:torch.dtype|str=torch.float16, # `torch.float16` or `torch.bfloat16`
+        dtype:torch.dtype|str=torch.float16, # `torch.float16`, `torch.bfloat16`, or `torch.float32`: all is as without
         keep=(), # Modules to keep in float32: type, name pattern, function, collection of these, or dict of dtypes
         rules:bool=True, # Cast weights together, and round what autocast leaves in float32? If not, autocast decides.
         fp8=None, # `Fp8`: how linear layers multiply in FP8, see [fp8](fp8.ipynb); None: they don't
@@ -311,7 +312,7 @@ class half_precision(MeasuredWays):
         measure=True, # Compare the first call with autocast? What is less exact computes as autocast then.
     ):
         _check_types(model, fp8, way, measure)
-        self.model,self.dtype,self.keep,self.rules,self.fp8,self.way = model,check_half(dtype),keep,rules,fp8,way
+        self.model,self.dtype,self.keep,self.rules,self.fp8,self.way = model,_check_dtype(dtype),keep,rules,fp8,way
         self._begin(measure)
         self._forget()
         self.refresh()
@@ -403,6 +404,7 @@ def _without_fast_path(modules, compiled):
 # %% ../../nbs/core/half.ipynb #8a140a52
 def _stand_ins(of, named, half):
     "What stands in for the forwards of the modules of the `half_precision` `of`, that of the model last"
+    if of.dtype==torch.float32: return [] # all is as without it
     res,model,owner = [],of.model,ref(of) # without a circle it is freed at once
     around = partial(Way().around, half, model) # a wrapper's, with the model inside
     for name,module in named.items():
@@ -464,7 +466,7 @@ def note_dtypes(
     text = str(e) if isinstance(e, _computing) and hasattr(e, 'add_note') else '' # since Python 3.11
     if isinstance(e, AssertionError) and e.__traceback__: text += _last_line(e) # most have no text
     known = hasattr(e, 'mp_modules') or isinstance(e, torch.OutOfMemoryError) or _of_others.search(text)
-    if known or not _about_dtypes.search(text): return
+    if known or half.dtype==torch.float32 or not _about_dtypes.search(text): return
     named = named_modules(model)
     e.mp_modules,where,cure = _raised_in(e, named, isinstance(half, HalfContext)) # which the call of the model passes
     if e.mp_modules:
@@ -542,9 +544,19 @@ def check_half(
     dtype:torch.dtype|str, # The dtype to check
 )->torch.dtype:
     "The half-precision dtype that `dtype` names. Raises a `ValueError` for any other."
-    res = as_dtype(dtype)
-    if res in half_dtypes: return res
+    if (res := _dtype_in(dtype, half_dtypes)) is not None: return res
     raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. Use learn.to_fp32() for float32.")
+
+def _dtype_in(dtype, some):
+    "The dtype that `dtype` names if it is one of `some`, or None"
+    try: res = as_dtype(dtype)
+    except ValueError: return None
+    return res if res in some else None
+
+def _check_dtype(dtype):
+    "The half-precision dtype that `dtype` names, or float32. Raises a `ValueError` for any other."
+    if (res := _dtype_in(dtype, (*half_dtypes,torch.float32))) is not None: return res
+    raise ValueError(f"dtype={dtype} must be torch.float16, torch.bfloat16 or torch.float32.")
 
 # %% ../../nbs/core/half.ipynb #bbe22733
 def _check_types(model, fp8, way, measure):
@@ -589,6 +601,7 @@ def _check_ways(half, named):
     if half.fp8 and not any(way.compute_dtype(half).itemsize==1 for way in half.ways.values()):
         raise ValueError(f"keep={half.keep!r} leaves no layer of this {type(half.model).__name__} in FP8. Keep less, "
                          "or use to_bf16().")
+    if half.dtype==torch.float32: return
     owners = [name for name,m in named.items() if any(p.dtype==torch.float32 for p in m.parameters(recurse=False))]
     if any(type(half.ways[name]) is not Float32 for name in owners): return
     reasons = [*dict.fromkeys(half.ways[name].why for name in owners)]

@@ -224,4 +224,5 @@ def as_loss_scale(
 )->StaticLossScale|DynamicLossScale: # `x` itself, the preset, or a static scale
     "The loss scale that `x` describes"
     if isinstance(x, LossScale): return x
+    if isinstance(x, type): raise TypeError(f"loss_scale={x.__name__} is a class. Use {x.__name__}().")
     return DynamicLossScale.preset(x) if isinstance(x, str) else StaticLossScale(x)

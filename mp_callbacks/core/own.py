@@ -15,7 +15,7 @@ from torch import Tensor,nn
 from torch.overrides import TorchFunctionMode
 
 from .dtypes import half_dtypes
-from .torch_internals import graph_task,no_torch_function
+from .torch_internals import foreach_types,graph_task,no_torch_function
 
 # %% ../../nbs/core/own.ipynb #00b00007
 # By name: `torch.compile` passes functions of `operator`, and can't look for a function in a set
@@ -69,6 +69,9 @@ class OwnParameter(OwnTensor, nn.Parameter):
         res = nn.Parameter(self.data, self.requires_grad)
         vars(res).update(vars(self))
         return res
+
+# an optimizer of PyTorch steps on all parameters at once if it knows their classes; so PyTorch adds its own `DTensor`
+foreach_types.append(OwnParameter)
 
 def plain(
     t:Tensor, # Any tensor

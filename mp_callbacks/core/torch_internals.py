@@ -6,11 +6,11 @@ Docs: https://example.github.io/mp_callbacks/core/torch_internals.html.md"""
 
 # %% auto #0
 __all__ = ['no_torch_function', 'in_transform', 'dispatch_modes', 'SelectiveMode', 'graph_task', 'scaled_mm', 'has_avx512_bf16',
-           'is_tracing', 'softmaxes', 'foreach_norm', 'foreach_mul_', 'foreach_copy_', 'group_tensors',
+           'is_tracing', 'softmaxes', 'foreach_norm', 'foreach_mul_', 'foreach_copy_', 'foreach_types', 'group_tensors',
            'TorchDispatchMode', 'sees_operations', 'foreach']
 
 # %% ../../nbs/core/torch_internals.ipynb #70a10005
-import torch,torch.utils.checkpoint
+import sys,torch,torch.utils.checkpoint
 from operator import attrgetter
 
 # %% ../../nbs/core/torch_internals.ipynb #70a10006
@@ -46,6 +46,7 @@ def _group(lists):
     for t in lists[0]: groups.setdefault((t.device,t.dtype), ([[]],[]))[0][0].append(t)
     return groups
 
+foreach_types = getattr(sys.modules['torch.optim.optimizer'], '_foreach_supported_types', []) # `torch.optim` hides it
 group_tensors = _of_torch('utils._foreach_utils._group_tensors_by_device_and_dtype', _group)
 
 # %% ../../nbs/core/torch_internals.ipynb #70a1000c

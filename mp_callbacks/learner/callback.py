@@ -42,7 +42,9 @@ def options_of(
         def _call(*args, **kwargs):
             try: bound = sig.bind(*args, **kwargs)
             except TypeError as e:
-                hint = ''.join([_who_takes(k, name) for k in kwargs if k not in sig.parameters])
+                unknown,own = [k for k in kwargs if k not in sig.parameters],[o for o in sig.parameters if o!='self']
+                hint = ''.join([_who_takes(k, name) for k in unknown])
+                if unknown and not hint: hint = f" It has {', '.join(own)}."
                 raise TypeError(f"{name}(): {e}.{hint}") from None
             return f(**bound.arguments)
         _call.__signature__,_call.__delwrap__ = sig,source # fastcore's `docments` goes on there
@@ -63,8 +65,8 @@ def _who_takes(k, call):
 def _renamed(names, f, *args, **kwargs):
     "`f(*args, **kwargs)`, with arguments renamed by `names` in its errors"
     try: return f(*args, **kwargs)
-    except ValueError as e: msg = str(e)
-    raise ValueError(re.sub('|'.join(rf'\b{o}\b' for o in names), lambda m: names[m[0]], msg))
+    except (ValueError,TypeError) as e: kind,msg = type(e),str(e)
+    raise kind(re.sub('|'.join(rf'\b{o}\b' for o in names), lambda m: names[m[0]], msg))
 
 def _refuse_ignored(init, names, fields, beside, scale='torch'):
     """Raise a `ValueError` if one of `fields`, without effect `beside` another option, isn't the default of `init`

@@ -20,8 +20,8 @@ from ..core.modules import as_float32,compiled_parts,is_scripted,is_sharded,rese
 from ..core.fp8 import Fp8
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,options_of
 from ..core.training_steps import check_device,shared_options
-from .precision import fit_device,is_precision,precision_callback
-from .fastai_internals import open_batch,within_batch
+from .precision import fit_device,is_precision,precision_callback,refuse_within_batch
+from .fastai_internals import open_batch
 from .explain_skips import loss_modules
 from .opt_state import clear_state
 from .recorder import PrecisionRecorder
@@ -117,14 +117,9 @@ Learner.to_native_fp32 = Learner.to_non_native_fp32 = Learner.to_fp32
 Learner.to_non_native_fp16 = Learner.to_fp16
 
 # %% ../../nbs/learner/calls.ipynb #4357455d
-def _refuse_within_batch(learn):
-    if within_batch(learn):
-        raise RuntimeError("The precision can't change in the middle of a batch. Call to_fp32() and the others between "
-                           "batches, or from after_epoch.")
-
 def _remove_precision(learn):
     if not (old := [cb for cb in learn.cbs if is_precision(cb)]): return
-    _refuse_within_batch(learn)
+    refuse_within_batch(learn)
     if cb := precision_callback(learn): cb.drop_overflow() # else the next precision would use these gradients
     learn.remove_cbs(old)
     vars(learn).pop('scaler', None)
@@ -134,7 +129,7 @@ def _forget_scale(learn):
 
 def _set_precision(learn, new, model_to_half=None):
     "Let `learn` train with the `PrecisionCallback` `new`; `model_to_half` says how the model computes if `new` doesn't"
-    _refuse_within_batch(learn)
+    refuse_within_batch(learn)
     half = (model_to_half or new).new_half(without_ddp(learn.model))
     device,old = fit_device(learn),precision_callback(learn)
     check_device(device, half)

@@ -1,0 +1,400 @@
+"""Loops of one's own: several optimizers, Accelerate, float32; and what would train with wrong steps is said
+
+Learners too: weights that become half in a fit, gradients of another loss, steps that nobody has checked."""
+from torch.optim.optimizer import _default_to_fused_or_foreach as at_once
+from learners import *
+from mp_callbacks.core.fp8 import Fp8
+from mp_callbacks.core.training_steps import TrainingSteps
+
+data = [*zip(*[o.split(16) for o in numbers()])]
+def mse(model, x, y): return F.mse_loss(model(x), y)
+def adam(model): return torch.optim.Adam(model.parameters(), 1e-2)
+
+def new(half=bf16, opt=adam, model=None, **kwargs):
+    model = mlp() if model is None else model
+    return TrainingSteps(model, opt(model), half, **{'measure':False, **kwargs})
+
+def batch(steps, x=data[0][0], y=data[0][1]):
+    with steps.batch(x, y): steps.backward(mse(steps.model, x, y))
+
+def train(steps, batches=data):
+    for o in batches:
+        batch(steps, *o)
+        steps.make()
+    return steps
+
+def told(f, *args):
+    "The warnings of `f`"
+    with warnings.catch_warnings(record=True) as res:
+        warnings.simplefilter('always')
+        f(*args)
+    return [str(o.message) for o in res if 'emulates' not in str(o.message)]
+
+# several optimizers
+
+def two(model):
+    "One for matrices, and one for vectors"
+    matrices,vectors = ([p for p in model.parameters() if (p.dim()>1)==o] for o in (True,False))
+    return [torch.optim.SGD(matrices, .05, momentum=.9),torch.optim.AdamW(vectors, 1e-2)]
+
+def by_hand(model, opts, batches, clip, half=None):
+    "A loop in float32, or in half precision with PyTorch's `GradScaler`; the number of steps that were made"
+    scaler,made = torch.amp.GradScaler('cpu', 2.**10, enabled=half==f16),0
+    for x,y in batches:
+        with nullcontext() if half is None else autocast(dtype=half): loss = F.mse_loss(model(x).float(), y)
+        scaler.scale(loss).backward()
+        for o in opts: scaler.unscale_(o)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+        made += norm.isfinite().item()
+        for o in opts: scaler.step(o) if half==f16 else o.step()
+        scaler.update()
+        for o in opts: o.zero_grad()
+    return made
+
+@pytest.mark.parametrize('half', [f32,bf16,f16])
+def test_several_optimizers(half):
+    "One check, one clip over all gradients, one skip: as float32, and as a `GradScaler` that unscales both"
+    bad = (data[0][0]*math.inf,data[0][1])
+    batches = [*data,bad,*data] if half==f16 else data*2
+    steps = train(new(half, two, clip=.5, loss_scale=2.**10 if half==f16 else None), batches)
+    full,other = mlp(),mlp()
+    by_hand(full, two(full), data*2, .5)
+    made = by_hand(other, two(other), batches, .5, None if half==f32 else half)
+    way = flat(full.parameters())-flat(mlp().parameters())
+    for o in (full,other): assert (flat(steps.model.parameters())-flat(o.parameters())).norm()<.02*way.norm()
+    assert made==8 and steps.state.steps==len(batches) and steps.opt[1].state_dict()['state'][0]['step']==8
+
+def test_a_skipped_step_of_several():
+    "Leaves no trace in any of them"
+    steps = train(new(opt=two))
+    def state(): return leaves([dict(steps.model.state_dict()),[o.state_dict()['state'] for o in steps.opt]])
+    with stays(state): train(steps, [(data[0][0]*math.inf,data[0][1])])
+    assert not steps.last.finite and all(p.grad is None for p in steps.model.parameters())
+
+def test_two_around_one_backward_pass():
+    "Are refused before either steps, and the message names the list"
+    a = new()
+    b = new(model=a.model)
+    told = pytest.raises(RuntimeError, match=r'TrainingSteps\(model, \[a, b')
+    with stays(lambda: leaves(dict(a.model.state_dict()))), told:
+        with a.batch(), b.batch(): a.backward(mse(a.model, *data[0]))
+    for o in (train(a),b): batch(o)
+    a.make() # one after the other, as for a generator and a discriminator in one model
+    with pytest.raises(RuntimeError, match=r'TrainingSteps\(model, \[a, b'): a.make()
+
+@pytest.mark.parametrize('mode', ['fp16','native_bf16'])
+def test_several_in_a_learner(mode, tmp_path):
+    "The object of the page trains as in float32, skips without a trace, saves and loads"
+    code, = [o for o in cells_of('howto/works_with.ipynb', 'code') if 'class Together' in o]
+    exec(code.partition('\nmodel = ')[0], names := dict(globals()))
+    learn,full = (fitted(in_mode(o, opt_func=names['two'], path=tmp_path), 2) for o in (mode,None))
+    assert apart(learn, full, flat(get_learner().model.parameters()))<.02
+    def state(o): return leaves([o.opt.state_dict(),o.model.state_dict()])
+    learn.save('both')
+    before = deepcopy(state(learn))
+    with stays(weights, learn): fitted(learn, 1, InfiniteAt(0,1,2,3))
+    assert skipped(learn)==4
+    fitted(learn)
+    assert not same(state(learn), before) and same(state(learn.load('both')), before)
+
+# Accelerate
+
+class Accelerated(torch.optim.Adam):
+    "With the protocol of an optimizer that Accelerate has prepared"
+    gradient_state = SimpleNamespace(sync_gradients=True)
+    def step(self, closure=None):
+        if self.gradient_state.sync_gradients: super().step(closure)
+
+def test_step_while_accelerate_accumulates():
+    "Is an error that names the line; with the line, all gradients count"
+    steps = new(opt=lambda m: Accelerated(m.parameters(), 1e-2))
+    state = steps.opt.gradient_state = SimpleNamespace(sync_gradients=False)
+    batch(steps)
+    with pytest.raises(RuntimeError, match='if accelerator.sync_gradients: steps.make'): steps.make()
+    batch(steps)
+    state.sync_gradients = True
+    norm = steps.make().norm
+    assert steps.state.steps==1
+    other = new()
+    batch(other)
+    assert abs(norm/other.make().norm-2)<.01
+
+@pytest.mark.slow
+@pytest.mark.parametrize('half', [f32,bf16,f16])
+def test_accelerate(half):
+    "With the line: as many steps as Accelerate makes, and its loss"
+    accelerate = pytest.importorskip('accelerate')
+    def run(half, line=True):
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision='no', gradient_accumulation_steps=4)
+        model,x,y = mlp(),*numbers(512)
+        dl = torch.utils.data.DataLoader([*zip(x, y)], 16)
+        model,opt,dl = accelerator.prepare(model, torch.optim.SGD(model.parameters(), .05), dl)
+        steps,made = TrainingSteps(model, opt, half, measure=False) if half else None,0
+        for xb,yb in dl:
+            with accelerator.accumulate(model), steps.batch() if half else nullcontext():
+                loss = F.mse_loss(model(xb), yb)
+                with steps.scaled(loss) if half else nullcontext(loss) as scaled: accelerator.backward(scaled)
+            made += accelerator.sync_gradients
+            if half is None: opt.step(),opt.zero_grad()
+            elif accelerator.sync_gradients or not line: steps.make()
+        return made if half is None else steps.state.steps,mse(model, x, y).item()
+    (made,loss),(wanted,full) = run(half),run(None)
+    assert made==wanted==8 and abs(loss-full)<.001*full
+    with pytest.raises(RuntimeError, match='if accelerator.sync_gradients'): run(half, line=False)
+
+# float32
+
+@pytest.mark.parametrize('half', [f32,'float32',None])
+def test_float32(half):
+    "The bits of a plain loop; it checks, skips and explains"
+    steps,plain = new(half, compute_loss=mse, measure=True, model=mlp(True)),mlp(True)
+    opt = adam(plain)
+    for o in data*2:
+        mse(plain, *o).backward()
+        opt.step()
+        opt.zero_grad()
+    bad = (data[0][0]*math.inf,data[0][1])
+    train(steps, [*data,bad,*data])
+    assert same(leaves(dict(plain.state_dict())), leaves(dict(steps.model.state_dict())))
+    assert (steps.state.steps,steps.loss_scale)==(9,1) and steps.explain(*bad).where=='inputs'
+    table = steps.policy()
+    assert {*table.way}=={*table.compute}=={*table.why}=={'float32'}
+    assert by_pickle(steps.half).dtype==f32
+
+def test_float32_as_half_precision():
+    "`keep` has no effect, an error gets no note about half precision, and other dtypes are refused by name"
+    model,x = mlp(),data[0][0]
+    with half_precision(model, f32, keep='0') as half:
+        assert torch.equal(model(x), mlp()(x)) and 'forward' not in vars(model)
+        with pytest.raises(RuntimeError) as e: model(x.half())
+    assert not hasattr(e.value, '__notes__') and {*half.policy().compute}=={'float32'}
+    for o in (torch.float64,'f64','foo',3):
+        with pytest.raises(ValueError, match='must be torch.float16, torch.bfloat16 or torch.float32'):
+            half_precision(model, o)
+    with pytest.raises(ValueError, match='needs bfloat16'): half_precision(model, f32, fp8=Fp8())
+
+@pytest.mark.parametrize('foreach', [True,False])
+def test_step_inside_the_with(foreach, monkeypatch):
+    "PyTorch chooses the same kernels as outside, and computes the same numbers"
+    model = Does(lambda m, x: m.layer(x)*m.gain, layer=nn.Linear(8,16), gain=torch.ones(16))
+    other = deepcopy(model)
+    monkeypatch.setattr(sys.modules[at_once.__module__], '_get_foreach_kernels_supported_devices', lambda: ['cpu'])
+    for m,inside in ((model,True),(other,False)):
+        opt,on = torch.optim.AdamW(m.parameters(), foreach=foreach),half(m)
+        for x,_ in data:
+            with on:
+                m(x).sum().backward()
+                if inside:
+                    opt.step()
+                    assert type(m.gain) is not nn.Parameter and at_once([*m.parameters()], False)==(False,True)
+            if not inside: opt.step()
+    assert same(leaves(dict(model.state_dict())), leaves(dict(other.state_dict())))
+
+# what would train with wrong steps
+
+def beside(steps):
+    batch(steps)
+    steps.opt.step()
+    steps.make()
+
+def in_place_of_make(steps):
+    for o in data[:2]:
+        batch(steps, *o)
+        steps.opt.step()
+        steps.opt.zero_grad()
+
+def of(which):
+    "A step with gradients of another loss than that of `scaled`"
+    def _step(steps):
+        model,params = steps.model,[*steps.model.parameters()]
+        with steps.batch():
+            loss = mse(model, *data[0])
+            with steps.scaled(loss):
+                if which=='backward': loss.backward()
+                else:
+                    grads = torch.autograd.grad(mse(model, *data[0]) if which=='again' else loss, params)
+                    for p,g in zip(params, grads): p.grad = g
+        steps.make()
+    return _step
+
+def becomes_half(part):
+    def _step(steps):
+        train(steps)
+        part(steps.model).half()
+        batch(steps)
+    return _step
+
+@pytest.mark.parametrize('half', [bf16,f16])
+@pytest.mark.parametrize('f,match', [
+    (beside, 'Adam has stepped beside steps.make'), (in_place_of_make, 'Adam has stepped beside steps.make'),
+    *[(of(o), 'scaled.backward.. or torch.autograd.grad') for o in ('backward','loss','again')],
+    (becomes_half(lambda m: m[0]), 'the parameter 0.weight has become torch.float16, as model.half'),
+    (becomes_half(lambda m: m), 'no float32 parameters .torch.float16.')])
+def test_wrong_steps(f, match, half):
+    "Are refused, at once or before the next batch; nothing is left of the batch, and after a mend training goes on"
+    steps = new(half)
+    if half==bf16 and 'autograd' in match: return f(steps) # without a scale they are what they should be
+    with pytest.raises((RuntimeError,ValueError), match=match): f(steps)
+    assert all(p.grad is None for p in steps.model.parameters())
+    assert_clean(train(new(half, model=steps.model.float())).model)
+    if f in (beside,in_place_of_make): assert_clean(train(steps).model)
+
+def test_gradients_of_the_scaled_loss():
+    "`torch.autograd.grad` of it is right, in `.grad`, and in a later batch without a backward pass they stay"
+    steps,other = new(f16),new(f16)
+    with steps.batch():
+        with steps.scaled(mse(steps.model, *data[0])) as scaled:
+            grads = torch.autograd.grad(scaled, [*steps.model.parameters()])
+            for p,g in zip(steps.model.parameters(), grads): p.grad = g
+    with steps.batch(), steps.scaled(mse(steps.model, *data[1])): pass
+    batch(other)
+    assert steps.make().norm==other.make().norm
+
+@pytest.mark.parametrize('half', [bf16,f16])
+@pytest.mark.parametrize('kind', ['no backward','zero_grad','of another model','of a copy'])
+def test_nothing_to_step_on(kind, half):
+    "A warning, once, and the loss scale learns nothing of it"
+    other = mlp()
+    def _steps(steps):
+        for o in data:
+            with steps.batch():
+                loss = mse(other if kind=='of a copy' else steps.model, *o)
+                if kind!='no backward': steps.backward(loss)
+            if kind=='zero_grad': steps.opt.zero_grad()
+            assert steps.make().finite
+    steps = new(half, lambda model: adam(other if kind=='of another model' else model))
+    scale = steps.loss_scale
+    with stays(lambda: leaves(dict(steps.model.state_dict()))): text, = told(_steps, steps)
+    assert text.startswith('No parameter of the optimizer has a gradient')
+    assert steps.loss_scale==scale and steps.state.steps==4 and not getattr(steps.scaling, 'found', False)
+
+def test_learner_without_gradients():
+    "The loss scale learns nothing of them, either"
+    learn = get_learner().to_fp16()
+    scale = learn.mixed_precision.loss_scale
+    fitted(learn, 1, On('after_backward', lambda o: o.model.zero_grad()))
+    assert learn.mixed_precision.loss_scale==scale and learn.mixed_precision.state.steps==4
+
+def test_warning_that_never_comes():
+    assert told(lambda: new(max_skips=5))==[]
+    text, = told(lambda: new(max_skips=5, warn_skips=9))
+    assert text.startswith('warn_skips=9 has no effect')
+    text, = told(lambda: get_learner().to_bf16(max_skips=5, warn_skips=9))
+    assert text.startswith('warn_skips=9 has no effect')
+
+@pytest.mark.parametrize('make', [
+    lambda s: {'foo':1}, lambda s: s.opt.state_dict(), lambda s: s.model.state_dict(), lambda s: {}])
+def test_state_of_something_else(make):
+    "Is refused, and nothing has changed"
+    steps = train(new(f16))
+    with stays(steps.state_dict), pytest.raises(ValueError, match='load_state_dict needs what steps.state_dict'):
+        steps.load_state_dict(make(steps))
+    steps.load_state_dict(new(f32).state_dict()) # a static scale has no numbers
+
+@pytest.mark.parametrize('make,error,match', [
+    (lambda m: TrainingSteps(m, adam(m), foo=1), TypeError, r'TrainingSteps\(\) has no option foo. It has model, opt'),
+    (lambda m: TrainingSteps(m, torch.optim.Adam), TypeError, r'opt=Adam is a class. Use Adam\(model.parameters'),
+    (lambda m: TrainingSteps(m, []), ValueError, 'opt=.. has no optimizer'),
+    (lambda m: TrainingSteps(m, [adam(m),torch.optim.SGD]), TypeError, 'opt=SGD is a class'),
+    (lambda m: TrainingSteps(m, torch.optim.lr_scheduler.StepLR(adam(m), 1)), TypeError, "the scheduler's optimizer"),
+    (lambda m: TrainingSteps(m, m), TypeError, 'opt is a Sequential, and must be an optimizer'),
+    (lambda m: TrainingSteps(m, adam(m), loss_scale=DynamicLossScale), TypeError, r'Use DynamicLossScale\(\)'),
+    (lambda m: get_learner().to_fp16(DynamicLossScale), TypeError, r'Use DynamicLossScale\(\)'),
+    (lambda m: get_learner().to_native_fp16(StaticLossScale), TypeError, '^init_scale=StaticLossScale is a class'),
+    (lambda m: get_learner().to_bf16(foo=1), TypeError, r"to_bf16\(\).*'foo'. It has flat_master, clip")])
+def test_wrong_arguments(make, error, match):
+    with pytest.raises(error, match=match): make(mlp())
+
+def test_repr_of_stats():
+    "Has name and shape of the parameter whose gradient isn't finite, not its numbers"
+    steps = new(model=mlp(n=64))
+    assert 'culprit=None' in repr(train(steps).last)
+    with steps.batch():
+        steps.backward(mse(steps.model, *data[0]))
+        steps.model[2].weight.grad.fill_(math.inf)
+    text = repr(steps.make())
+    assert 'culprit=2.weight of shape (64, 64)' in text and len(text)<250
+    assert 'culprit=a parameter of shape (64, 64)' in repr(steps.last._replace(culprit_name=''))
+
+def test_limits():
+    "That the page names: what is silently as many times too large or too small"
+    def norm(half, backward):
+        steps = new(half, loss_scale=1024.)
+        with steps.batch(): backward(steps, mse(steps.model, *data[0]))
+        return steps.make().norm
+    wanted = norm(f32, lambda steps, loss: steps.backward(loss))
+    scaler = torch.amp.GradScaler('cpu')
+    assert abs(norm(f32, lambda steps, loss: steps.backward(scaler.scale(loss)))/wanted-65536)<1
+    def added(steps, loss):
+        with steps.scaled(loss) as scaled:
+            scaled.backward(retain_graph=True)
+            steps.model.zero_grad()
+            loss.backward()
+    assert abs(norm(f32, added)*1024/wanted-1)<.001
+
+# learners
+
+some_modes = pytest.mark.parametrize('mode', ['fp16','bf16','native_bf16'])
+
+@some_modes
+@pytest.mark.parametrize('part', [lambda m: m, lambda m: m[2]])
+def test_half_in_a_fit(part, mode):
+    "As by a callback that saves a half copy, in place: an error at the next batch, as in float32"
+    learn,plain = in_mode(mode),get_learner()
+    halves = On('after_batch', lambda o: part(o.model).half(), at=(1,))
+    told = pytest.raises(RuntimeError, match=r'weight has become torch.float16.*deepcopy\(model\).half')
+    with told: learn.fit(1, cbs=halves)
+    with pytest.raises(RuntimeError): plain.fit(1, cbs=halves)
+    assert learn.mixed_precision.state.steps==2
+    def frozen(o): o.model[0].requires_grad_(False).half()
+    learn = in_mode(mode)
+    learn.model[0].requires_grad_(False)
+    fitted(learn, 1, On('after_batch', frozen, at=(1,))) # what isn't trained may be in half precision
+
+@some_modes
+def test_before_step_without_super(mode):
+    "A step that nobody has checked isn't made"
+    kind = type(in_mode(mode).mixed_precision)
+    own = type('Own', (kind,), dict(before_step=lambda self: None))
+    learn = get_learner()
+    learn.add_cbs([own(),ModelToHalf()] if kind is MixedPrecision else own())
+    with stays(weights, learn), pytest.raises(RuntimeError, match=r'super\(\).before_step'): learn.fit(1)
+
+@pytest.mark.parametrize('mode', ['fp16','native_fp16','bf16'])
+def test_own_backward_of_another_loss(mode):
+    "Gradients of a loss computed again have no loss scale: an error, before a step is made"
+    learn = in_mode(mode)
+    def _backward():
+        params = [*learn.model.parameters()]
+        grads = torch.autograd.grad(learn.loss_func(learn.model(*learn.xb), *learn.yb), params)
+        for p,g in zip(params, grads): p.grad = g.as_subclass(torch.Tensor).clone()
+    learn._backward = _backward
+    if mode=='bf16':
+        learn.fit(1)
+        return
+    with stays(weights, learn), pytest.raises(RuntimeError, match='write self.loss_grad'): learn.fit(1)
+    assert all(p.grad is None for p in learn.model.parameters())
+
+@some_modes
+@pytest.mark.parametrize('fits', [0,1])
+def test_callbacks_of_another_learner(fits, mode):
+    "The error names the cause; the learner that has them trains"
+    learn = in_mode(mode)
+    if fits: learn.fit(fits)
+    other = copy(learn)
+    told = pytest.raises(RuntimeError, match=r'belong to another.*Use deepcopy\(learn\)')
+    with stays(weights, learn), told: other.fit(1)
+    learn.fit(1)
+    get_learner(cbs=[cb for cb in learn.cbs if 'half' in cb.name or 'precision' in cb.name])
+    with pytest.raises(RuntimeError, match='belong to another'): learn.fit(1)
+
+@some_modes
+@pytest.mark.parametrize('event', ['before_batch','after_loss','after_batch'])
+def test_removed_in_a_batch(event, mode):
+    "Is refused with the cause, and nothing has changed; between batches it is allowed"
+    learn = in_mode(mode)
+    def remove(o): o.remove_cb(o.mixed_precision)
+    told = pytest.raises(RuntimeError, match="can't change in the middle of a batch")
+    with told: learn.fit(1, cbs=Now(event, remove))
+    assert learn.mixed_precision.learn is learn
+    fitted(learn, 1, On('after_fit', remove))

@@ -6,9 +6,9 @@ Docs: https://example.github.io/mp_callbacks/core/training_steps.html.md"""
 
 # %% auto #0
 __all__ = ['default_max_skips', 'shared_options', 'first_scale', 'ScaleState', 'GatheredStep', 'check_float32', 'scaled_backward',
-           'name_culprit', 'find_cure', 'changed_weights', 'step_explainer', 'TrainedModel', 'check_device',
-           'ChosenHalf', 'check_bools', 'StepSettings', 'StepsState', 'ask_batch', 'keep_from_now', 'report_skips',
-           'report_losses', 'closure_noted', 'guarded', 'TensorsBeside', 'CheckedSteps', 'split_batch',
+           'name_culprit', 'find_cure', 'losses_finite', 'changed_weights', 'step_explainer', 'TrainedModel',
+           'check_device', 'ChosenHalf', 'check_bools', 'StepSettings', 'StepsState', 'ask_batch', 'keep_from_now',
+           'report_skips', 'report_losses', 'closure_noted', 'guarded', 'TensorsBeside', 'CheckedSteps', 'split_batch',
            'check_gathered', 'TrainingSteps']
 
 # %% ../../nbs/core/training_steps.ipynb #9b000010
@@ -42,38 +42,44 @@ class ScaleState(NamedTuple):
     bad_losses:int=0 # Steps in a row that were made though their loss was not finite
     rescued:tuple=() # Pairs of a module that is kept in float32 since a step of the training, and this step
     measured:Measured=None # What the first batch has shown
+    before:dict=None # Numbers of the loss scale before the last steps, skipped ones whose losses were infinite
 
     def numbers(self)->dict: # Plain numbers by name
         "For a checkpoint"
         rescued = {f'rescued_{name}':step for name,step in self.rescued}
         counts = dict(steps=self.steps, skips=self.skips, bad_losses=self.bad_losses)
         measured = {f'measured_{k}':o for k,o in (self.measured.numbers() if self.measured else {}).items()}
-        return dict(self.scaling.state_dict(), **counts, **rescued, **measured)
+        before = {f'before_{k}':o for k,o in (self.before or {}).items()}
+        return dict(self.scaling.state_dict(), **counts, **rescued, **measured, **before)
 
     def loaded(self,
         numbers:dict, # From `numbers` of this or another state
     )->'ScaleState':
         "The state with the settings of `self` and the `numbers` of another; if these have no answer, with its own"
-        rescued = tuple((k.removeprefix('rescued_'),v) for k,v in numbers.items() if k.startswith('rescued_'))
+        def _named(kind): return {k.removeprefix(kind):o for k,o in numbers.items() if k.startswith(kind)}
         counts = {k:numbers.get(k, 0) for k in ('steps','skips','bad_losses')}
-        known = {k.removeprefix('measured_'):o for k,o in numbers.items() if k.startswith('measured_')}
-        measured = Measured.load(known) if known else self.measured
-        return type(self)(self.scaling.load_state_dict(numbers), **counts, rescued=rescued, measured=measured)
+        measured = Measured.load(known) if (known := _named('measured_')) else self.measured
+        return type(self)(self.scaling.load_state_dict(numbers), **counts, rescued=(*_named('rescued_').items(),),
+                          measured=measured, before=_named('before_') or None)
 
     def restarted(self,
         scaling:StaticLossScale|DynamicLossScale, # The loss scale to begin with
         **changes # Other fields
     )->'ScaleState':
         "The state after as many steps, without trouble, and with a loss scale to look for again"
-        return self._replace(scaling=scaling, skips=0, bad_losses=0, **changes)
+        return self._replace(scaling=scaling, skips=0, bad_losses=0, before=None, **changes)
 
     def after(self,
-        stats:StepStats, # Of the step's gradients
+        stats:StepStats, # Of the step's gradients; its `loss_finite` is about all processes if they aren't finite
     )->'ScaleState':
         "The state after a step that was made, or if `stats` are not finite, skipped"
         new = self._replace(scaling=self.scaling.adjust(stats.finite, stats.amax), steps=self.steps+1)
-        if not stats.finite: return new._replace(skips=self.skips+1)
-        return new._replace(skips=0, bad_losses=0 if stats.loss_finite else self.bad_losses+1)
+        if not stats.finite: # an infinite loss was so before it was scaled, and says nothing of the scale
+            before = None if stats.loss_finite else self.before or self.scaling.state_dict() or None
+            return new._replace(skips=self.skips+1, before=before)
+        if self.before and not self.scaling.wants_amax: # else this step has measured a scale
+            new = new._replace(scaling=new.scaling.load_state_dict(dict(self.before, counter=0)))
+        return new._replace(skips=0, before=None, bad_losses=0 if stats.loss_finite else self.bad_losses+1)
 
 # %% ../../nbs/core/training_steps.ipynb #9b000012
 class GatheredStep:
@@ -179,6 +185,21 @@ def find_cure(
     try: half.keeping(names)
     except ValueError: return [] # no module would be left in half precision
     return names
+
+def losses_finite(
+    model:nn.Module, # The model, perhaps wrapped
+    own:bool, # Are they in this process?
+)->bool:
+    "Are the losses of a step finite in all processes that train `model`? True if others may, and can't be asked."
+    if is_sharded(model):
+        groups = next(p.device_mesh for p in model.parameters() if hasattr(p, 'device_mesh')).get_all_groups()
+    elif (group := training_group(model)) is None: return own or several_ranks()
+    else: groups = [group]
+    for group in groups: # of each dimension of a mesh
+        found = [None]*group.size()
+        torch.distributed.all_gather_object(found, own, group)
+        own = all(found)
+    return own
 
 # %% ../../nbs/core/training_steps.ipynb #9b000039
 def changed_weights(
@@ -608,7 +629,8 @@ class CheckedSteps(StepsState):
         "Let the step leave no trace, and count it"
         self.step.drop(self.params())
         self.step.outcome = 'skipped'
-        self.state = self.state.after(self.step.stats)
+        finite = losses_finite(self.model, self.step.stats.loss_finite)
+        self.state = self.state.after(self.step.stats._replace(loss_finite=finite))
         report_skips(self)
 
     def made(self):

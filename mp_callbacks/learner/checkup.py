@@ -234,7 +234,11 @@ def _what_to_do(learn, cb, found, failed):
     if found and found.keep:
         call = f'learn.{call_name(cb.half)}({keep_option(cb.half.keep, found.keep)})'
         yield 'Keep in float32',f"Keep modules in float32: {call}."
-    elif found and not healthy: yield 'Not finite','Do what the line Batches says, before anything else.'
+    elif found and not healthy:
+        what = 'Do what the line Batches says'
+        if found.where in ('inputs','targets'): what = 'Look for inf and nan in the data, and normalize what is large'
+        if found.items: what = 'Mend or leave out the items that the line Batches names'
+        yield 'Not finite',f'{what}, before anything else.'
     if healthy and hasattr(learn, 'precision_recorder'):
         now = 'the loss scale is still too large' if shrinks else 'the batches are finite now'
         skips,_,at_end,bad = count_outcomes(learn.precision_recorder.last_fit)

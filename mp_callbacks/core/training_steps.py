@@ -95,7 +95,7 @@ class ScaleState(NamedTuple):
         stats:StepStats, # Of the step's gradients; its `loss_finite` is about all processes if they aren't finite
     )->'ScaleState':
         "The state after a step that was made, or if `stats` are not finite, skipped"
-        new = self._replace(scaling=self.scaling.adjust(stats.finite, stats.amax), steps=self.steps+1)
+        new = self._replace(scaling=self.scaling.after(stats), steps=self.steps+1)
         if not stats.finite: # an infinite loss was so before it was scaled, and says nothing of the scale
             before = None if stats.loss_finite else self.before or self.scaling.state_dict() or None
             recent = None if self.recent_skips is None else self.recent_skips+1
@@ -444,10 +444,24 @@ class StepsState(StepSettings):
         "The loss scale, a value with its counters"
         return self.state.scaling
 
+    @scaling.setter
+    def scaling(self, scaling): self.state = self.state._replace(scaling=as_loss_scale(scaling), before=None)
+
     @property
     def loss_scale(self)->float:
-        "The loss scale"
+        "The loss scale. To set it ends the search for the first one."
         return self.scaling.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale):
+        found = dict(found=True, counter=0) if isinstance(self.scaling, DynamicLossScale) else {}
+        self.scaling = self.scaling.changed(loss_scale=scale, **found)
+
+    def set_scale(self,
+        **settings # Fields of the loss scale
+    ):
+        "Change `settings` of the loss scale, from the next step on. Raises `ValueError` for values that it can't have."
+        self.initial,self.scaling = self.initial.changed(**settings),self.scaling.changed(**settings)
 
     def state_dict(self)->dict: # Plain numbers
         "Loss scale and counters, for a checkpoint"

@@ -186,7 +186,7 @@ def _precision(learn, cb, batch):
     how = str(half.fp8) if half.fp8 else 'autocast and rules' if half.rules else 'autocast'
     scale = f'loss scale {cb.loss_scale:.9g}, at first {cb.initial}'
     if cb.initial==StaticLossScale(): scale = 'no loss scale'
-    said = 'clip','keep','dynamic','scale_wait','div_factor' # beside these, or in the loss scale
+    said = 'clip','keep' # beside these
     options = {k:o.default for k,o in signature(type(cb)).parameters.items() if k not in said}
     now = {**vars(cb.steps), **vars(cb)}
     more = [f'{k}={v}' for k,v in now.items() if k in options and v!=options[k]]

@@ -106,7 +106,7 @@ class LearnerSteps(CheckedSteps):
     @state.setter
     def state(self, state):
         self.remember(state)
-        write_state(self.cb.learn.opt, state.numbers())
+        if (opt := getattr(self.cb.learn, 'opt', None)) is not None: write_state(opt, state.numbers())
 
     def remember(self, state):
         "Keep `state` for an optimizer that has none"

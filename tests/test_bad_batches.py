@@ -1,4 +1,4 @@
-"Batches that no loss scale can cure: they cost their steps and nothing else, and who looks for them is told which items"
+"Batches that no loss scale can cure cost their steps and nothing else, and if there are many it is told"
 from mp_callbacks.core.grads import StepStats
 from mp_callbacks.core.training_steps import ScaleState,TrainingSteps
 from mp_callbacks.core.loss_scale import loss_scale_presets
@@ -28,7 +28,7 @@ def test_counters_and_measured_scales():
     assert after(dynamic(period=5), '...ii.')[-1].scaling==DynamicLossScale(2.**10, period=5)
     one,other = [after(dynamic(headroom=6.), o)[-1].scaling for o in ('.','i.')]
     assert one.found and one==other
-    assert after(ScaleState(StaticLossScale(8.)), 'ii.')[-1]==ScaleState(StaticLossScale(8.), 3, recent_skips=0)
+    assert after(ScaleState(StaticLossScale(8.)), 'ii.')[-1]==ScaleState(StaticLossScale(8.), 3)
 
 @pytest.mark.parametrize('cut', range(7))
 def test_in_checkpoints(cut):
@@ -100,7 +100,8 @@ def test_as_without_the_bad_batches(bad, epochs=8):
     "6, 25 and 44 % of the batches: training ends where float32 does without them, and GradScaler's stops"
     data,_ = batches(bad)
     good,expected = float32_loss(bad, epochs)
-    for train,off in ((own_loop,.03), (partial(learner_loop, 'to_fp16'),.03), (partial(learner_loop, 'to_native_fp16'),.001)):
+    loops = {own_loop:.03, partial(learner_loop, 'to_fp16'):.03, partial(learner_loop, 'to_native_fp16'):.001}
+    for train,off in loops.items():
         model,scale = train(data, epochs)
         assert mean_loss(model, good)==pytest.approx(expected, rel=off) and scale>=2.**15
     model,scale = scaler_loop(data, epochs)
@@ -131,8 +132,8 @@ def test_told_once(call):
     "10 of 100 steps of an epoch are skipped: a warning in the first of two epochs, the summary, and the check-up"
     learn = ask_nothing(getattr(get_learner(dls=as_dls(*rows())), call)())
     told, = rates(learn.fit, 2)
-    assert '8 of the steps of this epoch were skipped because gradients were not finite. The inputs have values up to' in told
-    step,said = learn.mixed_precision.state.told,learn.precision_recorder.summary()
+    assert told.startswith('8 of the steps of this epoch were skipped because gradients were not finite. The inputs')
+    step,said = learn.mixed_precision.steps.told,learn.precision_recorder.summary()
     assert step<80 and f'That many steps were skipped was told in step {step}.' in said
     assert 'The loss of 20 of them was inf or nan before' in said
     # the scale is put back 20 times, and that of `to_fp16` is found
@@ -161,10 +162,10 @@ def test_in_a_loop_of_ones_own():
     "In 1,000 steps, which begin again"
     steps,data = make_steps(),[*zip(*[o.split(16) for o in rows(1600)])]
     told, = rates(train_steps, steps, data*6)
-    assert '50 of the last 1,000 steps were skipped because gradients were not finite. The loss was inf or nan before' in told
+    assert told.startswith('50 of the last 1,000 steps were skipped because gradients were not finite. The loss was')
     steps,data = make_steps(),[*zip(*[o.split(16) for o in rows(1600, every=20)])]
     few = data[:2]+[o for i,o in enumerate(data) if i%20!=1]+data[:1]*8
-    assert rates(train_steps, steps, (data*9+few)*2)==[] and steps.state.recent_skips<50
+    assert rates(train_steps, steps, (data*9+few)*2)==[] and steps.recent_skips<50
 
 def make_steps(**kwargs): return TrainingSteps(model := mlp(), small_adam(model.parameters()), **kwargs)
 def train_steps(steps, data):
@@ -177,7 +178,7 @@ def test_no_search(loss_scale):
     "The search for the first scale is not told"
     x,y = numbers(16)
     steps = make_steps(loss_scale=loss_scale)
-    assert rates(train_steps, steps, [(x,y*100)]*50)==[] and steps.state.recent_skips<8 and steps.state.steps==50
+    assert rates(train_steps, steps, [(x,y*100)]*50)==[] and steps.recent_skips<8 and steps.state.steps==50
 
 def test_smallest_scale():
     "A step that is skipped with a finite loss at a scale of 1, once one has been made, and none with an infinite loss"
@@ -206,4 +207,4 @@ def test_measured_before_it_is_told():
     larger = On('before_batch', lambda learn: setattr(learn, 'xb', (learn.x*100,)), at=range(1, 100, 10))
     texts,e = heard(fitted, learn.to_fp16(dynamic=False, loss_scale=4), 1, larger)
     assert learn.mixed_precision.state.measured.names==('',) and skipped(learn)==8
-    assert not any('of this epoch' in o for o in texts) and learn.mixed_precision.state.told is None
+    assert not any('of this epoch' in o for o in texts) and learn.mixed_precision.steps.told is None

@@ -94,6 +94,7 @@ def _show(k, v):
     m,e = frexp(v) if k.endswith('loss_scale') else (0,0)
     return f'2**{e-1}' if m==.5 and e!=1 else repr(v)
 
+# %% ../../nbs/core/loss_scale.ipynb #8266c64b
 @dataclass(frozen=True, repr=False)
 class StaticLossScale(LossScale):
     "The same `loss_scale` on every step"

@@ -246,10 +246,10 @@ def _what_to_do(learn, cb, found, failed):
             f"Losses of the last fit were not finite, and {now}: normalize the targets, keep modules that compute the "
             "loss in float32, or ask about one batch: learn.precision_checkup(batch).")
         settles = cb is not None and isinstance(cb.scaling, DynamicLossScale) and at_end<2
-        many = cb is not None and cb.state.told in learn.precision_recorder.last_fit.step.values
+        many = cb is not None and cb.steps.told in learn.precision_recorder.last_fit.step.values
         if len(skips) and (many or not settles): yield 'Skipped steps',(
-            f"{'Many steps' if many else 'Steps'} of the last fit were skipped, and {now}: train on, and if it goes on, lower the learning rate, or "
-            "ask about one batch: learn.precision_checkup(batch).")
+            f"{'Many steps' if many else 'Steps'} of the last fit were skipped, and {now}: train on, and if it goes "
+            "on, lower the learning rate, or ask about one batch: learn.precision_checkup(batch).")
     if cb is not None and not {'Machine','Precision'}&{*failed}:
         if text := emulation(fit_device(learn), cb.half_dtype): yield 'Emulated',text
     if healthy and not any(map(is_precision, learn.cbs)):

@@ -60,6 +60,7 @@ def find_nonfinite(
     return Finding('nothing', f"The first {seen} batches of dls.train are finite. "
                    f"There was no time for more within {seconds:g} seconds.")
 
+# %% ../../nbs/learner/looks.ipynb #111f0db9
 def _bad_items(learn, half, batch, end, known):
     "The items of `batch`, which the callbacks have not changed, that are not finite by themselves, without `known` ones"
     order,items = batch_order(learn.dl, learn.iter),getattr(getattr(learn.dl, 'dataset', None), 'items', None)
@@ -82,6 +83,7 @@ def _loss_of(learn, batch, compute_loss):
     reset_state(learn) # it may be of another size and dtype
     return compute_loss()
 
+# %% ../../nbs/learner/looks.ipynb #111f0dba
 def precision_report(
     learn, # `Learner` in half precision
     batches:int=4, # Number of batches of `dls.train` to look at

@@ -120,10 +120,11 @@ class LearnerSteps(CheckedSteps):
     def agree(self):
         "Let all processes that train this model have the state of the first one: each may have trained alone before"
         if (group := training_group(self.model)) is None: return
-        numbers = [self.state_dict()]
-        torch.distributed.broadcast_object_list(numbers, group=group, group_src=0)
+        theirs = [self.state_dict(),self.recent_skips,self.told]
+        torch.distributed.broadcast_object_list(theirs, group=group, group_src=0)
+        numbers,self.recent_skips,self.told = theirs
         own = self.state._replace(measured=None) # all ask together, or none
-        self.state = own.loaded(numbers[0])._replace(bad_losses=own.bad_losses) # its losses are its own
+        self.state = own.loaded(numbers)._replace(bad_losses=own.bad_losses) # its losses are its own
 
 # %% ../../nbs/learner/precision.ipynb #6b95f678
 class PrecisionPart(LeanCallback):
@@ -158,7 +159,8 @@ class FitEvents:
         self.steps.step = None # an unfinished step goes on, but the model may have loaded other buffers
 
     def before_train(self):
-        self.steps.beside.seeks,self.state = True,self.state.new_epoch()
+        self.steps.beside.seeks = True
+        self.steps.new_epoch()
         if training_group(self.learn.model) is None: return # fastai wraps the model after our `before_fit`
         self.half.refresh() # fastai may have replaced batch norms, too
         self.steps.agree()

@@ -157,7 +157,7 @@ class StepLog:
         log = self.last_fit if last_fit else self.log
         if log.empty: return 'No steps in the last fit.' if self.rows else 'No steps yet.'
         cb = getattr(self.learn, 'mixed_precision', None) # may be fastai's
-        return _in_sentences(log, getattr(cb, 'rescued', ()), getattr(getattr(cb, 'state', None), 'told', None))
+        return _in_sentences(log, getattr(cb, 'rescued', ()), getattr(getattr(cb, 'steps', None), 'told', None))
 
 # %% ../../nbs/learner/recorder.ipynb #7e4a1cr2
 def _in_sentences(log, rescued, told):

@@ -172,10 +172,9 @@ class LearnerScaler(torch.amp.GradScaler):
     ):
         "Have the numbers of `scaling`"
         if not self.is_enabled(): return
-        factor = getattr(scaling, 'factor', 2.) # a static scale has none
-        super().load_state_dict(dict(
-            scale=scaling.loss_scale, growth_factor=factor, backoff_factor=getattr(scaling, 'backoff', None) or 1/factor,
-            growth_interval=getattr(scaling, 'period', 2000), _growth_tracker=getattr(scaling, 'counter', 0)))
+        s = scaling if isinstance(scaling, DynamicLossScale) else DynamicLossScale() # others never grow
+        super().load_state_dict(dict(scale=scaling.loss_scale, growth_factor=s.factor, growth_interval=s.period,
+                                     backoff_factor=s.backoff or 1/s.factor, _growth_tracker=s.counter))
 
     def _set(self, name, value):
         if self.is_enabled(): setattr(self.cb, name, value)

@@ -62,7 +62,7 @@ def find_nonfinite(
 
 # %% ../../nbs/learner/looks.ipynb #111f0db9
 def _bad_items(learn, half, batch, end, known):
-    "The items of `batch`, which the callbacks have not changed, that are not finite by themselves, without `known` ones"
+    "The items of `batch`, as it was loaded, that are not finite by themselves, without `known` ones"
     order,items = batch_order(learn.dl, learn.iter),getattr(getattr(learn.dl, 'dataset', None), 'items', None)
     def _name(row):
         place = f"batch {learn.iter}, row {row}" if hasattr(learn.dl, 'dataset') else f'row {row}'

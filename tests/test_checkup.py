@@ -123,7 +123,7 @@ def test_not_finite(mode):
     x,y = numbers(16)
     texts,todo = lines(report := learn.precision_checkup((x,y*math.nan)))
     assert report.finding.where=='targets' and 'targets' in texts['Batches']
-    assert todo['Not finite'].startswith('Do what the line Batches says') and 'Nothing to do' not in todo
+    assert todo['Not finite'].startswith('Look for inf and nan in the data') and 'Nothing to do' not in todo
 
 def test_infinite_losses():
     "The steps are made, and nothing of it is left in the batches"

@@ -208,6 +208,19 @@ def not_rescued(rank):
     # each has measured a batch of its own
     agree(params(learn.model), {k:o for k,o in precision_state(learn).items() if not k.startswith('measured')})
 
+def scale_kept(rank, wrap=DistributedDataParallel, kept=True):
+    "A loss that is infinite on one rank says nothing of the scale of all; where nobody can be asked the scale shrinks"
+    model,(x,y) = wrap(layer_normed()),rows(rank, 32)
+    steps = TrainingSteps(model, torch.optim.AdamW(model.parameters()), loss_scale=DynamicLossScale(2.**10))
+    for i,(xb,yb) in enumerate(zip(x.split(8), y.split(8))):
+        if (i,rank)==(2,1): xb = xb*1e6
+        with steps.batch(xb, yb): steps.backward(F.mse_loss(model(xb), yb))
+        if wrap is noop:
+            for p in model.parameters(): dist.all_reduce(p.grad); p.grad /= dist.get_world_size()
+        assert steps.make().finite==(i!=2)
+    assert steps.loss_scale==2.**(10 if kept else 9)
+    agree(steps.state_dict())
+
 # --- What a rank may do alone
 
 looks = dict(find_nonfinite={}, precision_plan={}, precision_report=dict(batches=1))
@@ -314,7 +327,7 @@ ways = itertools.cycle([('bf16','fastai'), ('fp16','hand'), ('native_bf16','hand
                         ('fp8','hand')])
 
 quick = [
-    case(loop, dtype=bf16), case(own_steps), case(own_rescue),
+    case(loop, dtype=bf16), case(own_steps), case(own_rescue), case(scale_kept),
     case(accumulated), case(accumulated, spoiled=1, dtype=f16),
     case(trained, mode='fp16', engine='hand', net=dict(reentrant=True)),
     case(whole_batch, mode='fp16', engine='fastai'), case(saved, mode='native_fp16'), case(predictions, mode='bf16'),
@@ -322,7 +335,7 @@ quick = [
     case(alone_first, mode='fp16', engine='fastai'),
     case(interrupted, mode='fp16', event='after_loss', engine='fastai')]
 slow = [
-    case(loop, dtype=f16), case(own_steps, dtype=bf16),
+    case(loop, dtype=f16), case(own_steps, dtype=bf16), case(scale_kept, wrap=noop, kept=False),
     *[case(trained, mode=m, engine=e, **o) for o,(m,e) in zip(options, ways)],
     *[case(whole_batch, mode=m, engine=e) for m,e in
       [('float32','hand'), ('native_fp16','hand'), ('native_bf16','fastai')]],

@@ -5,7 +5,7 @@ Taken over from the tests of PyTorch, `test/distributed/_composable/fsdp`: `test
 `test_fully_shard_grad_scaler.py`, `test_clip_grad_norm_1d` of `test_fully_shard_clip_grad_norm_.py`."""
 from mp_callbacks.core.grads import prepare_grads
 from ranks import *
-from test_distributed import case,modes,told,whole_batch
+from test_distributed import case,modes,scale_kept,told,whole_batch
 
 pytestmark = pytest.mark.skipif(not fsdp2_runs, reason=no_fsdp2)
 
@@ -157,7 +157,7 @@ def interrupted_before(rank):
 
 told = case(told, wrap=shard, others='each forward pass waits for all')
 quick = [case(trained, mode='fp16'), case(clipped), case(refused, mode='bf16'), case(grad_scaler),
-         case(unsent, mode='fp16'), case(told, mode='native_fp16')]
+         case(unsent, mode='fp16'), case(told, mode='native_fp16'), case(scale_kept, wrap=shard)]
 slow = [
     case(whole_batch, mode='native_fp16', engine='fsdp2'), case(whole_batch, mode='bf16', engine='fsdp2'),
     case(trained, mode='native_fp16', clip=.1), case(trained, mode='bf16', accumulate=32),

@@ -59,7 +59,7 @@ def test_accumulated():
 def test_measured_when_it_must_be():
     "In the first step that is finite, and never again: then a step has the operations of one without a `headroom`"
     def operations(**kwargs):
-        learn,ops,ends = make('mlp', 20, min_loss_scale=2.**8, max_loss_scale=2.**9, **kwargs),[],[]
+        learn,ops,ends = make('mlp', 20, min_loss_scale=2.**5, max_loss_scale=2.**9, **kwargs),[],[]
         end = On('after_batch', lambda learn: ends.append(len(ops)), 200)
         with Operations(lambda func, *args: ops.append(func)): learn.fit(1, cbs=[overflow(0,7,8,15),end])
         assert skipped(learn)==4

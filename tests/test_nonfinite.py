@@ -63,7 +63,7 @@ def test_keep_cures(name):
 def test_healthy(name, to):
     "Nothing is found, and nothing is to be kept"
     learn = fitted(getattr(healthy[name](), to)(), 2)
-    assert learn.find_nonfinite()==('nothing','All 4 batches of dls.train are finite.','',False,())
+    assert learn.find_nonfinite()==('nothing','All 4 batches of dls.train are finite.','',False,(),())
     report = learn.precision_report()
     assert report.keep==[] and report.error<.05
 

@@ -158,7 +158,7 @@ def test_warns_and_stops():
     assert_clean(train(steps, data).model)
     steps.trained.explainer = None
     (text,),_ = heard(train, steps, bad[:3])
-    assert 'The gradient of 5.bias was the first that was not finite. Pass compute_loss= to learn' in text
+    assert 'The loss was inf or nan before it was scaled: look at the data of this batch. Pass compute_loss=' in text
     for o,why in ((bad[0], 'The inputs of this batch have inf or nan, 128 in all'),
                   ((data[0][0],data[0][1]*math.inf), 'Looking for the cause failed: MemoryError: full')):
         steps = make(warn_skips=1, max_skips=9)

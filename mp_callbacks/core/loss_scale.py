@@ -10,7 +10,8 @@ __all__ = ['default_cap', 'default_headroom', 'loss_scale_presets', 'LossScale',
 
 # %% ../../nbs/core/loss_scale.ipynb #c7996165
 import torch
-from dataclasses import dataclass,fields,replace
+from copy import copy
+from dataclasses import dataclass,fields,is_dataclass,replace
 from math import frexp,inf
 from numbers import Integral,Real
 from .dtypes import as_dtype,map_tensors
@@ -48,6 +49,12 @@ class LossScale:
         "Multiply the floating tensors of `tree`, such as gradients, by the reciprocal of the loss scale"
         return _multiply(tree, 1/self.loss_scale)
 
+    def after(self,
+        stats, # `StepStats` of a step's gradients, with their norm
+    )->'LossScale': # For the next step
+        "The scale of the next step, as `adjust` says, which needs only `finite` and `amax` of `stats`"
+        return self.adjust(stats.finite, stats.amax)
+
     def state_dict(self):
         "The `state_fields`: plain numbers"
         return {o:getattr(self,o) for o in self.state_fields}
@@ -57,10 +64,26 @@ class LossScale:
     )->'LossScale': # A new value: `self` is frozen
         "A scale with the settings of `self` and the numbers of `state`, clipped to the bounds of `self`"
         d = {o:state[o] for o in self.state_fields if o in state}
-        if 'loss_scale' in d: d['loss_scale'] = min(max(d['loss_scale'], self.min_loss_scale), self.max_loss_scale)
-        return replace(self, **d)
+        low,high = getattr(self, 'min_loss_scale', 0.),getattr(self, 'max_loss_scale', inf)
+        if 'loss_scale' in d: d['loss_scale'] = min(max(d['loss_scale'], low), high)
+        if is_dataclass(self): return replace(self, **d)
+        res = copy(self)
+        vars(res).update(d)
+        return res
+
+    def changed(self,
+        **settings # Its fields
+    )->'LossScale': # A new value: `self` is frozen
+        "The scale with other `settings`, inside its bounds. Raises `ValueError` for values that it can't have."
+        known = [o.name for o in fields(self)] if is_dataclass(self) else []
+        for k,v in settings.items():
+            if k not in known: raise ValueError(f"{k}={v!r} can't be set in {self!r}. Use another loss scale.")
+        low,high = settings.get('min_loss_scale'),settings.get('max_loss_scale')
+        s = max(self.loss_scale, low) if isinstance(low, Real) else self.loss_scale
+        return replace(self, **{'loss_scale':min(s, high) if isinstance(high, Real) else s, **settings})
 
     def __repr__(self):
+        if not is_dataclass(self): return f"{type(self).__name__}({_show('loss_scale', self.loss_scale)})"
         shown = [o.name for o in fields(self) if getattr(self,o.name)!=o.default or o.name=='loss_scale']
         args = ', '.join(f'{k}={_show(k, getattr(self,k))}' for k in shown)
         return f"{type(self).__name__}({args.removeprefix('loss_scale=')})"
@@ -71,6 +94,7 @@ def _show(k, v):
     m,e = frexp(v) if k.endswith('loss_scale') else (0,0)
     return f'2**{e-1}' if m==.5 and e!=1 else repr(v)
 
+# %% ../../nbs/core/loss_scale.ipynb #8266c64b
 @dataclass(frozen=True, repr=False)
 class StaticLossScale(LossScale):
     "The same `loss_scale` on every step"

@@ -188,7 +188,7 @@ def _precision(learn, cb, batch):
     how = str(half.fp8) if half.fp8 else 'autocast and rules' if half.rules else 'autocast'
     scale = f'loss scale {cb.loss_scale:.9g}, at first {cb.initial}'
     if cb.initial==StaticLossScale(): scale = 'no loss scale'
-    said = 'clip','keep','dynamic','scale_wait','div_factor' # beside these, or in the loss scale
+    said = 'clip','keep' # beside these
     options = {k:o.default for k,o in signature(type(cb)).parameters.items() if k not in said}
     now = {**vars(cb.steps), **vars(cb)}
     more = [f'{k}={v}' for k,v in now.items() if k in options and v!=options[k]]
@@ -241,7 +241,11 @@ def _what_to_do(learn, cb, found, failed):
     if found and found.keep:
         call = f'learn.{call_name(cb.half)}({keep_option(cb.half.keep, found.keep)})'
         yield 'Keep in float32',f"Keep modules in float32: {call}."
-    elif found and not healthy: yield 'Not finite','Do what the line Batches says, before anything else.'
+    elif found and not healthy:
+        what = 'Do what the line Batches says'
+        if found.where in ('inputs','targets'): what = 'Look for inf and nan in the data, and normalize what is large'
+        if found.items: what = 'Mend or leave out the items that the line Batches names'
+        yield 'Not finite',f'{what}, before anything else.'
     if healthy and hasattr(learn, 'precision_recorder'):
         now = 'the loss scale is still too large' if shrinks else 'the batches are finite now'
         skips,_,at_end,bad = count_outcomes(learn.precision_recorder.last_fit)
@@ -249,13 +253,11 @@ def _what_to_do(learn, cb, found, failed):
             f"Losses of the last fit were not finite, and {now}: normalize the targets, keep modules that compute the "
             "loss in float32, or ask about one batch: learn.precision_checkup(batch).")
         settles = cb is not None and isinstance(cb.scaling, DynamicLossScale) and at_end<2
-        if len(skips) and not settles: yield 'Skipped steps',(
-            f"Steps of the last fit were skipped, and {now}: train on, and if it goes on, lower the learning rate, or "
-            "ask about one batch: learn.precision_checkup(batch).")
-    rounded = [p for p in learn.model.parameters() if p.requires_grad and p.dtype in half_dtypes]
-    if cb is not None and rounded: yield 'Weights in half precision',(
-        f"{len(rounded)} parameters that train are in {dtype_name(rounded[0].dtype)}, which rounds small steps away: "
-        "make them float32 before the learner's first fit, model.float(), or freeze them.")
+        many = cb is not None and cb.steps.told in learn.precision_recorder.last_fit.step.values
+        if len(skips) and (many or not settles): yield 'Skipped steps',(
+            f"{'Many steps' if many else 'Steps'} of the last fit were skipped, and {now}: train on, and if it goes "
+            "on, lower the learning rate, or ask about one batch: learn.precision_checkup(batch).")
+    if cb is not None: yield from _about_rounded(learn.model)
     if cb is not None and not {'Machine','Precision'}&{*failed}:
         if text := emulation(fit_device(learn), cb.half_dtype): yield 'Emulated',text
     if healthy and not any(map(is_precision, learn.cbs)):
@@ -263,6 +265,12 @@ def _what_to_do(learn, cb, found, failed):
         if dtypes: yield 'Try half precision',(
             f"This device computes in {dtype_name(dtypes[0])} natively: {calls[dtypes[0]]} may save time and memory. "
             "python -m mp_callbacks compares them here.")
+
+def _about_rounded(model):
+    rounded = [p for p in model.parameters() if p.requires_grad and p.dtype in half_dtypes]
+    if rounded: yield 'Weights in half precision',(
+        f"{len(rounded)} parameters that train are in {dtype_name(rounded[0].dtype)}, which rounds small steps away: "
+        "make them float32 before the learner's first fit, model.float(), or freeze them.")
 
 def _about_noise(noise):
     if noise is None or noise.added is None or noise.added<most_added: return

@@ -117,8 +117,10 @@ def explain_step(
     def _look(batch, half, scale):
         learn.xb,learn.yb = batch
         return diagnose_batch(learn, half, scale)
-    try: return explain_batches(learn.model, half, stats, [*batches] or [(learn.xb,learn.yb)], _look)
+    try: found = explain_batches(learn.model, half, stats, [*batches] or [(learn.xb,learn.yb)], _look)
     finally: vars(learn).update(before)
+    if getattr(found, 'where', '') not in ('inputs','targets'): return found
+    return found._replace(text=f"{found} For the items: learn.find_nonfinite().")
 
 def weights_since(
     learn, # `Learner` that has skipped its last steps

@@ -6,8 +6,8 @@ Docs: https://example.github.io/mp_callbacks/learner/fastai_internals.html.md"""
 
 # %% auto #0
 __all__ = ['cancels', 'look_name', 'is_fastai_precision', 'LeanCallback', 'reset_state', 'is_look', 'open_batch', 'within_batch',
-           'keep_quiet', 'autocast_closed', 'training_batches', 'keep_average', 'hand_over_loss', 'add_columns',
-           'first_hypers']
+           'keep_quiet', 'autocast_closed', 'training_batches', 'batch_order', 'keep_average', 'hand_over_loss',
+           'add_columns', 'first_hypers']
 
 # %% ../../nbs/learner/fastai_internals.ipynb #abb3314b
 import math,sys,torch
@@ -120,6 +120,16 @@ def training_batches(
     "`dls.train`, without the `DistributedDL` that an interrupted fit has left, for which all processes meet"
     dl = learn.dls.train if training else learn.dls.valid
     return dl.dl if type(dl).__name__=='DistributedDL' else dl # importing its class would patch `Learner`
+
+# %% ../../nbs/learner/fastai_internals.ipynb #ba7c0002
+def batch_order(
+    dl, # A loader of batches, of which one is open
+    n:int, # Number of the batch
+)->list: # None if the loader isn't fastai's, or makes items of its own
+    "Numbers of the items of batch `n` in `dl.dataset`"
+    order = getattr(dl, '_DataLoader__idxs', None)
+    theirs = getattr(getattr(dl, 'create_item', None), '__module__', '') in ('fastai.data.load','fastai.tabular.core')
+    return [*order][n*dl.bs:(n+1)*dl.bs] if order is not None and theirs and dl.indexed and dl.bs else None
 
 # %% ../../nbs/learner/fastai_internals.ipynb #3e56f279
 def keep_average(

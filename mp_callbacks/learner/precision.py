@@ -9,7 +9,7 @@ __all__ = ['fit_device', 'keep_freed_memory', 'LearnerModel', 'LearnerSteps', 'r
            'is_precision', 'FitEvents', 'BatchEvents', 'StepEvents', 'PrecisionCallback', 'precision_callback']
 
 # %% ../../nbs/learner/precision.ipynb #e07cead4
-import torch
+import math,torch
 from contextlib import contextmanager
 from functools import cache
 from inspect import signature
@@ -27,8 +27,8 @@ from ..core.half import half_precision
 from ..core.measure import copy_batch,measure_batch,measure_gradients
 from ..core.training_steps import CheckedSteps,StepSettings,TrainedModel,check_device,check_float32,closure_noted
 from ..core.training_steps import ask_batch,guarded
-from .fastai_internals import LeanCallback,cancels,hand_over_loss,is_fastai_precision,keep_average,reset_state
-from .fastai_internals import within_batch
+from .fastai_internals import LeanCallback,cancels,hand_over_loss,is_fastai_precision,is_look,keep_average
+from .fastai_internals import reset_state,within_batch
 from .explain_skips import explain_step,loss_again,loss_modules,unchanged_learner,weights_since
 from .optimizers import steps_at_once
 from .opt_state import clear_state,read_state,write_state
@@ -66,6 +66,10 @@ class LearnerModel(TrainedModel):
     def opt_params(self): return [p for pg in self.opt.param_lists for p in pg]
     def loss_modules(self): return loss_modules(self.cb.learn)
     def predictions(self): return [o for o in leaves(self.cb.learn.pred) if isinstance(o, torch.Tensor)]
+    def recent_steps(self, step):
+        learn = self.cb.learn
+        return math.inf if is_look(learn) else learn.n_iter/max(1, len(step.losses)),'the steps of this epoch'
+
     def measure(self, half, batch, scale, whole=False):
         learn = self.cb.learn
         def _measure(batch):
@@ -102,7 +106,7 @@ class LearnerSteps(CheckedSteps):
     @state.setter
     def state(self, state):
         self.remember(state)
-        write_state(self.cb.learn.opt, state.numbers())
+        if (opt := getattr(self.cb.learn, 'opt', None)) is not None: write_state(opt, state.numbers())
 
     def remember(self, state):
         "Keep `state` for an optimizer that has none"
@@ -116,10 +120,11 @@ class LearnerSteps(CheckedSteps):
     def agree(self):
         "Let all processes that train this model have the state of the first one: each may have trained alone before"
         if (group := training_group(self.model)) is None: return
-        numbers = [self.state_dict()]
-        torch.distributed.broadcast_object_list(numbers, group=group, group_src=0)
+        theirs = [self.state_dict(),self.recent_skips,self.told]
+        torch.distributed.broadcast_object_list(theirs, group=group, group_src=0)
+        numbers,self.recent_skips,self.told = theirs
         own = self.state._replace(measured=None) # all ask together, or none
-        self.state = own.loaded(numbers[0])._replace(bad_losses=own.bad_losses) # its losses are its own
+        self.state = own.loaded(numbers)._replace(bad_losses=own.bad_losses) # its losses are its own
 
 # %% ../../nbs/learner/precision.ipynb #6b95f678
 def refuse_within_batch(
@@ -173,6 +178,7 @@ class FitEvents:
 
     def before_train(self):
         self.steps.beside.seeks = True
+        self.steps.new_epoch()
         if training_group(self.learn.model) is None: return # fastai wraps the model after our `before_fit`
         self.half.refresh() # fastai may have replaced batch norms, too
         self.steps.agree()

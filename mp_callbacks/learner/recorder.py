@@ -159,27 +159,33 @@ class StepLog:
             why = ': accumulation is longer than the epoch' if self._gathers else ''
             return f"{self.batches} batch{'es'*(self.batches>1)}, no step{why}."
         if log.empty: return 'No steps in the last fit.' if self.rows else 'No steps yet.'
-        return _in_sentences(log, getattr(getattr(self.learn, 'mixed_precision', None), 'rescued', ()))
+        cb = getattr(self.learn, 'mixed_precision', None) # may be fastai's
+        return _in_sentences(log, getattr(cb, 'rescued', ()), getattr(getattr(cb, 'steps', None), 'told', None))
 
 # %% ../../nbs/learner/recorder.ipynb #7e4a1cr2
-def _in_sentences(log, rescued):
-    "Skipped steps, loss scale and gradient norm of `log`, and the rescued modules"
+def _in_sentences(log, rescued, told):
+    "Skipped steps, loss scale and gradient norm of `log`, the rescued modules, and when many skipped steps were `told`"
     scale,norm,(skips,longest,_,bad) = log.scale,log.norm[log.finite],count_outcomes(log)
     of = f', numbered {log.index[0]} to {log.index[-1]}' if log.index[0] else '' # those of the last fit
     res = [f"{len(log)} step{'s'*(len(log)>1)}{of}, {len(skips) or 'none'} skipped."]
     if len(skips): res.append(f"The first skipped step was {skips[0]}, the last {skips[-1]}. "
                               f"The longest run has length {longest}.")
+    if told in log.step.values: res.append(f"That many steps were skipped was told in step {told}.")
+    infinite = log.skipped & log.bad_loss
+    if infinite.any(): res.append(f"The loss of {infinite.sum()} of them was inf or nan before it was scaled, which no "
+                                  "loss scale cures. For the module and the items: learn.find_nonfinite().")
     if len(bad): res.append(f"The loss of {len(bad)} step{'s'*(len(bad)>1)} was not finite, though the gradients "
                             f"were, and the step was made; first in step {bad[0]}. "
                             "For the cause: learn.find_nonfinite().")
-    culprits = log.culprit[~log.finite].value_counts()
+    culprits = log.culprit[~log.finite & ~log.bad_loss].value_counts()
     for name,n in culprits[:1].items():
         res.append(f"The last parameter whose gradient wasn't finite was mostly {name} ({n} of {culprits.sum()}). "
                    "For the cause: learn.find_nonfinite().")
     for name,step in rescued: res.append(f"{name} is kept in float32 since step {step}.")
+    grown = (scale.diff()>0) & ~infinite.shift(2, fill_value=False) # not if it is put back after infinite losses
     if scale.nunique()==1: res.append(f"The loss scale was always {scale.iloc[0]:.9g}.")
     else: res.append(f"The loss scale went from {scale.iloc[0]:.9g} to {scale.iloc[-1]:.9g} (smallest "
-                     f"{scale.min():.9g}, largest {scale.max():.9g}, growths: {(scale.diff()>0).sum()}).")
+                     f"{scale.min():.9g}, largest {scale.max():.9g}, growths: {grown.sum()}).")
     if len(norm): res.append(f"The median gradient norm was {norm.median():.3g}, "
                              f"the largest {norm.max():.3g} (step {norm.idxmax()}).")
     return '\n'.join(res)

@@ -15,7 +15,7 @@ from ..core.modules import alone,several_ranks,unwrap
 from ..core.measure import Measured,copy_batch,measure_batch,measure_gradients
 from ..core.half import half_precision
 from ..core.training_steps import name_culprit
-from .nonfinite import Finding,count_nonfinite,diagnose
+from .nonfinite import Finding,bad_items,count_nonfinite,diagnose,item_places
 
 # %% ../../nbs/look/explain.ipynb #9b00001c
 def explain_batches(
@@ -55,9 +55,10 @@ class StepExplainer:
         half:half_precision, # How the model computes
         scale:float, # Loss scale
     )->Finding:
-        "What is not finite first in a batch"
-        xb,yb = batch
-        return diagnose(half.model, lambda: self.compute_loss(half.model, *xb, *yb), half, xb, yb, scale)
+        "What is not finite first in a batch, and in which rows"
+        def _loss(batch): return self.compute_loss(half.model, *batch[0], *batch[1])
+        found = diagnose(half.model, lambda: _loss(batch), half, *batch, scale)
+        return found.naming(bad_items(half.model, _loss, batch, half) if found.where in item_places else ())
 
     def measure(self,
         half:half_precision, # How the model computes

@@ -76,7 +76,7 @@ said = dict( # a call, and what its error says
     callback  = (lambda: NativeMixedPrecision('bf16'), r"init_scale='bf16' is a dtype. .* takes dtype='bf16'"),
     dtype     = (lambda: get_learner().to_fp16('bf16'), r"loss_scale='bf16' is a dtype. The name of the call says it"),
     name_only = (lambda: half_precision(mlp(), keep=lambda name: True), 'keep=<lambda> must take the name and the mod'),
-    way       = (lambda: half_precision(mlp(), way=3), "way=3 must be a function of a module's name and the module. Use"),
+    way       = (lambda: half_precision(mlp(), way=3), "way=3 must be a function of a module's name and the"),
     rescue    = (lambda: get_learner().to_fp16(rescue=1), 'rescue=1 must be True or False'),
     only_half = (lambda: MixedPrecision(keep='0'), r'learn.to_fp16\(keep=…\)'),
     plan      = (lambda: get_learner().precision_plan().batch_size('16'), "gb='16' must be a positive number"),

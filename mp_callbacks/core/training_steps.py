@@ -806,7 +806,7 @@ def check_options(
     for o in given:
         if o not in options: raise TypeError(f"{call}() has no option {o}. It has {', '.join(options)}.")
 
-# %% ../../nbs/core/training_steps.ipynb #9b000042
+# %% ../../nbs/core/training_steps.ipynb #1737e1b2
 def check_gathered(
     steps:CheckedSteps, # Whose next step is to be made
 ):

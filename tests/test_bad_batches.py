@@ -208,3 +208,9 @@ def test_measured_before_it_is_told():
     texts,e = heard(fitted, learn.to_fp16(dynamic=False, loss_scale=4), 1, larger)
     assert learn.mixed_precision.state.measured.names==('',) and skipped(learn)==8
     assert not any('of this epoch' in o for o in texts) and learn.mixed_precision.steps.told is None
+
+def test_not_in_a_look():
+    "`lr_find` goes on until training diverges, and tells nothing of many skips"
+    learn = ask_nothing(get_learner(cbs=overflow(*range(3, 16))).to_fp16(max_loss_scale=2., headroom=None))
+    assert rates(learn.lr_find, show_plot=False, num_it=16)==[] and learn.mixed_precision.steps.told is None
+    assert skipped(learn)==0 and rates(learn.fit, 2)!=[] # it is at its smallest there

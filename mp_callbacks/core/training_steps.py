@@ -323,7 +323,7 @@ class TrainedModel:
 
     def recent_steps(self,
         step:GatheredStep, # The last one
-    )->tuple: # Their number, and their name
+    )->tuple: # Their number, infinite if nothing is to be told, and their name
         "The steps of which not many may be skipped"
         return 1000,'the last 1,000 steps'
 
@@ -583,10 +583,10 @@ def told_of_many(
 )->str: # Empty if there is nothing to tell
     "What to tell once, if many steps are skipped, in a row or not"
     (scaling,i,*_),n = steps.state,steps.recent_skips
-    if steps.told is not None or n is None: return ''
+    of,name = steps.trained.recent_steps(steps.step)
+    if steps.told is not None or n is None or of==math.inf: return ''
     if at_floor(scaling) and steps.state.before is None and steps.last.scale<=scaling.loss_scale:
         return f"Step {i-1} was skipped, though the loss scale is {scaling.loss_scale:.9g}, its smallest,"
-    of,name = steps.trained.recent_steps(steps.step)
     return f"{n} of {name} were skipped" if n>=max(many_skips, many_share*of) else ''
 
 # %% ../../nbs/core/training_steps.ipynb #9b000015

@@ -147,6 +147,7 @@ class ChosenWays(HalfSettings):
         self._chosen_for = None # device type, modules, their classes' forwards, compiled parts, dtypes of parameters
         self.device_type,self.modules,self.params = None,[],[] # of the model
         self.ways,self.checksum = {},0 # name of a module -> how it computes; a number for what isn't measured of this
+        self.rounds = False # is there a way beyond autocast?
         self._cast,self._switch,self._without_gradients = OneCast(),Switch(),Switch()
         self.by_install,self._open = False,[] # on by `install`? And an object for each `with` that is open
 
@@ -167,6 +168,7 @@ class ChosenWays(HalfSettings):
         for name in self.as_measured:
             why = 'measured' if name in self.answer.names else f'more than {most_operations} operations in a call'
             if name in named and self.ways[name].beyond_autocast: self.ways[name] = Way(why)
+        self.rounds = any([o.beyond_autocast for o in self.ways.values()])
         _check_ways(self, named)
         layers = _cast_layers(named, self.ways, compiled, self.rules)
         self._cast = OneCast(layers, self.dtype, _untied(layers, modules) if self.rules else ())
@@ -192,8 +194,8 @@ class ChosenWays(HalfSettings):
         self._cast.forget() # no call of the model is open, unless Ctrl-C came at its end
 
     def _turn_off(self):
-        self._without_gradients.turn_off()
-        self._switch.turn_off()
+        for o in (self._without_gradients,self._switch):
+            if o in _switched_on: o.turn_off()
 
     def predicts(self):
         "A call without gradients begins: layers that autocast casts take copies, too, until the `with` ends"
@@ -223,8 +225,7 @@ class MeasuredWays(ChosenWays):
     @property
     def measurable(self)->bool:
         "Is there something to measure, and is it wanted? In FP8 there is a [report](../look/fp8_report.ipynb) instead."
-        if not self.asks and self.answer is None or not self.rules or self.fp8: return False
-        return any([o.beyond_autocast for o in self.ways.values()])
+        return (self.asks or self.answer is not None) and self.rules and not self.fp8 and self.rounds
 
     @property
     def trains(self)->int:

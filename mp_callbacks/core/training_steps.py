@@ -93,7 +93,7 @@ class GatheredStep:
         remember=None, # As for `remember_buffers`
     ):
         self.modules,self.full = [],[] # of the model, and its float32 parameters
-        self.remember = remember
+        self.others,self.remember = others,remember
         self.buffers = remember_buffers(others, remember) # what they were
         self.batch = None # inputs and targets of the batch that is open, in a loop of one's own
         self.losses = [] # of its batches
@@ -181,7 +181,7 @@ def scaled_backward(
     on,params = half.by_install,params if scale!=1 else []
     mul_grads(params, scale)
     before,reached = [p.grad for p in params],set() # the latter by the backward pass
-    scaled = cast_tree(loss, torch.float32, half_dtypes)
+    scaled = loss.float() if loss.dtype in half_dtypes else loss
     # `backward` of a `TensorBase` switches `__torch_function__` off, also where a checkpointed part computes again
     scaled = (scaled*scale if scale!=1 else scaled).as_subclass(torch.Tensor)
     if scale!=1 and loss.requires_grad: # what a hook returned, but for None, would be the gradient
@@ -309,10 +309,6 @@ class TrainedModel:
     def opt_params(self)->list:
         "Parameters of the optimizer"
         return [p for o in self.opts for group in o.param_groups for p in group['params']]
-
-    def loss_params(self)->list:
-        "Parameters of the loss function"
-        return [p for m in self.loss_modules() for p in m.parameters(recurse=False)]
 
     def loss_modules(self)->list:
         "The modules of the loss function, without those inside them"
@@ -477,6 +473,9 @@ class StepsState(StepSettings):
     @state.setter
     def state(self, state): self.last_state = state
 
+    def sync(self):
+        "Let `last_state` be the `state`, which somebody may have loaded elsewhere. Inside a batch that is read."
+
     @property
     def scaling(self):
         "The loss scale, a value with its counters"
@@ -528,7 +527,8 @@ class StepsState(StepSettings):
     @property
     def half(self)->half_precision:
         "How the model computes. What a step rescues counts from the next one on."
-        return self.chosen.choose(None if self.depth else self.state)
+        if not self.depth: self.sync()
+        return self.chosen.choose(None if self.depth else self.last_state)
 
     @property
     def rescued(self)->list: # As `ScaleState.rescued`
@@ -546,7 +546,7 @@ def ask_batch(
     again:bool=False, # Also if it has been asked for the model as it is, and with all items?
 )->bool: # Are there modules that compute as under autocast from now on?
     "Compare gradients of a batch with those under autocast, unless that was asked before"
-    half,state = steps.half,steps.state
+    half,state = steps.half,steps.last_state
     known = state.measured
     if not half.measurable or not steps.trained.measures: return False
     if not again and known is not None and known.covers(half.checksum, half.trains): return False
@@ -576,13 +576,13 @@ def may_be_many(
 )->bool:
     "May it be told then that many are?"
     n = steps.recent_skips
-    return steps.told is None and n is not None and (n+1>=many_skips or at_floor(steps.scaling))
+    return steps.told is None and n is not None and (n+1>=many_skips or at_floor(steps.last_state.scaling))
 
 def told_of_many(
     steps:StepsState, # Of which the last was skipped
 )->str: # Empty if there is nothing to tell
     "What to tell once, if many steps are skipped, in a row or not"
-    (scaling,i,*_),n = steps.state,steps.recent_skips
+    (scaling,i,*_),n = steps.last_state,steps.recent_skips
     of,name = steps.trained.recent_steps(steps.step)
     if steps.told is not None or n is None or of==math.inf: return ''
     if at_floor(scaling) and steps.state.before is None and steps.last.scale<=scaling.loss_scale:
@@ -664,12 +664,12 @@ def guarded(
     steps:StepsState, # Of which a batch, or the step itself, is in the `with`
     training:bool=True, # Does an error end the step?
 ):
-    "Context manager: whatever ends it, the model has its own `forward`, and no step has half begun"
+    "Context manager: whatever ends it, the model has its own `forward` afterwards, and no step is left in part"
     half,depth = steps.half,steps.depth
     on = half.by_install # a prediction inside a batch must not remove it
     try:
         steps.depth = depth+1
-        yield
+        yield half
     except BaseException as e:
         note_dtypes(half.model, half, e)
         reset_ddp(steps.model)
@@ -715,7 +715,7 @@ class CheckedSteps(StepsState):
 
     def model_params(self)->list:
         "Parameters of model and loss function"
-        return [*self.half.params,*self.trained.loss_params()]
+        return [*self.chosen.half.params,*[p for m in self.step.others for p in m.parameters(recurse=False)]]
 
     def params(self)->list:
         "Parameters of optimizer, model and loss function; most are there twice"
@@ -727,7 +727,7 @@ class CheckedSteps(StepsState):
             check_stayed_float32(self.model, self.full)
             self.copies.begin_step()
             self.step = GatheredStep(self.trained.loss_modules(), self.copies.remember)
-        self.step.begin_batch(self.half)
+        self.step.begin_batch(self.chosen.half)
         self.full = self.step.full
 
     def scaled(self,
@@ -735,7 +735,7 @@ class CheckedSteps(StepsState):
         batch:tuple, # Its inputs and targets
     ): # It gives what to call `backward` of
         "Context manager around the backward pass of `loss`: all gradients are unscaled before and after it"
-        step,state,params = self.step,self.state,self.params()
+        step,state,params = self.step,self.last_state,self.params()
         # whole parameters stand in for the parts of a sharded model
         sharded,predictions = is_sharded(self.model),self.trained.predictions()
         others = [] if sharded else self.beside.reached(loss, batch, predictions, params)
@@ -743,15 +743,15 @@ class CheckedSteps(StepsState):
         told = self.tells(state.skips+1) or state.bad_losses+1==self.warn_skips or may_be_many(self)
         if told: step.batches.append(batch)
         step.losses.append(loss.detach())
-        return scaled_backward(loss, state.scaling.loss_scale, self.half, [*params,*others])
+        return scaled_backward(loss, state.scaling.loss_scale, self.chosen.half, [*params,*others])
 
     def check(self,
         losses, # Of the step's batches
     )->StepStats:
         "Measure and clip the gradients of the step"
-        (scaling,steps,*_),opt_params,found = self.state,self.trained.opt_params(),self.half.answer
-        if found is not None and found!=self.state.measured: # the first call has shown it
-            self.state = self.state._replace(measured=found)
+        (scaling,steps,*_),opt_params,found = self.last_state,self.trained.opt_params(),self.chosen.half.answer
+        if found is not None and found!=self.last_state.measured: # the first call has shown it
+            self.state = self.last_state._replace(measured=found)
         self.last = prepare_grads(opt_params, scaling.loss_scale, self.clip, steps, scaling.wants_amax,
                                   also=self.model_params(), unscaled=True, losses=losses)
         if not self.last.finite:
@@ -764,7 +764,7 @@ class CheckedSteps(StepsState):
         self.step.drop(self.params())
         self.step.outcome = 'skipped'
         finite = losses_finite(self.model, self.step.stats.loss_finite)
-        self.state = self.state.after(self.step.stats._replace(loss_finite=finite))
+        self.state = self.last_state.after(self.step.stats._replace(loss_finite=finite))
         if self.recent_skips is not None: self.recent_skips += 1
         report_skips(self)
 
@@ -773,16 +773,17 @@ class CheckedSteps(StepsState):
         self.step.outcome = 'made'
         if self.step.stats is None: return # nobody has checked it
         if not self.step.learns: # of the scale it says nothing
-            self.state = self.state._replace(steps=self.state.steps+1)
+            self.state = self.last_state._replace(steps=self.last_state.steps+1)
             return
-        self.state = self.state.after(self.step.stats)
-        if not self.scaling.wants_amax: self.recent_skips = self.recent_skips or 0
+        self.state = self.last_state.after(self.step.stats)
+        if not self.last_state.scaling.wants_amax: self.recent_skips = self.recent_skips or 0
         report_losses(self)
 
     def drop_step(self):
         "Let the step that is gathered not have begun"
-        step,self.step = self.step,None
-        step.drop(self.params())
+        step,params = self.step,self.params()
+        self.step = None
+        step.drop(params)
 
 # %% ../../nbs/core/training_steps.ipynb #9b000019
 first_scale = DynamicLossScale(2.**10, period=500, headroom=default_headroom) # that of `to_fp16`
@@ -828,8 +829,9 @@ def check_not_stepped(
 ):
     "Raise a `RuntimeError` if an optimizer has stepped beside `make`, and remove the gradients that it has used"
     if steps.step is None or not steps.step.stepped: return
-    name,steps.step = type(steps.step.stepped[0]).__name__,None
-    remove_grads(steps.params())
+    name,params = type(steps.step.stepped[0]).__name__,steps.params()
+    steps.step = None
+    remove_grads(params)
     raise RuntimeError(f"{name} has stepped beside steps.make(), with gradients that nobody has checked. Write "
                        "steps.make() in place of opt.step() and opt.zero_grad().")
 
@@ -885,7 +887,7 @@ class TrainingSteps(CheckedSteps):
         check_not_stepped(self)
         with alone_in_batch(self):
             if torch.is_grad_enabled(): ask_batch(self, batch)
-            with guarded(self), self.half:
+            with guarded(self) as half, half:
                 self.begin_batch()
                 self.step.batch = batch
                 yield

@@ -163,8 +163,8 @@ def _float32_loss(learn, cb):
     def _cast(module, args, kwargs): return as_float32((args,kwargs))
     modules = loss_modules(learn) if cb else []
     # new hooks would compile again, and the model computes with layers that are its own, too
-    layers = {m for m in modules if m._parameters and not is_scripted(m)}.difference(*map(compiled_parts, modules))
-    if layers: layers -= {*learn.model.modules()}
+    layers = {m for m in modules if m._parameters and not is_scripted(m)}
+    if layers: layers = layers.difference(learn.model.modules(), *map(compiled_parts, modules))
     with ExitStack() as hooks:
         for m in layers: hooks.enter_context(m.register_forward_pre_hook(_cast, with_kwargs=True))
         yield

@@ -55,7 +55,7 @@ class LeanCallback(Callback):
     "A callback without fastai's search through learner and model"
     _xtra = [] # delegate nothing to the learner
     training = True # fastai reads it at each event; True also runs events in validation
-    def __setattr__(self, name, value): object.__setattr__(self, name, value)
+    __setattr__ = object.__setattr__
     def __call__(self, event_name):
         if event_name=='after_fit' or hasattr(type(self), event_name): super().__call__(event_name)
 

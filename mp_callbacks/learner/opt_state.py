@@ -21,16 +21,16 @@ def read_state(
 
 def clear_state(
     opt, # fastai `Optimizer`, `OptimWrapper` or `Lookahead`
-):
+)->dict: # These hyper-parameters
     "Remove loss scale and counters from the hyper-parameters of `opt`"
     hypers = first_hypers(opt)
     names = [k for k in hypers if k.startswith(state_prefix)]
     [*map(hypers.pop, names)] # not a loop, in which Ctrl-C would leave a part of the state
+    return hypers
 
 def write_state(
     opt, # fastai `Optimizer`, `OptimWrapper` or `Lookahead`
     numbers:dict, # As from `read_state`
 ):
     "Put loss scale and counters into the hyper-parameters of `opt`, instead of others"
-    clear_state(opt)
-    first_hypers(opt).update({state_prefix+k:v for k,v in numbers.items()})
+    clear_state(opt).update({state_prefix+k:v for k,v in numbers.items()})

@@ -94,24 +94,28 @@ class LearnerSteps(CheckedSteps):
         **settings # As for `StepSettings`
     ):
         super().__init__(LearnerModel(cb), scaling, **settings)
-        self.cb = cb
+        self.cb,self.last_numbers = cb,self.last_state.numbers() # as they are in the optimizer
 
     @property
     def state(self):
         "Loss scale and counters: those in the optimizer, or if it has none, those of the one before"
         opt = getattr(self.cb.learn, 'opt', None)
         numbers = {} if opt is None else read_state(opt)
-        return self.last_state if not numbers or numbers==self.last_state.numbers() else self.last_state.loaded(numbers)
+        return self.last_state if not numbers or numbers==self.last_numbers else self.last_state.loaded(numbers)
 
     @state.setter
     def state(self, state):
         self.remember(state)
-        if (opt := getattr(self.cb.learn, 'opt', None)) is not None: write_state(opt, state.numbers())
+        if (opt := getattr(self.cb.learn, 'opt', None)) is not None: write_state(opt, self.last_numbers)
 
     def remember(self, state):
         "Keep `state` for an optimizer that has none"
-        self.last_state = state
+        self.last_state,self.last_numbers = state,state.numbers()
         self.cb.on_state(state)
+
+    def sync(self):
+        "A callback may have loaded a checkpoint"
+        if (state := self.state) is not self.last_state: self.remember(state)
 
     def drop_overflow(self):
         "Drop an unfinished step if its gradients are not finite"
@@ -206,9 +210,10 @@ class BatchEvents:
 
     def before_batch(self):
         if not within_batch(self.learn): return # called outside `one_batch`: an ordinary float32 batch
-        if self.half.outdated: self.half.refresh() # a callback has added a block, say
+        half = self.half # of another model, if a callback has replaced it
+        if half.outdated: half.refresh() # a callback has added a block, say
         if self.learn.training: self.steps.begin_batch()
-        self.half.install()
+        half.install()
 
     @contextmanager
     def forward(self):
@@ -218,7 +223,7 @@ class BatchEvents:
 
     def after_pred(self):
         if within_batch(self.learn):
-            self.half.remove()
+            self.steps.chosen.half.remove()
             if self.learn.training: check_float32(self.learn.model, self.steps.step.full)
         elif self.learn.training: raise RuntimeError(
             f"This batch isn't run by Learner.one_batch, so {type(self).__name__} can't train with it. If your class "
@@ -228,7 +233,7 @@ class BatchEvents:
     def backward(self):
         "Context manager around the backward pass of the learner's loss"
         learn,steps,loss = self.learn,self.steps,self.learn.loss_grad
-        if (state := steps.state) is not steps.last_state: steps.remember(state) # a callback has loaded a checkpoint
+        steps.sync()
         try:
             with steps.scaled(loss, (learn.xb,learn.yb)) as learn.loss_grad: yield
         finally: learn.loss_grad = loss
@@ -254,14 +259,14 @@ class StepEvents:
     @contextmanager
     def step(self):
         "Context manager around the optimizer's step"
-        opt,numbers = self.learn.opt,read_state(self.learn.opt)
+        opt = self.learn.opt
         if self.steps.step is not None and self.steps.step.stats is None: raise RuntimeError(
             "Nobody has checked the gradients of this step. A before_step of your own has to call "
             "super().before_step(), and no callback may end the event by a StopIteration.")
         try:
             clear_state(opt) # optimizers pass all hyper-parameters to their steppers, some of which refuse unknown ones
             with closure_noted(opt), steps_at_once(opt): yield
-        finally: write_state(opt, numbers)
+        finally: write_state(opt, self.steps.last_numbers)
 
     def after_step(self): # fastai calls it after a cancelled step, too
         if not self.steps.step.outcome: self.steps.made()

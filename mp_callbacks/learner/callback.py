@@ -95,6 +95,7 @@ class MixedPrecision(PrecisionCallback):
         *,
         min_loss_scale:float=1., # Smallest value of a dynamic scale
         headroom:float=default_headroom, # Powers of two between the first gradients and 65504; None: start at the cap
+        memory:float=None, # GB that a batch may take; True: what is free on the GPU; None: there is no limit
         **kwargs
     ):
         check_bools(flat_master=flat_master, dynamic=dynamic)
@@ -113,7 +114,7 @@ class MixedPrecision(PrecisionCallback):
             scaling = _renamed(names, DynamicLossScale, max_loss_scale, **fields)
             start = min(max(self.first_scale, min_loss_scale), max_loss_scale)
             if headroom is not None: scaling = replace(scaling, loss_scale=start)
-        super().__init__(scaling, **kwargs)
+        super().__init__(scaling, memory, **kwargs)
         self.flat_master,self.dynamic = flat_master,isinstance(scaling, DynamicLossScale)
         self.scale_wait,self.div_factor = [getattr(scaling, k, None) for k in ('period','factor')]
 
@@ -146,6 +147,7 @@ class NativeMixedPrecision(PrecisionCallback):
         keep=(), # Modules to leave outside autocast, see [keep](../core/half.ipynb#keep-modules-to-keep-in-float32)
         min_loss_scale:float=1., # Smallest value of the scale
         max_loss_scale:float=2.**24, # Largest value of the scale
+        memory:float=None, # GB that a batch may take; True: what is free on the GPU; None: there is no limit
         **kwargs
     ):
         check_bools(enabled=enabled)
@@ -161,7 +163,7 @@ class NativeMixedPrecision(PrecisionCallback):
             scaling = _renamed(names, as_loss_scale, init_scale)
             _refuse_ignored(NativeMixedPrecision.__init__, names, fields, f'init_scale={init_scale!r}', init_scale)
         self._enabled = enabled and self.dtype==torch.float16
-        super().__init__(scaling if self._enabled else StaticLossScale(), **kwargs)
+        super().__init__(scaling if self._enabled else StaticLossScale(), memory, **kwargs)
 
     def new_half(self, model): return half_precision(model, self.dtype, self.keep, rules=False)
 

@@ -1,5 +1,6 @@
 """`checkpointing` and `memory=`: a batch fits into the memory that was given, as planned, and with the same bits"""
 from learners import *
+from fastai.callback.rnn import ModelResetter
 from mp_callbacks.learner.memory import MemoryBudget
 from mp_callbacks.look.checkpointing import ChangedInput,Checkpoints,Segment,plan_checkpoints,share_left
 from mp_callbacks.look.plan import LiveBytes
@@ -20,10 +21,15 @@ def net(n=32, depth=4, p=.3):
 
 def big_dls(n=1024, bs=512): return as_dls(*numbers(n), bs=bs)
 
-def gb_for(learn, share):
-    "Memory of which tensors get `share` of what the learner takes without checkpoints"
-    plan = learn.precision_plan()
-    return share*plan.table.peak.iloc[-1 if 'native' in str(type(learn.mixed_precision)).lower() else 1]/1024/(1-share_left)
+def segments(learn): return learn.mixed_precision.budget.plan.checkpoints.segments
+
+def assert_same(learn, other):
+    "Weights and buffers, to the bit; and nothing stands in the model"
+    a,b = [o.model.state_dict() for o in (learn,other)]
+    assert a.keys()==b.keys() and all(map(torch.equal, a.values(), b.values()))
+    assert not any('forward' in vars(m) for m in learn.model.modules())
+
+pytestmark = pytest.mark.filterwarnings('ignore:Checkpoints|Without checkpoints')
 
 @pytest.mark.parametrize('mode', modes)
 def test_same_bits(mode):
@@ -32,9 +38,144 @@ def test_same_bits(mode):
     free = fitted(_learner(), 2)
     learn = _learner(memory=1e-3)
     with pytest.warns(UserWarning, match='Checkpoints'): fitted(learn, 2)
-    assert learn.mixed_precision.budget.plan.checkpoints.segments
-    assert same_weights(learn, free)
-    for a,b in zip(learn.model.state_dict().values(), free.model.state_dict().values()): assert torch.equal(a, b)
+    assert segments(learn)
+    assert_same(learn, free)
     assert [m.calls for m in learn.model[1:-1]]==[m.calls for m in free.model[1:-1]]
     assert log_of(learn).loss.tolist()==log_of(free).loss.tolist()
+
+class Halves(nn.Module):
+    "A dict in and a dict out, by keyword"
+    def __init__(self, n):
+        super().__init__()
+        self.a,self.b = nn.Linear(n,4*n),nn.Linear(4*n,n)
+    def forward(self, *, parts): return dict(x=parts['x']+self.b(F.gelu(self.a(parts['x']))), y=parts['y'])
+
+class Recurrent(nn.Module):
+    "It goes on from the state that the last batch has left"
+    def __init__(self, n):
+        super().__init__()
+        self.cell,self.out,self.hidden = nn.GRU(n,2*n,batch_first=True),nn.Linear(2*n,n),None
+    def forward(self, x):
+        res,hidden = self.cell(x[:,None].expand(-1,4,-1), self.hidden)
+        self.hidden = hidden.detach()
+        return x+self.out(F.gelu(res)).mean(1)
+
+class Resets(nn.Sequential):
+    def reset(self):
+        for m in self[1:-1]: m.hidden = None
+
+def drawing(block, x):
+    "By random numbers of Python and NumPy"
+    return x+block.b(F.gelu(block.a(x))*random.random())*(np.random.rand()>.5)
+
+def twice(block, x): return x+block.b(F.gelu(block.a(x)))+block.b(F.gelu(block.a(F.gelu(x)*block.gamma)))
+def in_place(block, x): return x.mul_(.9)+block.b(F.gelu(block.a(x)))
+def reentrant(block, x): return x+checkpoint(lambda x: block.b(F.gelu(block.a(x))), x, use_reentrant=True)
+def itself(block, x): return x+checkpoint(lambda x: block.b(F.gelu(block.a(x))), x, use_reentrant=False)
+
+def layers(f, n=32, **parts):
+    "A block that computes `f`"
+    return Does(f, a=nn.Linear(n,4*n), b=nn.Linear(4*n,n), **parts)
+
+def in_dicts(m, x):
+    parts = dict(x=m.start(x), y=x)
+    for o in m.blocks: parts = o(parts=parts)
+    return m.end(parts['x'])+parts['y'].mean()
+def shared(m, x):
+    x = m.start(x)
+    for _ in range(4): x = m.block(x)
+    return m.end(x)
+def ends(**parts): return dict(start=nn.Linear(8,32), end=nn.Linear(32,1), **parts)
+def normed(): return nn.utils.parametrizations.spectral_norm(nn.Linear(32,128))
+def of_blocks(make): return lambda: nn.Sequential(nn.Linear(8,32), *[make() for _ in range(4)], nn.Linear(32,1))
+def chain():
+    parts = [o for _ in range(4) for o in (nn.Linear(32,32), nn.BatchNorm1d(32), nn.Hardswish(inplace=True), nn.Dropout())]
+    return nn.Sequential(nn.Linear(8,32), *parts, nn.Linear(32,1))
+
+kinds = dict(
+    dicts     = lambda: Does(in_dicts, **ends(blocks=nn.ModuleList([Halves(32) for _ in range(4)]))),
+    shared    = lambda: Does(shared, **ends(block=layers(lambda m, x: x+m.b(F.gelu(m.a(x)))))),
+    recurrent = lambda: Resets(*of_blocks(lambda: Recurrent(32))()),
+    drawing   = of_blocks(lambda: layers(drawing)),
+    twice     = of_blocks(lambda: layers(twice, gamma=torch.ones(32))),
+    spectral  = of_blocks(lambda: Does(lambda m, x: x+m.b(F.gelu(m.a(x))), a=normed(), b=nn.Linear(128,32))),
+    in_place  = of_blocks(lambda: layers(in_place)),
+    reentrant = of_blocks(lambda: layers(reentrant)),
+    itself    = of_blocks(lambda: nn.Sequential(layers(itself), nn.Dropout(.1), nn.GELU())),
+    chain     = chain)
+
+@pytest.mark.parametrize('kind', kinds)
+def test_kinds_of_models(kind):
+    "The same bits, whatever a block keeps, draws, returns and changes"
+    def _fit(**options):
+        set_seed(3)
+        return fitted(in_mode('bf16', kinds[kind](), options, dls=big_dls(bs=256), cbs=ModelResetter() if kind=='recurrent' else None), 1)
+    free = _fit()
+    learn = _fit(memory=2e-4)
+    # to compute from a changed input again is impossible, and what the model checkpoints already keeps nothing
+    assert bool(segments(learn))==(kind not in ('in_place','reentrant'))
+    assert_same(learn, free)
+
+def limited(model=None, mode='bf16', memory=2e-4, bs=256, **kwargs):
+    return in_mode(mode, net() if model is None else model, {} if memory is None else dict(memory=memory),
+                   dls=big_dls(bs=bs), **kwargs)
+
+def with_accumulation(learn): return fitted(learn, 2, GradientAccumulation(512))
+def with_skips(learn): return fitted(learn, 2, overflow(1, 5))
+def with_looks(learn):
+    "Between epochs; they say the same, too"
+    answers = []
+    def _look(learn):
+        report = learn.precision_report(1)
+        answers.append([repr(learn.find_nonfinite()), repr(report), report.keep])
+    fitted(learn, 2, On('after_epoch', _look))
+    learn.answers = answers
+    return learn
+def unfrozen(learn):
+    "Blocks are frozen at first"
+    for m in learn.model[:3]: m.requires_grad_(False)
+    fitted(learn, 1)
+    for m in learn.model[:3]: m.requires_grad_(True)
+    return fitted(learn, 1)
+def interrupted(learn):
+    "In the middle of a forward pass, and trained on"
+    handle = learn.model[2].lin2.register_forward_hook(At(2))
+    with pytest.raises(KeyboardInterrupt): learn.fit(1)
+    handle.remove()
     assert not any('forward' in vars(m) for m in learn.model.modules())
+    return fitted(learn, 1)
+class At:
+    "A hook that interrupts the `n`th batch of its kind"
+    def __init__(self, n): self.n = n
+    def __call__(self, m, args, out):
+        if len(out)<200: return
+        self.n -= 1
+        if not self.n: raise KeyboardInterrupt
+
+uses = [with_accumulation,with_skips,with_looks,unfrozen,interrupted]
+@pytest.mark.parametrize('use', uses)
+def test_uses(use):
+    "The same bits, whatever else happens in a fit"
+    free,learn = use(limited(memory=None)),use(limited())
+    assert segments(learn)
+    assert_same(learn, free)
+    if use is with_looks: assert learn.answers==free.answers
+    assert skipped(learn)==(2 if use is with_skips else 0)
+
+@pytest.mark.parametrize('mode', ['fp16','bf16'])
+def test_kept_block(mode):
+    "A block in float32 inside checkpointed ones"
+    free,learn = [fitted(in_mode(mode, net(), dict(keep='2', **o), dls=big_dls(bs=256)), 1) for o in ({},dict(memory=4e-4))]
+    assert Segment('2') in segments(learn) or any(o.first<=2<(o.last or 0) for o in segments(learn))
+    assert_same(learn, free)
+
+def test_gradient_of_a_gradient():
+    "Each backward pass computes again"
+    def _grads(checkpoints, model):
+        x,_ = numbers()
+        with checkpoints, half(model): pred = model(x)
+        grad, = torch.autograd.grad(pred.sum(), model[0].weight, create_graph=True)
+        (pred.square().mean()+grad.square().mean()).backward()
+        return [p.grad for p in model.parameters()]
+    a,b = mlp(),mlp()
+    for x,y in zip(_grads(nullcontext(), a), _grads(Checkpoints(b, [Segment('', 0, 4)]), b)): assert torch.equal(x, y)

@@ -127,7 +127,7 @@ def batch_times(
         with loss_again(learn) as compute_loss, half or nullcontext():
             def _compute():
                 start = perf_counter()
-                compute_loss().backward()
+                compute_loss().as_subclass(torch.Tensor).backward() # see `scaled_backward`
                 if device.type=='cuda': torch.cuda.synchronize(device)
                 return perf_counter()-start
             _compute() # the first may have to compile, or to choose kernels

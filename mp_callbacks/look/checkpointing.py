@@ -102,7 +102,7 @@ def _in_sequence(parts, forward, args, kwargs):
     return x
 
 class Checkpoints(Switch):
-    """Inside a `with`, the forward pass keeps of some segments only the inputs, and the backward pass computes the rest again
+    """Inside a `with`, of some segments only the inputs are kept, and the backward pass computes the rest again
 
     Enter it before `half_precision`, for the forward pass of a training batch. Raises `RuntimeError` if it isn't."""
     def __init__(self,
@@ -232,6 +232,10 @@ class Profile:
             for when,n in a.freed: # its inputs would be kept longer
                 if b.stop<when<b.back: yield -n,when,b.back
 
+    def changed(self, name):
+        "Does a module change its inputs in place, so that it can't compute from them again?"
+        return any(o.changes for o in self._four[name])
+
     def kept(self, segment): return max([n for n,*_ in self.changes(segment)], default=0)
     def saved(self, segment): return sum(n for n,*_ in self.changes(segment))
 
@@ -250,8 +254,8 @@ class Profile:
         whole:bool=True, # May it be one itself?
     )->list:
         "Segments in a module that keep at most `limit` each, the outermost of them"
-        inside,calls = self.inside(name),self._four.get(name)
-        if whole and name and calls and (self.kept(Segment(name))<=limit or not inside): return [Segment(name)]
+        inside,calls,small = self.inside(name),self._four.get(name),self.kept(Segment(name))<=limit
+        if whole and name and calls and (small or not inside): return [] if self.changed(name) else [Segment(name)]
         of_pytorch = getattr_static(type(self.named[name]), 'forward') is nn.Sequential.forward
         once = calls and len({*inside})==len(inside) and all(len(self._four.get(k, ()))==len(calls) for k in inside)
         if once and of_pytorch and not replaced_forward(self.named[name]): return self.runs(limit, name, 0, len(inside))
@@ -263,7 +267,7 @@ class Profile:
         def _end(i):
             if start is not None: res.append(Segment(name, start, i) if i-start>1 else Segment(inside[start]))
         for i in range(first, last):
-            changed = any(o.changes for o in self._four[inside[i]]) # its input can't be kept
+            changed = self.changed(inside[i])
             if start is not None and (changed or self.kept(Segment(name, start, i+1))<=limit): continue
             _end(i)
             start = None if changed or self.kept(Segment(inside[i]))>limit else i
@@ -347,14 +351,13 @@ class CheckpointPlan(NamedTuple):
         return self.tensors<=self.gb*(1-share_left)
 
     def __str__(self):
-        items,some = self.plan.items,self.checkpoints.segments
-        need = f"batches of {items} need {self.tensors:.3g} GB for tensors"
-        free = f"memory={self.gb:.3g} leaves {self.gb*(1-share_left):.3g}, and {share_left:.0%} for the rest"
-        if not some: return f"No checkpoints: {need}; {free}."
-        done = f"Checkpoints {len(some)} of {self.blocks} blocks: {need}; {free}"
-        if self.fits: return f"{done}. A step takes about {self.time:.2f} of the time."
-        n = self.plan.batch_size(self.gb*(1-share_left)).iloc[-1]
-        return f"{done}. That doesn't fit. {f'Batches of {n} would.' if n else 'Not even one item would.'}"
+        some,room = self.checkpoints.segments,self.gb*(1-share_left)
+        done = f"Checkpoints {len(some)} of {self.blocks} blocks" if some else "Without checkpoints"
+        need = (f"{done}: batches of {self.plan.items} need {self.tensors+self.gb*share_left:.3g} of {self.gb:.3g} GB, "
+                f"of which {share_left:.0%} is for what is no tensor")
+        if self.fits: return f"{need}; a step takes about {self.time:.2f} of the time."
+        n = self.plan.batch_size(room).iloc[-1]
+        return f"{need}. That is too much: {f'batches of {n} would fit' if n else 'not even one item would fit'}."
 
     __repr__ = __str__
 
@@ -393,6 +396,7 @@ def plan_checkpoints(
             tried[key] = max(0, _peak(some)-target),choice.work,choice.of,some
     key,(_,work,of,some) = min(tried.items(), key=lambda o: o[1][:2])
     whole = 3*profile.work(Segment('')) # the backward pass takes twice as long as the forward pass
-    return CheckpointPlan(Checkpoints(model, key), of, plan._replace(steps={**plan.steps, **some.steps}), gb, 1+work/whole)
+    both = plan._replace(steps={**plan.steps, **some.steps})
+    return CheckpointPlan(Checkpoints(model, key), of, both, gb, 1+work/whole)
 
 _most_plans = 6

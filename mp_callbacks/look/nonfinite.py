@@ -52,7 +52,7 @@ def diagnose(
     Runs the batch in half precision and in float32, and more often to find the modules to keep in float32.
     Parameters, buffers, gradients and random numbers are as before. Raises `RuntimeError` inside `with half:`, and
     `ValueError` if `compute_loss` doesn't call `model`."""
-    if isinstance(vars(model).get('forward'), StandIn):
+    if isinstance(now := vars(model).get('forward'), StandIn) and not now.below:
         raise RuntimeError("diagnose runs the batch in float32, too. Call it outside of `with half:`.")
     ends = torch.finfo(half.dtype).max if half else math.inf
     def _run(half, scale=1., **kwargs): return trace_batch(model, compute_loss, half, count_nonfinite, scale, **kwargs)
@@ -158,7 +158,8 @@ def trace_batch(
                 hooks.enter_context(m.register_forward_hook(partial(_after, name), with_kwargs=True))
             loss = compute_loss()
         check_called(model, any(not o.name for o in calls)) # the model itself has no name
-        if loss.isfinite() and torch.is_grad_enabled(): (loss*scale).backward() # there is none in a validation
+        if loss.isfinite() and torch.is_grad_enabled(): # there is none in a validation
+            (loss*scale).as_subclass(torch.Tensor).backward() # see `scaled_backward`
         grads = {n:measure([p.grad for p in m._parameters.values() if p is not None]) for n,m in named.items()}
     return Trace(loss.item(), calls, grads, halved)
 

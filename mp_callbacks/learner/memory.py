@@ -14,7 +14,7 @@ from numbers import Real
 
 from ..core.devices import warn_caller
 from ..core.dtypes import leaves,map_tensors
-from ..core.modules import alone,compiled_parts,is_sharded,unwrap
+from ..core.modules import alone,compiled_parts,is_sharded,training_group,unwrap
 from ..look.checkpointing import Checkpoints,plan_checkpoints
 from .fastai_internals import reset_state
 from .explain_skips import loss_again,unchanged_learner
@@ -77,6 +77,7 @@ def check_memory(
         f"{memory=} can't be planned with FSDP2: each forward pass waits for all processes. Leave it out, and use "
         "checkpoint_wrapper of torch.distributed before fully_shard.")
 
+# %% ../../nbs/learner/memory.ipynb #3e300013
 class MemoryBudget:
     "What a learner's batches compute again, so that they fit into memory"
     batch = None # what the data loader gave
@@ -93,7 +94,7 @@ class MemoryBudget:
         if memory is None: self.plan = None
         else:
             size = sum(t.numel() for t in leaves(self.batch) if isinstance(t, torch.Tensor))
-            now = memory,half.trains,{k:o.name for k,o in half.ways.items()},_modules(learn)
+            now = memory,half.trains,{k:o.name for k,o in half.ways.items()},_now_in(learn)
             if now!=self._for or size>1.1*self._most: self._choose(learn, half, memory, size)
             self._for = now
         if self.plan is None or not self.plan.checkpoints.segments: return
@@ -109,7 +110,7 @@ class MemoryBudget:
         learn, # `Learner`
     ):
         "Inside a `with`, its model computes as in its batches"
-        known = self.plan is not None and self._for[-1]==_modules(learn)
+        known = self.plan is not None and self._for[-1]==_now_in(learn)
         return Checkpoints(unwrap(learn.model), self.plan.checkpoints.segments) if known else nullcontext()
 
     def _choose(self, learn, half, memory, size):
@@ -120,10 +121,16 @@ class MemoryBudget:
             clear_state(learn.opt) # some steppers refuse the loss scale
             check_items(self.batch)
             loss,n = loss_of_items(learn, self.batch, compute_loss, half),max(_sizes(self.batch))
-            self.plan = plan_checkpoints(model, loss, learn.opt, n, gb, half.replace(model=model))
+            self.plan = plan_checkpoints(model, loss, learn.opt, n, gb, half.replace(model=model), _others(learn))
         half.install()
         self._most,text = size,str(self.plan)
         if (self.plan.checkpoints.segments or not self.plan.fits) and text!=self._said: warn_caller(text)
         self._said = text
 
-def _modules(learn): return [*unwrap(learn.model).modules()]
+def _now_in(learn): return [*unwrap(learn.model).modules()]
+
+def _others(learn):
+    "Bytes of gradients that are added up, and of those that `DistributedDataParallel` sends"
+    grads = sum(p.nbytes for p in learn.model.parameters() if p.requires_grad)
+    adds_up = any(cb.name=='gradient_accumulation' for cb in learn.cbs)
+    return grads*(adds_up+(training_group(learn.model) is not None))

@@ -156,10 +156,9 @@ def trace_batch(
             for name,m in named.items():
                 hooks.enter_context(m.register_forward_pre_hook(_before, with_kwargs=True))
                 hooks.enter_context(m.register_forward_hook(partial(_after, name), with_kwargs=True))
-            loss = compute_loss()
+            loss = compute_loss().as_subclass(torch.Tensor) # see `scaled_backward`
         check_called(model, any(not o.name for o in calls)) # the model itself has no name
-        if loss.isfinite() and torch.is_grad_enabled(): # there is none in a validation
-            (loss*scale).as_subclass(torch.Tensor).backward() # see `scaled_backward`
+        if loss.isfinite() and torch.is_grad_enabled(): (loss*scale).backward() # there is none in a validation
         grads = {n:measure([p.grad for p in m._parameters.values() if p is not None]) for n,m in named.items()}
     return Trace(loss.item(), calls, grads, halved)
 

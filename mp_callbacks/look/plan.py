@@ -105,6 +105,7 @@ def _step(live, model, compute_loss, n, opt, stepped, half):
     for p,c in stepped.items(): p.grad,c.grad = c.grad,None
     return grads,state,activations,live.log[:end],live.log[end:]
 
+# %% ../../nbs/look/plan.ipynb #29d54852
 class CountedSteps:
     """Inside a `with`, training steps whose bytes are counted. They change nothing: a copy of the optimizer steps.
 
@@ -157,7 +158,6 @@ class CountedSteps:
         def _columns(grads, _, activations, *logs): return [self.weights],[grads],[state],[activations],*logs
         lines = {k:[_line(*o) for o in zip(_columns(*two), _columns(*four))] for k,(_,two,four) in seen.items()}
         return MemoryPlan(batch_size, {k:[*v[:4],torch.cat(v[4:], 1)] for k,v in lines.items()})
-
 
 # %% ../../nbs/look/plan.ipynb #29d54851
 def plan_memory(

@@ -300,3 +300,51 @@ def test_fits(name, share, opt_func, cbs):
     used = peak/(plan.gb*(1-share_left)-plan.room+plan.peak)-1
     print(share,room*1024,peak*1024,plan,used)
     assert plan.fits and segments(learn) and peak<=room*1.02 and abs(used)<.05
+
+def test_free_on_a_gpu(monkeypatch):
+    "`memory=True`: what is free, what PyTorch holds for nobody, and what model and optimizer have already"
+    from mp_callbacks.learner.memory import free_gb
+    for name,gb in dict(mem_get_info=(6*2**30,16*2**30), memory_reserved=5*2**30, memory_allocated=2*2**30).items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, gb=gb: gb)
+    learn = fitted(get_learner(opt_func=fused_adam))
+    n = sum(p.numel() for p in learn.model.parameters())
+    steps = 4*len([*learn.model.parameters()]) # Adam's counts
+    assert free_gb(learn)==9+(12*n+steps)/2**30
+
+def test_a_loop_of_ones_own():
+    "Enter the checkpoints before half precision; the plan says what it takes, and which batch size would fit"
+    model,(x,y) = net(64, 6),numbers(512)
+    h,opt = half(model),torch.optim.Adam(model.parameters())
+    def compute_loss(n): return F.mse_loss(model(x[:n]), y[:n])
+    def _plan(gb): return plan_checkpoints(model, compute_loss, opt, 512, gb, h)
+    plain = _plan(1.)
+    assert plain.fits and not plain.checkpoints.segments and str(plain).startswith('Without checkpoints: batches of 512')
+    few,less,none = [_plan(share*plain.peak/(1-share_left)) for share in (.9,.5,.01)]
+    assert few.fits and less.fits and 1<few.time<less.time<4/3 and plain.peak>few.peak>less.peak
+    assert not none.fits and str(none).endswith('That is too much: not even one item would fit.')
+    assert none.peak<=less.peak
+    tight = _plan(.95*none.peak/(1-share_left))
+    n = int(re.search(r'batches of (\d+) would fit', str(tight))[1])
+    assert plan_checkpoints(model, compute_loss, opt, n, tight.gb, h).fits
+    with h, pytest.raises(RuntimeError, match='Enter the checkpoints first'), less.checkpoints: pass
+    with less.checkpoints, h: loss = compute_loss(512)
+    assert not any('forward' in vars(m) for m in model.modules())
+    with h: loss.backward()
+
+def test_float32():
+    "The function plans float32, too"
+    model,(x,y) = net(),numbers(64)
+    opt = torch.optim.Adam(model.parameters())
+    def compute_loss(n): return F.mse_loss(model(x[:n]), y[:n])
+    plain,few = [plan_checkpoints(model, compute_loss, opt, 4096, gb) for gb in (1,.02)]
+    assert few.fits and few.checkpoints.segments and few.plan.table.peak.checkpointed<few.plan.table.peak['all kept']
+    for o in (0,-1,'1'):
+        with pytest.raises(ValueError, match=f'gb={o!r} must be a positive number'):
+            plan_checkpoints(model, compute_loss, opt, 64, o)
+
+def test_changed_later():
+    "An input that is changed after the forward pass is an error, in place of other gradients"
+    model = Does(lambda m, x: (m.f(x),x.mul_(2))[0], f=mlp())
+    x = torch.randn(4,8)
+    with Checkpoints(model, [Segment('f')]): loss = model(x+1).sum()
+    with pytest.raises(ChangedInput, match='An input of f was changed in place'): loss.backward()

@@ -52,7 +52,9 @@ def free_gb(
     learn, # `Learner` on a GPU
 )->float:
     "GB that a batch of `learn` may take, with what its model and optimizer have already"
-    own = [*learn.model.parameters(),*learn.model.buffers(),*leaves([*learn.opt.state.values()])]
+    opt = learn.opt
+    while hasattr(opt, 'opt'): opt = opt.opt
+    own = [*learn.model.parameters(),*learn.model.buffers(),*leaves([*opt.state.values()])]
     there = sum(t.nbytes for t in own if isinstance(t, torch.Tensor))
     device = next(learn.model.parameters()).device
     free,_ = torch.cuda.mem_get_info(device)

@@ -72,7 +72,8 @@ class Recomputed:
                 self._restore(before)
                 try: return forward(*args, **kwargs)
                 finally: self._restore(now) # PyTorch ends it early, by an exception
-        return checkpoint(_run, *inputs, use_reentrant=False) # which looks at the inputs for their device
+        devices = [t.new_empty(0) for t in inputs] # of which random numbers and autocast are remembered
+        return checkpoint(_run, *devices, use_reentrant=False)
 
     def _remember(self): return remember_contents(self.attributes),remember_buffers(self.buffered)
 

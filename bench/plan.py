@@ -2,10 +2,10 @@
 
 Takes the rows of bench/results/gpu.csv in float32, with autocast and of `to_bf16`. Prints a Markdown table.
 With --checkpoints the plans are those of `memory=`, beside what is counted in fits of small models on this CPU, and
-beside the time that a step takes without a limit."""
+beside the processor's time of a step without a limit."""
 import argparse,warnings
 from functools import partial
-from time import perf_counter
+from time import process_time
 
 import pandas as pd,torch
 from fastai.data.core import DataLoaders
@@ -65,9 +65,9 @@ def counted(learn):
     return max(live.log)/2**20
 
 def seconds(learn):
-    start = perf_counter()
+    start = process_time()
     learn.fit(1)
-    return perf_counter()-start
+    return process_time()-start
 
 def checkpoints(names):
     "A row for each model and limit"
@@ -79,7 +79,7 @@ def checkpoints(names):
             learn = learner(task, share*most/2**10/(1-share_left))
             peak,plan = counted(learn),learn.mixed_precision.budget.plan
             planned,n = plan.peak*2**10,len(plan.checkpoints.segments)
-            turns = [(seconds(learn),seconds(free)) for _ in range(3)] # the shortest, as other programs run, too
+            turns = [(seconds(learn),seconds(free)) for _ in range(3)] # of the processor; the shortest, as other programs run, too
             ms = [min(o) for o in zip(*turns)]
             yield (task.name, task.batch, round(most,1), round(share*most,1), round(planned,1), round(peak,1),
                    f'{planned/peak-1:+.1%}', f'{n} of {plan.blocks}', f'{plan.time:.2f}', f'{ms[0]/ms[1]:.2f}',

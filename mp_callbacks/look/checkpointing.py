@@ -1,4 +1,4 @@
-"""Which blocks to compute again in the backward pass, so that a batch fits into memory
+"""Which blocks of a model to compute again in the backward pass, so that a batch fits into memory
 
 Docs: https://example.github.io/mp_callbacks/look/checkpointing.html.md"""
 

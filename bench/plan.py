@@ -47,9 +47,10 @@ small = [Task('vit', lambda: ViT(32, 4, 96, 384, 3, 6, 10), (3,32,32), 10, 64),
          Task('xresnet18', partial(resnet, 18, 10), (3,64,64), 10, 64),
          Task('mlp', lambda: mlp(256, 16, 256), (256,), 256, 4096)]
 
-def learner(task, memory, steps=4):
+def learner(task, memory, steps=3):
     "One that has been fitted, so that its plan is made, and its optimizer has its state"
-    learn = Learner(DataLoaders([task.data('cpu')]*steps, [], device='cpu'), task.model('cpu'), loss_func, opts['fused'])
+    dls = DataLoaders([task.data('cpu')]*steps, [], device='cpu')
+    learn = Learner(dls, task.model('cpu'), loss_func, opts['fused'])
     learn.logger,learn.create_mbar = (lambda *args: None),False
     learn.remove_cb(learn.progress).to_bf16(memory=memory).fit(1)
     return learn
@@ -65,6 +66,7 @@ def counted(learn):
     return max(live.log)/2**20
 
 def seconds(learn):
+    "Of the processor"
     start = process_time()
     learn.fit(1)
     return process_time()-start
@@ -79,7 +81,7 @@ def checkpoints(names):
             learn = learner(task, share*most/2**10/(1-share_left))
             peak,plan = counted(learn),learn.mixed_precision.budget.plan
             planned,n = plan.peak*2**10,len(plan.checkpoints.segments)
-            turns = [(seconds(learn),seconds(free)) for _ in range(3)] # of the processor; the shortest, as other programs run, too
+            turns = [(seconds(learn),seconds(free)) for _ in range(3)] # the shortest, as other programs run, too
             ms = [min(o) for o in zip(*turns)]
             yield (task.name, task.batch, round(most,1), round(share*most,1), round(planned,1), round(peak,1),
                    f'{planned/peak-1:+.1%}', f'{n} of {plan.blocks}', f'{plan.time:.2f}', f'{ms[0]/ms[1]:.2f}',

@@ -31,10 +31,12 @@ def assert_same(learn, other):
 
 pytestmark = pytest.mark.filterwarnings('ignore:Checkpoints|Without checkpoints')
 
+modes = {**modes, 'fp8':lambda learn, **kwargs: learn.to_fp8(emulate=True, **kwargs)}
+
 @pytest.mark.parametrize('mode', modes)
 def test_same_bits(mode):
     "As without a limit, in a fit with dropout, batch norm, a counter and a parameter of the blocks"
-    def _learner(**options): return in_mode(mode, net(), options, dls=big_dls())
+    def _learner(**options): return modes[mode](get_learner(net(), big_dls()), **options)
     free = fitted(_learner(), 2)
     learn = _learner(memory=1e-3)
     with pytest.warns(UserWarning, match='Checkpoints'): fitted(learn, 2)
@@ -288,18 +290,17 @@ wide = dict(
                                      nn.Linear(64,1)))
 
 @pytest.mark.parametrize('name', wide)
-@pytest.mark.parametrize('share', [.8,slow_unless(False, .65)])
-@pytest.mark.parametrize('opt_func', [Adam,fused_adam])
-@pytest.mark.parametrize('cbs', [(),(GradientAccumulation(1024),)])
+@pytest.mark.parametrize('share', [.8,.65])
+@pytest.mark.parametrize('opt_func', [fused_adam,slow_unless(False, Adam)])
+@pytest.mark.parametrize('cbs', [(),slow_unless(False, (GradientAccumulation(1024),))])
 def test_fits(name, share, opt_func, cbs):
-    "What is planned is counted in a fit, within 2 %, and not much less than was asked for"
+    "What is planned is counted in a fit, with the state that the optimizer makes in its first step"
     def _learner(memory): return in_mode('bf16', wide[name](), dict(memory=memory), opt_func=opt_func)
     room = share*counted(_learner(None), *cbs)
     learn = _learner(room/(1-share_left))
     peak,plan = counted(learn, *cbs),learn.mixed_precision.budget.plan
     used = peak/(plan.gb*(1-share_left)-plan.room+plan.peak)-1
-    print(share,room*1024,peak*1024,plan,used)
-    assert plan.fits and segments(learn) and peak<=room*1.02 and abs(used)<.05
+    assert plan.fits and segments(learn) and .8*room<peak<1.02*room and abs(used)<.03
 
 def test_free_on_a_gpu(monkeypatch):
     "`memory=True`: what is free, what PyTorch holds for nobody, and what model and optimizer have already"
@@ -318,7 +319,8 @@ def test_a_loop_of_ones_own():
     def compute_loss(n): return F.mse_loss(model(x[:n]), y[:n])
     def _plan(gb): return plan_checkpoints(model, compute_loss, opt, 512, gb, h)
     plain = _plan(1.)
-    assert plain.fits and not plain.checkpoints.segments and str(plain).startswith('Without checkpoints: batches of 512')
+    assert plain.fits and not plain.checkpoints.segments
+    assert str(plain).startswith('Without checkpoints: batches of 512')
     few,less,none = [_plan(share*plain.peak/(1-share_left)) for share in (.9,.5,.01)]
     assert few.fits and less.fits and 1<few.time<less.time<4/3 and plain.peak>few.peak>less.peak
     assert not none.fits and str(none).endswith('That is too much: not even one item would fit.')
@@ -326,7 +328,8 @@ def test_a_loop_of_ones_own():
     tight = _plan(.95*none.peak/(1-share_left))
     n = int(re.search(r'batches of (\d+) would fit', str(tight))[1])
     assert plan_checkpoints(model, compute_loss, opt, n, tight.gb, h).fits
-    with h, pytest.raises(RuntimeError, match='Enter the checkpoints first'), less.checkpoints: pass
+    with h, pytest.raises(RuntimeError, match='Enter the checkpoints first'):
+        Checkpoints(model, [Segment('', 1, 3)]).turn_on()
     with less.checkpoints, h: loss = compute_loss(512)
     assert not any('forward' in vars(m) for m in model.modules())
     with h: loss.backward()

@@ -95,7 +95,7 @@ class MixedPrecision(PrecisionCallback):
         *,
         min_loss_scale:float=1., # Smallest value of a dynamic scale
         headroom:float=default_headroom, # Powers of two between the first gradients and 65504; None: start at the cap
-        memory:float=None, # GB that a batch may take; True: what is free on the GPU; None: there is no limit
+        memory:float=None, # GB for a batch, see [it doesn't fit](../howto/it_doesnt_fit.ipynb); True: what is free
         **kwargs
     ):
         check_bools(flat_master=flat_master, dynamic=dynamic)
@@ -147,7 +147,7 @@ class NativeMixedPrecision(PrecisionCallback):
         keep=(), # Modules to leave outside autocast, see [keep](../core/half.ipynb#keep-modules-to-keep-in-float32)
         min_loss_scale:float=1., # Smallest value of the scale
         max_loss_scale:float=2.**24, # Largest value of the scale
-        memory:float=None, # GB that a batch may take; True: what is free on the GPU; None: there is no limit
+        memory:float=None, # GB for a batch, see [it doesn't fit](../howto/it_doesnt_fit.ipynb); True: what is free
         **kwargs
     ):
         check_bools(enabled=enabled)

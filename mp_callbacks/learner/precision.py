@@ -267,7 +267,7 @@ class PrecisionCallback(FitEvents, BatchEvents, StepEvents, PrecisionPart):
 
     def __init__(self,
         scaling:StaticLossScale|DynamicLossScale, # Loss scale of the first step
-        memory:float=None, # GB that a batch may take; True: what is free on the GPU; None: there is no limit
+        memory:float=None, # GB for a batch; True: what is free; None: there is no limit
         **options # As for `StepSettings`
     ): self.memory,self.budget,self.steps = memory,MemoryBudget(),LearnerSteps(self, scaling, **options)
 

@@ -81,7 +81,12 @@ class MemoryPlan(NamedTuple):
     def __repr__(self): return f"MB with batch size {self.items}:\n{self.table.to_string(float_format=_show)}"
     def _repr_html_(self): return f"<p>MB with batch size {self.items}:</p>{self.table.to_html(float_format=_show)}"
 
-def check_positive(name, x, what):
+def check_positive(
+    name:str, # Name of an argument
+    x, # Its value
+    what:str, # What it is
+):
+    "Raise `ValueError` if `x` is no positive number"
     if not (isinstance(x, Real) and x>0): raise ValueError(f"{name}={x!r} must be a positive number: {what}.")
 
 def _show(x): return f'{x:,.0f}' if x>=100 else f'{x:.3g}'

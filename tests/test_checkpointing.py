@@ -351,3 +351,23 @@ def test_changed_later():
     x = torch.randn(4,8)
     with Checkpoints(model, [Segment('f')]): loss = model(x+1).sum()
     with pytest.raises(ChangedInput, match='An input of f was changed in place'): loss.backward()
+
+def test_measured_before(monkeypatch):
+    "The plan is made for modules that compute as the first batch has shown"
+    from mp_callbacks.learner import memory
+    def _plan(model, compute_loss, opt, n, gb, half, others):
+        asked.append((half.asks,half.answer))
+        return plan_checkpoints(model, compute_loss, opt, n, gb, half, others)
+    asked = []
+    monkeypatch.setattr(memory, 'plan_checkpoints', _plan)
+    learn = fitted(limited())
+    assert asked==[(False,learn.mixed_precision.half.answer)] and asked[0][1].passes>0
+
+@has_notes
+def test_no_memory_to_plan(monkeypatch):
+    "The error says so, and nothing is left"
+    from mp_callbacks.learner import memory
+    monkeypatch.setattr(memory, 'plan_checkpoints', raises(torch.OutOfMemoryError('no memory')))
+    learn = limited()
+    assert 'plan of memory=' in note_of(learn.fit, 1, raises=torch.OutOfMemoryError)
+    assert_same(learn, limited())

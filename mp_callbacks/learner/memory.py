@@ -9,7 +9,7 @@ __all__ = ['check_items', 'loss_of_items', 'free_gb', 'check_memory', 'MemoryBud
 
 # %% ../../nbs/learner/memory.ipynb #3e300010
 import torch
-from contextlib import nullcontext
+from contextlib import contextmanager,nullcontext
 from numbers import Real
 
 from ..core.devices import warn_caller
@@ -79,12 +79,31 @@ def check_memory(
         f"{memory=} can't be planned with FSDP2: each forward pass waits for all processes. Leave it out, and use "
         "checkpoint_wrapper of torch.distributed before fully_shard.")
 
+# %% ../../nbs/learner/memory.ipynb #3e300014
+def _now_in(learn): return [*unwrap(learn.model).modules()]
+
+def _others(learn):
+    "Bytes of gradients that are added up, and of those that `DistributedDataParallel` sends"
+    grads = sum(p.nbytes for p in learn.model.parameters() if p.requires_grad)
+    adds_up = any(cb.name=='gradient_accumulation' for cb in learn.cbs)
+    return grads*(adds_up+(training_group(learn.model) is not None))
+
+@contextmanager
+def _noted():
+    "Context manager: if there isn't enough memory to plan, a note to the error says so"
+    try: yield
+    except torch.OutOfMemoryError as e:
+        if hasattr(e, 'add_note'): e.add_note( # since Python 3.11
+            "This is the plan of memory=, which takes a copy of the weights and of the optimizer's state. Leave out "
+            "memory, or plan with plan_checkpoints on a CPU.")
+        raise
+
 # %% ../../nbs/learner/memory.ipynb #3e300013
 class MemoryBudget:
     "What a learner's batches compute again, so that they fit into memory"
     batch = None # what the data loader gave
     plan = None # the `CheckpointPlan`, if one was made
-    _for,_most,_said = None,0,'' # what it was made for, the size of the largest batch, and what was said
+    _for,_size,_said = None,0,'' # what it was made for, the size of the batch, and what was said
     def __getstate__(self): return {} # for copies and pickles
 
     def begin(self,
@@ -93,12 +112,14 @@ class MemoryBudget:
         memory, # As for `check_memory`
     ):
         "Let the forward pass keep less from now on, if that is needed"
+        batch,self.batch = self.batch,None # nobody is to hold what a callback replaces
         if memory is None: self.plan = None
         else:
-            size = sum(t.numel() for t in leaves(self.batch) if isinstance(t, torch.Tensor))
+            size = sum(t.numel() for t in leaves(batch) if isinstance(t, torch.Tensor))
             now = memory,half.trains,{k:o.name for k,o in half.ways.items()},_now_in(learn)
-            if now!=self._for or size>1.1*self._most: self._choose(learn, half, memory, size)
-            self._for = now
+            if now!=self._for or size>1.1*self._size:
+                self._choose(learn, half, memory, batch)
+                self._for,self._size = now,size
         if self.plan is None or not self.plan.checkpoints.segments: return
         half.remove()
         self.plan.checkpoints.turn_on()
@@ -115,24 +136,16 @@ class MemoryBudget:
         known = self.plan is not None and self._for[-1]==_now_in(learn)
         return Checkpoints(unwrap(learn.model), self.plan.checkpoints.segments) if known else nullcontext()
 
-    def _choose(self, learn, half, memory, size):
+    def _choose(self, learn, half, memory, batch):
         self.plan,self._for,model = None,None,unwrap(learn.model)
         gb = free_gb(learn) if memory is True else memory
         half.remove()
-        with alone(learn.model), unchanged_learner(learn), loss_again(learn) as compute_loss:
+        check_items(batch)
+        with _noted(), alone(learn.model), unchanged_learner(learn), loss_again(learn) as compute_loss:
             clear_state(learn.opt) # some steppers refuse the loss scale
-            check_items(self.batch)
-            loss,n = loss_of_items(learn, self.batch, compute_loss, half),max(_sizes(self.batch))
+            loss,n = loss_of_items(learn, batch, compute_loss, half),max(_sizes(batch))
             self.plan = plan_checkpoints(model, loss, learn.opt, n, gb, half.replace(model=model), _others(learn))
         half.install()
-        self._most,text = size,str(self.plan)
+        text = str(self.plan)
         if (self.plan.checkpoints.segments or not self.plan.fits) and text!=self._said: warn_caller(text)
         self._said = text
-
-def _now_in(learn): return [*unwrap(learn.model).modules()]
-
-def _others(learn):
-    "Bytes of gradients that are added up, and of those that `DistributedDataParallel` sends"
-    grads = sum(p.nbytes for p in learn.model.parameters() if p.requires_grad)
-    adds_up = any(cb.name=='gradient_accumulation' for cb in learn.cbs)
-    return grads*(adds_up+(training_group(learn.model) is not None))

@@ -262,6 +262,20 @@ def test_batch_times(mode, monkeypatch):
         monkeypatch.setattr(looks, 'fit_device', lambda learn: torch.device('cuda'))
         assert looks.batch_times(learn)==(3000,1500,8000)
 
+def test_does_not_fit(monkeypatch):
+    "A plan that needs more than the GPU has, but for a tenth, leads to `memory=`"
+    learn,memory = get_learner().to_native_bf16(),{}
+    monkeypatch.setattr(checkup, 'fit_device', lambda learn: torch.device('cuda'))
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: SimpleNamespace(total_memory=memory['now']))
+    plan = learn.precision_plan()
+    peak = plan.table.peak.to_native_bf16*2**20
+    def _advice(share):
+        memory['now'] = peak/share
+        return [*checkup._about_memory(learn, learn.mixed_precision, plan)]
+    (about,text), = _advice(.95)
+    assert about=='Does not fit' and 'learn.to_native_bf16(memory=True)' in text and not _advice(.85)
+
 @pytest.mark.cuda
 def test_on_a_gpu():
     "The profiler sees kernels, which take no longer than the batch"
@@ -304,7 +318,7 @@ def test_links():
     headings = re.findall("yield '(.*?)'", Path(checkup.__file__).read_text())
     headings += re.findall("notes.setdefault\\('(.*?)'", Path(checkup.__file__).read_text())
     headings += [o for kind in checkup._slow.values() for o in kind]
-    assert len(headings)==16 and {o.lower().replace(' ', '-') for o in headings}<={*found} and len({*found})==len(found)
+    assert len(headings)==17 and {o.lower().replace(' ', '-') for o in headings}<={*found} and len({*found})==len(found)
     site = re.search('Documentation = "(.*)"', (root/'pyproject.toml').read_text())[1]
     assert checkup.page==f'{site}learner/checkup.html'
 

@@ -329,7 +329,7 @@ def replaced_forward(
 ): # None if there is none
     "The function that somebody has put in place of the `forward` of the class of `module`"
     forward = vars(module).get('forward')
-    while isinstance(forward, StandIn): forward = forward.found
+    while isinstance(forward, StandIn) and not forward.below: forward = forward.found
     # a copy of the module that was made while one stood in for it has the class's own
     own = getattr(forward, '__self__', None) is module and forward.__func__ is getattr_static(type(module), 'forward')
     return None if own else forward
@@ -337,6 +337,7 @@ def replaced_forward(
 # %% ../../nbs/core/modules.ipynb #9b1c2a15s1
 class StandIn:
     "While installed, calls of `module` run `around(forward, args, kwargs)` with the `forward` that the module had"
+    below = False # do those that are installed later call it as they do the module's own `forward`?
     def __init__(self,
         module:nn.Module, # The module
         around, # Function of the module's own `forward`, its arguments and its keyword arguments

@@ -115,6 +115,7 @@ class MixedPrecision(PrecisionCallback):
         *,
         min_loss_scale:float=1., # Smallest value of a dynamic scale
         headroom:float=default_headroom, # Powers of two between the first gradients and 65504; None: start at the cap
+        memory:float=None, # GB for a batch, see [it doesn't fit](../howto/it_doesnt_fit.ipynb); True: what is free
         **kwargs
     ):
         check_bools(flat_master=flat_master, dynamic=dynamic)
@@ -133,7 +134,7 @@ class MixedPrecision(PrecisionCallback):
             scaling = _renamed(names, DynamicLossScale, max_loss_scale, **fields)
             start = min(max(self.first_scale, min_loss_scale), max_loss_scale)
             if headroom is not None: scaling = replace(scaling, loss_scale=start)
-        super().__init__(scaling, **kwargs)
+        super().__init__(scaling, memory, **kwargs)
         self.flat_master = flat_master
 
     @property
@@ -219,6 +220,7 @@ class NativeMixedPrecision(PrecisionCallback):
         keep=(), # Modules to leave outside autocast, see [keep](../core/half.ipynb#keep-modules-to-keep-in-float32)
         min_loss_scale:float=1., # Smallest value of the scale
         max_loss_scale:float=2.**24, # Largest value of the scale
+        memory:float=None, # GB for a batch, see [it doesn't fit](../howto/it_doesnt_fit.ipynb); True: what is free
         **kwargs
     ):
         check_bools(enabled=enabled)
@@ -232,7 +234,7 @@ class NativeMixedPrecision(PrecisionCallback):
             scaling = _renamed(names, as_loss_scale, init_scale)
             _refuse_ignored(NativeMixedPrecision.__init__, names, fields, f'init_scale={init_scale!r}', init_scale)
         self.scales = enabled and self.dtype==torch.float16
-        super().__init__(scaling if self.scales else StaticLossScale(), **kwargs)
+        super().__init__(scaling if self.scales else StaticLossScale(), memory, **kwargs)
 
     def new_half(self, model): return half_precision(model, self.dtype, self.keep, rules=False)
 

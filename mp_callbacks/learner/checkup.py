@@ -23,6 +23,7 @@ from ..core.loss_scale import DynamicLossScale,StaticLossScale
 from ..core.blame import keep_option
 from ..look.nonfinite import Finding
 from ..look.noise import AddedNoise,most_added
+from ..look.checkpointing import share_left
 from ..look.plan import MemoryPlan
 from .fastai_internals import is_fastai_precision,training_batches
 from .explain_skips import call_name
@@ -77,7 +78,8 @@ def precision_checkup(
     found,plan = [None if o in failed else answers[o] for o in ('Batches','Memory')]
     noise = answers['Noise'] if isinstance(answers['Noise'], AddedNoise) else None
     lines = [Line(title, o.summary() if o is plan else str(o), title) for title,o in answers.items()]
-    advice = *notes.items(),*_what_to_do(learn, cb, found, failed),*_about_noise(noise),*faster.items()
+    advice = [*notes.items(),*_what_to_do(learn, cb, found, failed),*_about_noise(noise),
+              *_about_memory(learn, cb, plan),*faster.items()]
     todo = [Line('To do', text, about) for about,text in advice]
     if not todo and not failed: todo = [Line('To do', 'Nothing to do.', 'Nothing to do')]
     return Checkup((*lines,*todo), found, plan, noise)
@@ -278,3 +280,12 @@ def _about_noise(noise):
         f"{noise.precision} adds {noise.added:.0%} to the noise of your batches, as if they were "
         f"{noise.added/(1+noise.added):.0%} smaller: keep modules in float32 that differ most in "
         "learn.precision_report(), or use a format with more digits.")
+
+def _about_memory(learn, cb, plan):
+    device = fit_device(learn)
+    if cb is None or plan is None or device.type!='cuda' or not torch.cuda.is_available(): return
+    call,peaks,gpu = call_name(cb.half),plan.table.peak,torch.cuda.get_device_properties(device).total_memory/2**30
+    peak = peaks.get(call, peaks.iloc[-1])/2**10 # that of FP8 is the last
+    if peak>gpu*(1-share_left): yield 'Does not fit',(
+        f"Tensors of a batch of {plan.items} need {peak:.3g} GB, and this GPU has {gpu:.3g}: learn.{call}(memory=True) "
+        "computes blocks of the model again in the backward pass, so that the batch fits.")

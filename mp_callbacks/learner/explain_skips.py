@@ -9,7 +9,7 @@ __all__ = ['loss_modules', 'loss_again', 'call_name', 'diagnose_batch', 'unchang
 
 # %% ../../nbs/learner/explain_skips.ipynb #c7da585c
 import math,torch
-from contextlib import contextmanager,suppress
+from contextlib import contextmanager,nullcontext,suppress
 from fastai.basics import *
 from torch import nn
 
@@ -41,8 +41,8 @@ def loss_again(
     It returns `learn.loss_grad`. The loss function has the same buffers at the start of each call, and model and loss
     function are the same afterwards."""
     modules = loss_modules(learn)
-    buffers = remember_buffers(modules)
-    with unchanged(unwrap(learn.model), others=modules):
+    buffers,budgets = remember_buffers(modules),[vars(cb)['budget'] for cb in learn.cbs if 'budget' in vars(cb)]
+    with budgets[0].again(learn) if budgets else nullcontext(), unchanged(unwrap(learn.model), others=modules):
         def _compute():
             restore_buffers(buffers) # half precision may have left nan there
             learn.pred = unwrap(learn.model)(*learn.xb)

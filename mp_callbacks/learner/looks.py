@@ -15,7 +15,6 @@ from fastai.basics import *
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity,profile
 
-from ..core.dtypes import leaves,map_tensors
 from ..core.modules import alone,unwrap
 from ..look.nonfinite import Finding,bad_items,item_places,most_named
 from ..look.half_report import PrecisionReport,measure_precision
@@ -23,9 +22,10 @@ from ..look.plan import MemoryPlan,plan_memory
 from ..look.fp8_report import Fp8Report,measure_fp8
 from ..look.noise import AddedNoise,BatchNoise
 from .fastai_internals import LeanCallback,autocast_closed,batch_order,is_look,keep_quiet,look_name
-from .fastai_internals import reset_state,training_batches,within_batch
+from .fastai_internals import training_batches,within_batch
 from .explain_skips import diagnose_batch,loss_again,unchanged_learner
 from .opt_state import clear_state
+from .memory import check_items,loss_of,loss_of_items
 from .precision import fit_device,precision_callback
 
 # %% ../../nbs/learner/looks.ipynb #111f0db8
@@ -71,17 +71,11 @@ def _bad_items(learn, half, batch, end, known):
         if hasattr(items, 'iloc'): return str(items.index[i])
         o = items[i] if hasattr(items, '__getitem__') else None
         return str(o) if isinstance(o, (str,Path)) else f'item {i} ({place})'
+    cb = precision_callback(learn)
     with loss_again(learn) as compute_loss:
-        found = bad_items(learn.model, lambda o: _loss_of(learn, o, compute_loss), batch, half, _name, end)
+        def _loss(batch): return loss_of(learn, batch, compute_loss, cb and cb.half)
+        found = bad_items(learn.model, _loss, batch, half, _name, end)
     return [o for o in dict.fromkeys(found) if o not in known] # some loaders draw an item several times
-
-def _loss_of(learn, batch, compute_loss):
-    "Loss of `batch`, after the callbacks have changed it"
-    learn._split(learn._set_device(batch)) # as `one_batch` does
-    learn('before_batch')
-    if cb := precision_callback(learn): cb.half.remove()
-    reset_state(learn) # it may be of another size and dtype
-    return compute_loss()
 
 # %% ../../nbs/learner/looks.ipynb #111f0dba
 def precision_report(
@@ -124,17 +118,12 @@ def precision_plan(
     cb,half = precision_callback(learn),_half(learn)
     if batch is None:
         with unchanged_learner(learn): batch = first(training_batches(learn))
-    sizes = {len(t) if t.ndim else 0 for t in leaves(batch) if isinstance(t, torch.Tensor)}
-    if len(sizes)>1: raise ValueError(
-        f"The first dimensions of the tensors of this batch are {sorted(sizes)}, and must be the number of items, as "
-        "the plan tries other numbers. Make one tensor of a list of images.")
+    check_items(batch)
     def _look():
-        def _loss(n):
-            items = map_tensors(lambda t: t[torch.arange(n, device=t.device)%len(t)], batch)
-            return _loss_of(learn, items, compute_loss)
         if cb: clear_state(learn.opt) # some steppers refuse the loss scale
         with loss_again(learn) as compute_loss:
-            return plan_memory(unwrap(learn.model), _loss, learn.opt, find_bs(learn.yb), half)
+            loss = loss_of_items(learn, batch, compute_loss, cb and cb.half)
+            return plan_memory(unwrap(learn.model), loss, learn.opt, find_bs(learn.yb), half)
     return _look_at(learn, _look, batch)
 
 # %% ../../nbs/learner/looks.ipynb #111f0ds2
@@ -159,10 +148,10 @@ def batch_times(
     half,device,rows = _half(learn),fit_device(learn),[]
     def _look():
         there = perf_counter()
-        with half or nullcontext(), loss_again(learn) as compute_loss:
+        with loss_again(learn) as compute_loss, half or nullcontext():
             def _compute():
                 start = perf_counter()
-                compute_loss().backward()
+                compute_loss().as_subclass(torch.Tensor).backward() # see `scaled_backward`
                 if device.type=='cuda': torch.cuda.synchronize(device)
                 return perf_counter()-start
             _compute() # the first may have to compile, or to choose kernels

@@ -31,6 +31,7 @@ from .fastai_internals import LeanCallback,cancels,hand_over_loss,is_fastai_prec
 from .fastai_internals import reset_state,within_batch
 from .explain_skips import explain_step,loss_again,loss_modules,unchanged_learner,weights_since
 from .optimizers import steps_at_once
+from .memory import MemoryBudget,check_memory
 from .opt_state import clear_state,read_state,write_state
 
 # %% ../../nbs/learner/precision.ipynb #67641138
@@ -163,6 +164,7 @@ class FitEvents:
                              "on. Call learn.to_fp16(), to_bf16(), to_native_fp16() or to_native_bf16(): each replaces "
                              "the precision before.")
         check_device(fit_device(learn), self.half)
+        check_memory(learn, self.memory, fit_device(learn))
 
     def before_fit(self):
         self.check(self.learn)
@@ -198,8 +200,12 @@ class FitEvents:
 class BatchEvents:
     "What a `PrecisionCallback` does in a batch, up to its backward pass"
     @contextmanager
-    def batch(self):
+    def batch(self,
+        i:int, # Its number
+        b, # What the data loader gave
+    ):
         "Context manager around one batch of the learner"
+        self.budget.batch = b
         try:
             with guarded(self.steps, self.learn.training): yield
         except CheckpointError as e:
@@ -207,6 +213,7 @@ class BatchEvents:
                 "Checkpointing computes the forward pass again, in half precision only inside the learner's backward "
                 "pass. If you compute gradients elsewhere, do it inside `with learn.mixed_precision.autocast:`.")
             raise
+        finally: self.budget.end()
 
     def before_batch(self):
         if not within_batch(self.learn): return # called outside `one_batch`: an ordinary float32 batch
@@ -218,12 +225,15 @@ class BatchEvents:
     @contextmanager
     def forward(self):
         "Context manager around forward and backward pass of a batch, which the callbacks have changed"
-        if self.learn.training and len(self.learn.yb): ask_batch(self.steps, (self.learn.xb,self.learn.yb))
+        if self.learn.training and len(self.learn.yb):
+            ask_batch(self.steps, (self.learn.xb,self.learn.yb))
+            self.budget.begin(self.learn, self.half, self.memory)
         yield
 
     def after_pred(self):
         if within_batch(self.learn):
             self.steps.chosen.half.remove()
+            self.budget.end()
             if self.learn.training: check_float32(self.learn.model, self.steps.step.full)
         elif self.learn.training: raise RuntimeError(
             f"This batch isn't run by Learner.one_batch, so {type(self).__name__} can't train with it. If your class "
@@ -288,8 +298,9 @@ class PrecisionCallback(FitEvents, BatchEvents, StepEvents, PrecisionPart):
 
     def __init__(self,
         scaling:StaticLossScale|DynamicLossScale, # Loss scale of the first step
+        memory:float=None, # GB for a batch; True: what is free; None: there is no limit
         **options # As for `StepSettings`
-    ): self.steps = LearnerSteps(self, scaling, **options)
+    ): self.memory,self.budget,self.steps = memory,MemoryBudget(),LearnerSteps(self, scaling, **options)
 
     def __setattr__(self, name, value):
         if name in self._xtra: setattr(self.steps, name, value)

@@ -72,7 +72,7 @@ def diagnose(
     Runs the batch in half precision and in float32, and more often to find the modules to keep in float32.
     Parameters, buffers, gradients and random numbers are as before. Raises `RuntimeError` inside `with half:`, and
     `ValueError` if `compute_loss` doesn't call `model`."""
-    if isinstance(vars(model).get('forward'), StandIn):
+    if isinstance(now := vars(model).get('forward'), StandIn) and not now.below:
         raise RuntimeError("diagnose runs the batch in float32, too. Call it outside of `with half:`.")
     ends = torch.finfo(half.dtype).max if half else math.inf
     def _run(half, scale=1., **kwargs): return trace_batch(model, compute_loss, half, count_nonfinite, scale, **kwargs)
@@ -177,7 +177,7 @@ def trace_batch(
             for name,m in filter(_takes_hooks, named.items()):
                 hooks.enter_context(m.register_forward_pre_hook(_before, with_kwargs=True))
                 hooks.enter_context(m.register_forward_hook(partial(_after, name), with_kwargs=True))
-            loss = compute_loss()
+            loss = compute_loss().as_subclass(torch.Tensor) # see `scaled_backward`
         check_called(model, any(not o.name for o in calls)) # the model itself has no name
         if loss.isfinite() and torch.is_grad_enabled(): (loss*scale).backward() # there is none in a validation
         grads = dict(zip(named, map(measure, map(_own_grads, named.values()))))

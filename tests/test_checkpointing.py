@@ -1,0 +1,373 @@
+"""`checkpointing` and `memory=`: a batch fits into the memory that was given, as planned, and with the same bits"""
+from ranks import *
+from fastai.callback.rnn import ModelResetter
+from mp_callbacks.core.modules import replaced_forward
+from mp_callbacks.look.checkpointing import ChangedInput,Checkpoints,Segment,plan_checkpoints,share_left
+from mp_callbacks.look.plan import LiveBytes
+
+class Block(nn.Module):
+    "A shortcut around layers that draw, normalize and count"
+    def __init__(self, n, p):
+        super().__init__()
+        self.lin1,self.norm,self.lin2,self.drop = nn.Linear(n,4*n),nn.BatchNorm1d(4*n),nn.Linear(4*n,n),nn.Dropout(p)
+        self.gamma,self.calls = nn.Parameter(torch.full((n,), .5)),0
+    def forward(self, x):
+        self.calls += 1
+        return x+self.gamma*self.drop(self.lin2(F.gelu(self.norm(self.lin1(x)))))
+
+def net(n=32, depth=4, p=.3):
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(8,n), *[Block(n, p) for _ in range(depth)], nn.Linear(n,1))
+
+def big_dls(n=1024, bs=512): return as_dls(*numbers(n), bs=bs)
+
+def segments(learn): return learn.mixed_precision.budget.plan.checkpoints.segments
+
+def assert_same(learn, other):
+    "Weights and buffers, to the bit; and nothing stands in the model"
+    a,b = [o.model.state_dict() for o in (learn,other)]
+    assert a.keys()==b.keys() and all(map(torch.equal, a.values(), b.values()))
+    assert not any('forward' in vars(m) for m in learn.model.modules())
+
+pytestmark = pytest.mark.filterwarnings('ignore:Checkpoints|Without checkpoints')
+
+modes = {**modes, 'fp8':lambda learn, **kwargs: learn.to_fp8(emulate=True, **kwargs)}
+
+@pytest.mark.parametrize('mode', modes)
+def test_same_bits(mode):
+    "As without a limit, in a fit with dropout, batch norm, a counter and a parameter of the blocks"
+    def _learner(**options): return modes[mode](get_learner(net(), big_dls()), **options)
+    free = fitted(_learner(), 2)
+    learn = _learner(memory=1e-3)
+    with pytest.warns(UserWarning, match='Checkpoints'): fitted(learn, 2)
+    assert segments(learn)
+    assert_same(learn, free)
+    assert [m.calls for m in learn.model[1:-1]]==[m.calls for m in free.model[1:-1]]
+    assert log_of(learn).loss.tolist()==log_of(free).loss.tolist()
+
+class Halves(nn.Module):
+    "A dict in and a dict out, by keyword"
+    def __init__(self, n):
+        super().__init__()
+        self.a,self.b = nn.Linear(n,4*n),nn.Linear(4*n,n)
+    def forward(self, *, parts): return dict(x=parts['x']+self.b(F.gelu(self.a(parts['x']))), y=parts['y'])
+
+class Recurrent(nn.Module):
+    "It goes on from the state that the last batch has left"
+    def __init__(self, n):
+        super().__init__()
+        self.cell,self.out,self.hidden = nn.GRU(n,2*n,batch_first=True),nn.Linear(2*n,n),None
+    def forward(self, x):
+        res,hidden = self.cell(x[:,None].expand(-1,4,-1), self.hidden)
+        self.hidden = hidden.detach()
+        return x+self.out(F.gelu(res)).mean(1)
+
+class Resets(nn.Sequential):
+    def reset(self):
+        for m in self[1:-1]: m.hidden = None
+
+def drawing(block, x):
+    "By random numbers of Python and NumPy"
+    return x+block.b(F.gelu(block.a(x))*random.random())*(np.random.rand()>.5)
+
+def twice(block, x): return x+block.b(F.gelu(block.a(x)))+block.b(F.gelu(block.a(F.gelu(x)*block.gamma)))
+def in_place(block, x): return x.mul_(.9)+block.b(F.gelu(block.a(x)))
+def reentrant(block, x): return x+checkpoint(lambda x: block.b(F.gelu(block.a(x))), x, use_reentrant=True)
+def itself(block, x): return x+checkpoint(lambda x: block.b(F.gelu(block.a(x))), x, use_reentrant=False)
+
+def layers(f, n=32, **parts):
+    "A block that computes `f`"
+    return Does(f, a=nn.Linear(n,4*n), b=nn.Linear(4*n,n), **parts)
+
+def in_dicts(m, x):
+    parts = dict(x=m.start(x), y=x)
+    for o in m.blocks: parts = o(parts=parts)
+    return m.end(parts['x'])+parts['y'].mean()
+def shared(m, x):
+    x = m.start(x)
+    for _ in range(4): x = m.block(x)
+    return m.end(x)
+def ends(**parts): return dict(start=nn.Linear(8,32), end=nn.Linear(32,1), **parts)
+def normed(): return nn.utils.parametrizations.spectral_norm(nn.Linear(32,128))
+def of_blocks(make): return lambda: nn.Sequential(nn.Linear(8,32), *[make() for _ in range(4)], nn.Linear(32,1))
+def chain():
+    def _part(): return nn.Linear(32,32),nn.BatchNorm1d(32),nn.Hardswish(inplace=True),nn.Dropout()
+    return nn.Sequential(nn.Linear(8,32), *[o for _ in range(4) for o in _part()], nn.Linear(32,1))
+
+kinds = dict(
+    dicts     = lambda: Does(in_dicts, **ends(blocks=nn.ModuleList([Halves(32) for _ in range(4)]))),
+    shared    = lambda: Does(shared, **ends(block=layers(lambda m, x: x+m.b(F.gelu(m.a(x)))))),
+    recurrent = lambda: Resets(*of_blocks(lambda: Recurrent(32))()),
+    drawing   = of_blocks(lambda: layers(drawing)),
+    twice     = of_blocks(lambda: layers(twice, gamma=torch.ones(32))),
+    spectral  = of_blocks(lambda: Does(lambda m, x: x+m.b(F.gelu(m.a(x))), a=normed(), b=nn.Linear(128,32))),
+    in_place  = of_blocks(lambda: layers(in_place)),
+    reentrant = of_blocks(lambda: layers(reentrant)),
+    itself    = of_blocks(lambda: nn.Sequential(layers(itself), nn.Dropout(.1), nn.GELU())),
+    chain     = chain)
+
+@pytest.mark.parametrize('kind', kinds)
+def test_kinds_of_models(kind):
+    "The same bits, whatever a block keeps, draws, returns and changes"
+    def _fit(**options):
+        set_seed(3)
+        cbs = [ModelResetter()]*(kind=='recurrent')
+        return fitted(in_mode('bf16', kinds[kind](), options, dls=big_dls(bs=256), cbs=cbs), 1)
+    free = _fit()
+    learn = _fit(memory=2e-4)
+    # to compute from a changed input again is impossible, and what the model checkpoints already keeps nothing
+    assert bool(segments(learn))==(kind not in ('in_place','reentrant'))
+    assert_same(learn, free)
+
+def limited(model=None, mode='bf16', memory=2e-4, bs=256, **kwargs):
+    return in_mode(mode, net() if model is None else model, {} if memory is None else dict(memory=memory),
+                   dls=big_dls(bs=bs), **kwargs)
+
+def with_accumulation(learn): return fitted(learn, 2, GradientAccumulation(512))
+def with_skips(learn): return fitted(learn, 2, overflow(1, 5))
+def with_looks(learn):
+    "Between epochs; they say the same, too"
+    answers = []
+    def _look(learn):
+        report = learn.precision_report(1)
+        answers.append([repr(learn.find_nonfinite()), repr(report), report.keep])
+    fitted(learn, 2, On('after_epoch', _look))
+    learn.answers = answers
+    return learn
+def unfrozen(learn):
+    "Blocks are frozen at first"
+    for m in learn.model[:3]: m.requires_grad_(False)
+    fitted(learn, 1)
+    for m in learn.model[:3]: m.requires_grad_(True)
+    return fitted(learn, 1)
+uses = [with_accumulation,with_skips,with_looks,unfrozen]
+@pytest.mark.parametrize('use', uses)
+def test_uses(use):
+    "The same bits, whatever else happens in a fit"
+    free,learn = use(limited(memory=None)),use(limited())
+    assert segments(learn)
+    assert_same(learn, free)
+    if use is with_looks: assert learn.answers==free.answers
+    assert skipped(learn)==(2 if use is with_skips else 0)
+
+@pytest.mark.parametrize('mode', ['fp16','bf16'])
+def test_kept_block(mode):
+    "A block in float32 inside checkpointed ones"
+    def _fit(**options): return fitted(in_mode(mode, net(), dict(keep='2', **options), dls=big_dls(bs=256)))
+    free,learn = _fit(),_fit(memory=2e-4)
+    assert Segment('2') in segments(learn) or any(o.first<=2<(o.last or 0) for o in segments(learn))
+    assert_same(learn, free)
+
+def test_gradient_of_a_gradient():
+    "Each backward pass computes again"
+    def _grads(checkpoints, model):
+        x,_ = numbers()
+        with checkpoints, half(model): pred = model(x)
+        grad, = torch.autograd.grad(pred.sum(), model[0].weight, create_graph=True)
+        (pred.square().mean()+grad.square().mean()).backward()
+        return [p.grad for p in model.parameters()]
+    a,b = mlp(),mlp()
+    for x,y in zip(_grads(nullcontext(), a), _grads(Checkpoints(b, [Segment('', 0, 4)]), b)): assert torch.equal(x, y)
+
+class InterruptAt:
+    "A hook that interrupts the `n`th call with a whole batch"
+    def __init__(self, n): self.n = n
+    def __call__(self, m, args, out):
+        self.n -= len(out)>200
+        if not self.n: raise KeyboardInterrupt
+
+@pytest.mark.parametrize('n', [1,2], ids=['forward','again'])
+def test_interrupt(n):
+    "In the forward pass of the first batch, or when it computes again: nothing is left, and the next fit is the same"
+    def _fit(learn, n):
+        with learn.model[2].lin2.register_forward_hook(InterruptAt(n)), pytest.raises(KeyboardInterrupt): learn.fit(1)
+        assert not any('forward' in vars(m) for m in learn.model.modules())
+        for m in learn.model[1:-1]: m.calls = 0
+        set_seed(3)
+        return fitted(learn, 1)
+    free,learn = _fit(limited(memory=None), 1),_fit(limited(), n)
+    assert segments(learn)
+    assert_same(learn, free)
+
+def in_ddp(rank, mode, engine):
+    "The same bits as without, on each rank"
+    def _fit(**options):
+        model = Net(norm=nn.LayerNorm)
+        if engine=='hand': model = DistributedDataParallel(model)
+        set_seed(rank)
+        learn = get_learner(model, as_dls(*(rows(rank, 512) if engine=='hand' else all_rows(512)), bs=256))
+        modes[mode](learn, **options)
+        with warnings.catch_warnings(), together(learn, rank, engine):
+            warnings.simplefilter('ignore')
+            learn.fit(2)
+        return learn
+    free,learn = _fit(),_fit(memory=2e-4)
+    assert segments(learn)
+    assert_same(learn, free)
+    agree(params(learn.model))
+
+def test_ddp(tmp_path):
+    run_cases(tmp_path, [partial(in_ddp, mode=m, engine=e) for m,e in [('bf16','hand'),('fp16','fastai')]])
+
+bad = dict(zero=(0, 'must be a positive number of GB'), text=('16', 'must be a positive'), false=(False, 'must be'),
+           nan=(math.nan, 'must be a positive'), cpu=(True, 'asks a GPU how much is free, and this is cpu'))
+@pytest.mark.parametrize('name', bad)
+@pytest.mark.parametrize('call', calls+['to_fp8'])
+def test_bad_memory(call, name):
+    "The error comes at the call, and what was on stays on"
+    value,match = bad[name]
+    learn = get_learner().to_bf16()
+    cb,options = learn.mixed_precision,dict(emulate=True) if call=='to_fp8' else {}
+    with pytest.raises(ValueError, match=match): getattr(learn, call)(memory=value, **options)
+    assert learn.mixed_precision is cb
+
+def test_compiled():
+    "Refused with the reason, at the call, or at the start of a fit"
+    compiled = torch.compile(mlp(), backend='eager')
+    with pytest.raises(ValueError, match='compiled'): get_learner(compiled).to_bf16(memory=1)
+    learn = get_learner().to_bf16(memory=1)
+    learn.model[0].compile(backend='eager')
+    with pytest.raises(ValueError, match='compiled'): learn.fit(1)
+
+def test_said_once():
+    "In a warning, in the first batch; the next fit says nothing, as nothing is new, and plans nothing"
+    learn = limited(memory=4e-4)
+    with pytest.warns(UserWarning, match='of 4 blocks: batches of 256 need .* GB') as told: learn.fit(2)
+    assert len([o for o in told if 'blocks' in str(o.message)])==1
+    plan = learn.mixed_precision.budget.plan
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        learn.fit(1)
+    assert learn.mixed_precision.budget.plan is plan
+
+def test_chosen_again():
+    "When batches are larger by a tenth, other parameters train, or the limit is another"
+    learn = fitted(limited())
+    plans = [learn.mixed_precision.budget.plan]
+    def _fit():
+        learn.fit(1)
+        plans.append(learn.mixed_precision.budget.plan)
+        return plans[-1] is plans[-2]
+    learn.dls = big_dls(bs=270)
+    assert _fit()
+    learn.dls = big_dls(bs=290)
+    assert not _fit() and plans[-1].plan.items==290
+    learn.model[1].requires_grad_(False)
+    assert not _fit() and _fit()
+    learn.mixed_precision.memory = 1.
+    assert not _fit() and not segments(learn)
+    learn.mixed_precision.memory = None
+    assert not _fit() and learn.mixed_precision.budget.plan is None
+
+of_whom,copies = [],[]
+def copy_now(m, args, out):
+    if of_whom and len(copies)<2: copies.extend([deepcopy(of_whom[0]),by_pickle(of_whom[0])])
+
+def test_copies(tmp_path):
+    "Nothing of it is in copies, pickles and exports, also those that are made in the middle of a batch"
+    learn = in_mode('bf16', net(), dict(memory=2e-4), dls=get_dls(256, n=512), path=tmp_path)
+    learn.fit(1)
+    of_whom.append(learn.model)
+    with learn.model[0].register_forward_hook(copy_now): learn.fit(1)
+    learn.export('model.pkl')
+    assert len(copies)>1
+    for o in [*copies,load_learner(tmp_path/'model.pkl').model]:
+        assert not any(map(replaced_forward, o.modules()))
+        assert o(numbers()[0]).dtype==torch.float32
+
+def counted(learn, *cbs):
+    "GB that tensors take at most in a fit of four batches, which are there from the start"
+    x,y = numbers(512)
+    learn.dls = DataLoaders([(x,y)]*4, [], device='cpu')
+    with LiveBytes() as live:
+        for t in (*learn.model.parameters(),*learn.model.buffers(),x,y): live.add(t)
+        learn.fit(1, cbs=[*cbs])
+    return max(live.log)/2**30
+
+wide = dict(
+    blocks   = lambda: net(32, 6),
+    sequence = lambda: nn.Sequential(nn.Linear(8,64), *[o for _ in range(8) for o in (nn.Linear(64,64), nn.GELU())],
+                                     nn.Linear(64,1)))
+
+@pytest.mark.parametrize('name', wide)
+@pytest.mark.parametrize('share', [.8,.65])
+@pytest.mark.parametrize('opt_func', [fused_adam,slow_unless(False, Adam)])
+@pytest.mark.parametrize('cbs', [(),slow_unless(False, (GradientAccumulation(1024),))])
+def test_fits(name, share, opt_func, cbs):
+    "What is planned is counted in a fit, with the state that the optimizer makes in its first step"
+    def _learner(memory): return in_mode('bf16', wide[name](), dict(memory=memory), opt_func=opt_func)
+    room = share*counted(_learner(None), *cbs)
+    learn = _learner(room/(1-share_left))
+    peak,plan = counted(learn, *cbs),learn.mixed_precision.budget.plan
+    used = peak/(plan.gb*(1-share_left)-plan.room+plan.peak)-1
+    assert plan.fits and segments(learn) and .8*room<peak<1.02*room and abs(used)<.03
+
+def test_free_on_a_gpu(monkeypatch):
+    "`memory=True`: what is free, what PyTorch holds for nobody, and what model and optimizer have already"
+    from mp_callbacks.learner.memory import free_gb
+    for name,gb in dict(mem_get_info=(6*2**30,16*2**30), memory_reserved=5*2**30, memory_allocated=2*2**30).items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, gb=gb: gb)
+    learn = fitted(get_learner(opt_func=fused_adam))
+    n = sum(p.numel() for p in learn.model.parameters())
+    steps = 4*len([*learn.model.parameters()]) # Adam's counts
+    assert free_gb(learn)==9+(12*n+steps)/2**30
+
+def test_a_loop_of_ones_own():
+    "Enter the checkpoints before half precision; the plan says what it takes, and which batch size would fit"
+    model,(x,y) = net(64, 6),numbers(512)
+    h,opt = half(model),torch.optim.Adam(model.parameters())
+    def compute_loss(n): return F.mse_loss(model(x[:n]), y[:n])
+    def _plan(gb): return plan_checkpoints(model, compute_loss, opt, 512, gb, h)
+    plain = _plan(1.)
+    assert plain.fits and not plain.checkpoints.segments
+    assert str(plain).startswith('Without checkpoints: batches of 512')
+    few,less,none = [_plan(share*plain.peak/(1-share_left)) for share in (.9,.5,.01)]
+    assert few.fits and less.fits and 1<few.time<less.time<4/3 and plain.peak>few.peak>less.peak
+    assert not none.fits and str(none).endswith('That is too much: not even one item would fit.')
+    assert none.peak<=less.peak
+    tight = _plan(.95*none.peak/(1-share_left))
+    n = int(re.search(r'batches of (\d+) would fit', str(tight))[1])
+    assert plan_checkpoints(model, compute_loss, opt, n, tight.gb, h).fits
+    with h, pytest.raises(RuntimeError, match='Enter the checkpoints first'):
+        Checkpoints(model, [Segment('', 1, 3)]).turn_on()
+    with less.checkpoints, h: loss = compute_loss(512)
+    assert not any('forward' in vars(m) for m in model.modules())
+    with h: loss.backward()
+
+def test_float32():
+    "The function plans float32, too"
+    model,(x,y) = net(),numbers(64)
+    opt = torch.optim.Adam(model.parameters())
+    def compute_loss(n): return F.mse_loss(model(x[:n]), y[:n])
+    plain,few = [plan_checkpoints(model, compute_loss, opt, 4096, gb) for gb in (1,.02)]
+    assert few.fits and few.checkpoints.segments and few.plan.table.peak.checkpointed<few.plan.table.peak['all kept']
+    for o in (0,-1,'1'):
+        with pytest.raises(ValueError, match=f'gb={o!r} must be a positive number'):
+            plan_checkpoints(model, compute_loss, opt, 64, o)
+
+def test_changed_later():
+    "An input that is changed after the forward pass is an error, in place of other gradients"
+    model = Does(lambda m, x: (m.f(x),x.mul_(2))[0], f=mlp())
+    x = torch.randn(4,8)
+    with Checkpoints(model, [Segment('f')]): loss = model(x+1).sum()
+    with pytest.raises(ChangedInput, match='An input of f was changed in place'): loss.backward()
+
+def test_measured_before(monkeypatch):
+    "The plan is made for modules that compute as the first batch has shown"
+    from mp_callbacks.learner import memory
+    def _plan(model, compute_loss, opt, n, gb, half, others):
+        asked.append((half.asks,half.answer))
+        return plan_checkpoints(model, compute_loss, opt, n, gb, half, others)
+    asked = []
+    monkeypatch.setattr(memory, 'plan_checkpoints', _plan)
+    learn = fitted(limited())
+    assert asked==[(False,learn.mixed_precision.half.answer)] and asked[0][1].passes>0
+
+@has_notes
+def test_no_memory_to_plan(monkeypatch):
+    "The error says so, and nothing is left"
+    from mp_callbacks.learner import memory
+    monkeypatch.setattr(memory, 'plan_checkpoints', raises(torch.OutOfMemoryError('no memory')))
+    learn = limited()
+    assert 'plan of memory=' in note_of(learn.fit, 1, raises=torch.OutOfMemoryError)
+    assert_same(learn, limited())

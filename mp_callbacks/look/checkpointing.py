@@ -18,7 +18,6 @@ from inspect import getattr_static
 from typing import NamedTuple
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import flop_registry
 
 from ..core.dtypes import leaves
 from ..core.half import Switch,half_precision
@@ -161,7 +160,8 @@ class _Calls(TorchDispatchMode):
     "Inside a `with`, the calls of modules in the forward pass of a counted step"
     def __init__(self, model, live):
         super().__init__()
-        self.live,self.work,self.calls,self.open = live,0,defaultdict(list),[]
+        from torch.utils.flop_counter import flop_registry # which needs what a version may lack
+        self.live,self.work,self.calls,self.open,self.flops = live,0,defaultdict(list),[],flop_registry
         self.named,self.hooks = named_modules(model),ExitStack()
 
     def __enter__(self):
@@ -175,7 +175,7 @@ class _Calls(TorchDispatchMode):
         return super().__exit__(*args)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        res,count = func(*args, **(kwargs or {})),flop_registry.get(func.overloadpacket)
+        res,count = func(*args, **(kwargs or {})),self.flops.get(func.overloadpacket)
         # bytes of results, and operations in products
         self.work += sum(t.nbytes for t in _tensors(res))
         if count: self.work += count(*args, **(kwargs or {}), out_val=res)

@@ -108,11 +108,18 @@ def test_lines_are_short(folder):
         lines = file.read_text(encoding='utf-8').splitlines()
         assert file.stem=='_modidx' or [o for o in lines if len(o)>120 and not o.startswith('__all__')]==[], file
 
+def patches(name):
+    "The functions that `@patch` adds to classes: pairs of a function's tree and the class's name"
+    tree = ast.parse(source(name))
+    def _is_patch(d): return isinstance(d, ast.Name) and d.id=='patch' or isinstance(d, ast.Call) and _is_patch(d.func)
+    return [(o,o.args.args[0].annotation.id) for o in tree.body
+            if isinstance(o, ast.FunctionDef) and any(map(_is_patch, o.decorator_list))]
+
 @each_module
-def test_a_class_is_one_piece(name):
-    "`@patch` adds to fastai's `Learner`, never to a class of this package"
-    patched = re.findall(r'^@patch\n(?:@(?:.|\n)*?)?def \w+\(\s*\w+:\s*(\w+)', source(name), re.M)
-    assert len(patched)==source(name).count('\n@patch') and {*patched}<={'Learner'}
+def test_patches(name):
+    "`@patch` adds to fastai's `Learner`, or goes on with a class of the same module"
+    own = {o.name for o in ast.parse(source(name)).body if isinstance(o, ast.ClassDef)}
+    assert len(patches(name))==source(name).count('\n@patch') and {cls for _,cls in patches(name)}<={'Learner',*own}
 
 def code_lines(text):
     "Numbers of the lines that have code: docstrings, comments and empty lines have none"
@@ -125,7 +132,7 @@ def code_lines(text):
 
 @each_module
 def test_sizes(name):
-    """Rooms to live in: a class has at most 25 methods and 160 lines of code, what a function does 30
+    """Rooms to live in: a class has at most 35 methods and 230 lines of code, with its patches, what a function does 30
 
     A cell has 60 lines, or one class of 130."""
     text = source(name)
@@ -134,8 +141,11 @@ def test_sizes(name):
     def size(first, last): return len([i for i in lines if first<=i<=last])
     for o in ast.walk(ast.parse(text)):
         if isinstance(o, ast.FunctionDef): assert size(o.body[0].lineno, o.end_lineno)<=30, o.name
-        if isinstance(o, ast.ClassDef): assert size(o.lineno, o.end_lineno)<=160, o.name
-        if isinstance(o, ast.ClassDef): assert sum(isinstance(m, ast.FunctionDef) for m in o.body)<=25, o.name
+        if not isinstance(o, ast.ClassDef): continue
+        methods = [m for m in o.body if isinstance(m, ast.FunctionDef)]
+        added = [m for m,cls in patches(name) if cls==o.name]
+        assert size(o.lineno, o.end_lineno)+sum(size(m.lineno, m.end_lineno) for m in added)<=230, o.name
+        assert len(methods)+len(added)<=35, o.name
     for o in cells_of(f"{name.replace('.', '/')}.ipynb", 'code'):
         one_class = re.match(r'#\| export\n(@.*\n)?class ', o) and len(re.findall(r'^(class|def) ', o, re.M))==1
         assert len(o.splitlines())<=(130 if one_class else 60), o

@@ -107,7 +107,8 @@ def test_first_screen():
     "README is short. First: what to write, the picture, what it saves, a report. Its numbers come from cells"
     text = (root/'README.md').read_text(encoding='utf-8')
     begin = text.partition('\n## ')[0]
-    first = ('```python\nfrom fastai','```diff\n','![','- **On a GPU**','- **On a CPU**','- **Not faster**','```text\nMachine')
+    first = ('```python\nfrom fastai','```diff\n','![','- **On a GPU**','- **On a CPU**','- **Not faster**',
+             '```text\nMachine')
     assert text.count('\n')<=100 and sorted(first, key=lambda o: begin.index(f'\n{o}'))==[*first]
 
 def blocks(name):
@@ -116,7 +117,9 @@ def blocks(name):
 
 starts = { # page -> what its only block needs
     'howto/accumulation_and_clipping': 'from learners import *\nlearn = get_learner()',
-    'howto/less_memory':               'import torch\nx,block = torch.ones(2,8),torch.nn.Linear(8,8)'}
+    'howto/less_memory':               'import torch\nx,block = torch.ones(2,8),torch.nn.Linear(8,8)',
+    'howto/telemetry':                 'from learners import *\nfrom mp_callbacks.all import *\nlearn = get_learner()\n'
+                                       'dls,model,loss_func = learn.dls,learn.model,learn.loss_func'}
 
 @pytest.mark.parametrize('name', starts)
 def test_block(name):
@@ -139,11 +142,14 @@ by_hand = { # page -> what its first block needs, which is not among the require
 def test_by_hand(name, tmp_path):
     "The block prints what the page says, and the page which version that was with"
     pytest.importorskip(by_hand[name])
-    (code,said), = re.findall(r'^```python\n(.*?)^```\n\n```text\n(.*?)^```', '\n'.join(cells(name, 'markdown')), re.M|re.S)
-    assert outputs.same(said, outputs.printed(dict(text=paste('import torch; torch.set_num_threads(1)\n'+code, tmp_path))))
+    text = '\n'.join(cells(name, 'markdown'))
+    (code,said), = re.findall(r'^```python\n(.*?)^```\n\n```text\n(.*?)^```', text, re.M|re.S)
+    printed = paste('import torch; torch.set_num_threads(1)\n'+code, tmp_path)
+    assert outputs.same(said, outputs.printed(dict(text=printed)))
 
 def test_by_hand_says_so():
-    for name,lib in by_hand.items(): assert re.search(rf'Run by hand, .* {lib} [\d.]+', '\n'.join(cells(name, 'markdown')))
+    for name,lib in by_hand.items():
+        assert re.search(rf'Run by hand, .* {lib} [\d.]+', '\n'.join(cells(name, 'markdown'))), name
 
 small_pets = """
 import fastai.vision.all as vision

@@ -158,9 +158,10 @@ def advice(
     if good.empty:
         return f'Stay with float32 here: nothing else is 1.1 times as fast, with an accuracy of at least {ref-.02:.1%}.'
     use,*same = good.index[good.speedup>=good.speedup.max()/1.1]
-    tie = f" As fast, within the noise: {', '.join(same)}." if same else ''
+    tie = f" As fast, within the noise: {', '.join(f'to_{o}()' for o in same)}." if same else ''
+    why = 'It needs no loss scale.' if 'bf16' in use else "Its loss scale keeps small gradients from becoming zero."
     return (f"Use learn.to_{use}() here: {good.speedup[use]:.1f} times as fast as float32, with an accuracy of "
-            f"{good.accuracy[use]:.1%} (float32: {ref:.1%}).{tie}")
+            f"{good.accuracy[use]:.1%} (float32: {ref:.1%}). {why}{tie}")
 
 # %% ../nbs/demo.ipynb #80dd6e35
 def plot_runs(

@@ -13,7 +13,7 @@ from learners import *
 pytest.importorskip('latex2mathml', reason='needs the docs extra')
 
 sys.path.insert(0, str(root/'docs'))
-import pages
+import outputs,pages
 
 github,site,deep = pages.GitHub(),pages.Site(Path('index.md')),pages.Site(Path('tutorials/first.md'))
 
@@ -104,11 +104,12 @@ def test_colab(name):
     assert cells(name, 'code')[0]==f'#| hide\n#| eval: false\n{pages.install}'
 
 def test_first_screen():
-    "README is short, and begins with a line of code and what it saves; the numbers come from cells, see `test_figures`"
+    "README is short. First: what to write, the picture, what it saves, a report. Its numbers come from cells"
     text = (root/'README.md').read_text(encoding='utf-8')
     begin = text.partition('\n## ')[0]
-    assert text.count('\n')<=110 and len(begin.splitlines())<=20
-    for o in ('`learn = ', '- **On a GPU**', '- **On a CPU**', '- **Not faster**'): assert f'\n{o}' in begin
+    first = ('```python\nfrom fastai','```diff\n','![','- **On a GPU**','- **On a CPU**','- **Not faster**',
+             '```text\nMachine')
+    assert text.count('\n')<=100 and sorted(first, key=lambda o: begin.index(f'\n{o}'))==[*first]
 
 def blocks(name):
     "The blocks of Python on the page `name` that are not cells"
@@ -116,7 +117,9 @@ def blocks(name):
 
 starts = { # page -> what its only block needs
     'howto/accumulation_and_clipping': 'from learners import *\nlearn = get_learner()',
-    'howto/less_memory':               'import torch\nx,block = torch.ones(2,8),torch.nn.Linear(8,8)'}
+    'howto/less_memory':               'import torch\nx,block = torch.ones(2,8),torch.nn.Linear(8,8)',
+    'howto/telemetry':                 'from learners import *\nfrom mp_callbacks.all import *\nlearn = get_learner()\n'
+                                       'dls,model,loss_func = learn.dls,learn.model,learn.loss_func'}
 
 @pytest.mark.parametrize('name', starts)
 def test_block(name):
@@ -126,7 +129,27 @@ def test_block(name):
 def test_blocks_are_run():
     "by `test_block`, or by a test of their own below; `test_from_other_libraries` runs diffs, .ci/run the commands"
     found = {o for o in nbs if re.match('index|howto/', o) and blocks(o)}
-    assert found=={*starts,'howto/several_gpus','howto/other_trainers','howto/applications','howto/fast_on_a_gpu'}
+    assert found=={*starts,*by_hand,'index','howto/several_gpus','howto/other_trainers','howto/applications',
+                   'howto/fast_on_a_gpu'}
+
+by_hand = { # page -> what its first block needs, which is not among the requirements of the tests
+    'howto/segmentation': 'segmentation_models_pytorch',
+    'howto/graphs':       'torch_geometric',
+    'howto/time_series':  'tsai'}
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', by_hand)
+def test_by_hand(name, tmp_path):
+    "The block prints what the page says, and the page which version that was with"
+    pytest.importorskip(by_hand[name])
+    text = '\n'.join(cells(name, 'markdown'))
+    (code,said), = re.findall(r'^```python\n(.*?)^```\n\n```text\n(.*?)^```', text, re.M|re.S)
+    printed = paste('import torch; torch.set_num_threads(1)\n'+code, tmp_path)
+    assert outputs.same(said, outputs.printed(dict(text=printed)))
+
+def test_by_hand_says_so():
+    for name,lib in by_hand.items():
+        assert re.search(rf'Run by hand, .* {lib} [\d.]+', '\n'.join(cells(name, 'markdown'))), name
 
 small_pets = """
 import fastai.vision.all as vision
@@ -158,6 +181,17 @@ def test_pets(name, epochs, forked, tmp_path):
     "The first block of that page, with small images in place of a download, a small model without pretrained weights"
     pytest.importorskip('timm')
     forked(small_pets+blocks(name)[0]+ended.format(epochs), tmp_path)
+
+@pytest.mark.slow
+def test_first_block(forked, tmp_path):
+    "That of README, with those images"
+    pytest.importorskip('timm')
+    code, = blocks('index')
+    dls = """
+def of_class(name): return name[0]
+dls = ImageDataLoaders.from_name_func(Path(), get_image_files(untar_data('')/'images'), of_class, bs=16, num_workers=0)
+"""
+    forked(small_pets+dls+code+'learn.fit(1)'+ended.format(1), tmp_path)
 
 @pytest.mark.slow
 def test_lora_block(forked, tmp_path):
@@ -230,7 +264,13 @@ words = { # what people type who have a problem, and the page that answers; test
     'LoRA':              'howto/applications',     'MixUp':         'howto/applications',
     'T4':                'howto/applications',     'laptop':        'howto/which_precision',
     'A100':              'howto/fast_on_a_gpu',    'RTX 4090':      'howto/fast_on_a_gpu',
-    'Trainer':           'howto/other_trainers',   'Accelerate':    'howto/other_trainers'}
+    'Trainer':           'howto/other_trainers',   'Accelerate':    'howto/other_trainers',
+    'K-fold':            'howto/kfold',            'sweep':         'howto/kfold',
+    'detectors':         'howto/detection',        'Dice':          'howto/segmentation',
+    'PyG':               'howto/graphs',           'new_zeros':     'howto/graphs',
+    'GradNorm':          'howto/multi_task',       'ArcFace':       'howto/metric_learning',
+    'tsai':              'howto/time_series',      'generate':      'howto/generate',
+    'telemetry':         'howto/telemetry',        'manual optimization': 'howto/other_trainers'}
 
 @pytest.mark.parametrize('word', words)
 def test_words(word): assert re.search(rf'\b{word}\b', '\n'.join(cells(words[word], 'markdown')))
@@ -272,13 +312,16 @@ def test_pasted(name, forked, tmp_path):
     forked(re.sub(r'^\s*[!%].*', '', shown(name), flags=re.M), tmp_path)
 
 @pytest.mark.slow
-def test_lightning(tmp_path):
-    "The block for Lightning, after the page's cells: the sick model is found, and the cured one trains"
-    pytest.importorskip('pytorch_lightning')
-    code, = blocks('howto/other_trainers')
+@pytest.mark.parametrize('name', ['lightning','pytorch_lightning'])
+def test_lightning(name, tmp_path):
+    "The blocks for Lightning, after the page's cells: the sick model is found, the cured one trains, also by our steps"
+    pytest.importorskip(name)
+    own,manual = [re.sub('import (pytorch_)?lightning', f'import {name}', o) for o in blocks('howto/other_trainers')]
     end = """
 train(*new(YesNo32))
 try: train(*new())
 except FloatingPointError as e: print(e.args[0].where, e.args[0].module)
 """
-    assert paste(shown('howto/other_trainers')+'\n'+code+end, tmp_path).splitlines()[-1]=='backward head'
+    printed = paste('\n'.join([shown('howto/other_trainers'), own, end, manual]), tmp_path).splitlines()
+    said, = re.findall(r'```text\n(.*)\n```', '\n'.join(cells('howto/other_trainers', 'markdown')))
+    assert printed[-2]=='backward head' and outputs.same(said, printed[-1])

@@ -132,13 +132,13 @@ claims = [ # page, the figures in a sentence of it, and where they are from
         lambda: step_cost(full, fastais, ('lightning','fused','autocast-bf16'), native, bf16))]
 
 def test_first_minute():
-    "README and CONTRIBUTING say how long their commands took, and on which machine"
+    "CONTRIBUTING says how long its commands took, and on which machine"
     file = results/'first_minute_cpu.csv'
     took = [*pd.read_csv(file, comment='#').query("metric=='s'").value] # .venv/demo, demo, .venv/ready, test
     machine,cores,*_ = file.read_text(encoding='utf-8').splitlines()[0].split(' | ')[2].split(', ')
     said = (f'took {sum(took[:2]):.0f} s and then `make test` {sum(took[2:]):.0f} s, downloads included, '
             f'on an {machine} with {cores}')
-    for o in ('README.md','CONTRIBUTING.md'): assert said in (root/o).read_text(encoding='utf-8')
+    assert said in (root/'CONTRIBUTING.md').read_text(encoding='utf-8')
 
 def figures(pattern, s):
     found = re.search(pattern, s)

@@ -1,4 +1,4 @@
-"Both sides of each diff of howto/from_other_libraries train the same model to the same loss"
+"Both sides of each diff of howto/from_other_libraries, and of README's, train the same model to the same loss"
 import json,re
 
 import pytest,torch,torch.nn.functional as F
@@ -36,10 +36,10 @@ def valid_loss(model):
     new.load_state_dict(model.state_dict())
     with torch.no_grad(): return F.cross_entropy(new(valid[0]), valid[1]).item()
 
-def run(code):
+def run(code, train_dl=None):
     "Validation loss of the model that `code` trains"
     model = get_model()
-    ns = dict(torch=torch, nn=nn, F=F, device='cpu', epochs=5, model=model, train_dl=loader(train),
+    ns = dict(torch=torch, nn=nn, F=F, device='cpu', epochs=5, model=model, train_dl=train_dl or loader(train),
               valid_dl=loader(valid), opt=torch.optim.AdamW(model.parameters(), lr=1e-3), __name__='script')
     try: exec(code, ns)
     finally: AcceleratorState._reset_state(reset_partial_state=True) # it keeps the precision of the first `Accelerator`
@@ -54,6 +54,12 @@ def test_both_sides(title, monkeypatch, tmp_path):
     print(f'{title}: {before:.4f} before, {after:.4f} after')
     assert abs(after/before-1)<.02
     assert before<.3*valid_loss(get_model())
+
+def test_of_readme():
+    "Its loop is one epoch"
+    diff = re.search('```diff\n(.*?)```', (root/'README.md').read_text(encoding='utf-8'), re.S)[1]
+    before,after = [run(side(diff, o), [*loader(train)]*5) for o in '-+']
+    assert abs(after/before-1)<.02 and before<.3*valid_loss(get_model())
 
 def test_all_libraries():
     assert [*diffs()]==['PyTorch, float16: keep the loop', 'PyTorch, bfloat16: keep the loop',

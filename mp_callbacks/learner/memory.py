@@ -44,7 +44,12 @@ def loss_of(
     reset_state(learn) # it may be of another size and dtype
     return compute_loss()
 
-def loss_of_items(learn, batch, compute_loss, half=None):
+def loss_of_items(
+    learn, # `Learner` in the middle of a batch
+    batch, # As from `dls.one_batch()`
+    compute_loss, # From `loss_again`
+    half=None, # `half_precision` of the learner's callback
+):
     "A function of a number of items of `batch`: the loss of these, as `loss_of`"
     def _loss(n):
         items = map_tensors(lambda t: t[torch.arange(n, device=t.device)%len(t)], batch)

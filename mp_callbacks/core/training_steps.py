@@ -8,10 +8,9 @@ Docs: https://example.github.io/mp_callbacks/core/training_steps.html.md"""
 __all__ = ['default_max_skips', 'shared_options', 'many_skips', 'many_share', 'first_scale', 'ScaleState', 'GatheredStep',
            'check_float32', 'check_stayed_float32', 'scaled_backward', 'name_culprit', 'find_cure', 'losses_finite',
            'changed_weights', 'step_explainer', 'check_optimizers', 'TrainedModel', 'check_device', 'ChosenHalf',
-           'check_bools', 'StepSettings', 'StepsState', 'ask_batch', 'at_floor', 'may_be_many', 'told_of_many',
-           'keep_from_now', 'report_skips', 'report_losses', 'closure_noted', 'guarded', 'TensorsBeside',
-           'CheckedSteps', 'split_batch', 'check_options', 'check_gathered', 'check_not_stepped', 'alone_in_batch',
-           'TrainingSteps']
+           'check_bools', 'StepSettings', 'CheckedSteps', 'ask_batch', 'at_floor', 'may_be_many', 'told_of_many',
+           'keep_from_now', 'report_skips', 'report_losses', 'closure_noted', 'guarded', 'TensorsBeside', 'split_batch',
+           'check_options', 'check_gathered', 'check_not_stepped', 'alone_in_batch', 'TrainingSteps']
 
 # %% ../../nbs/core/training_steps.ipynb #9b000010
 import math,torch
@@ -21,6 +20,7 @@ from operator import attrgetter
 from numbers import Integral
 from typing import NamedTuple
 from weakref import WeakSet,finalize
+from fastcore.basics import patch
 from fastcore.meta import delegates
 from torch import nn
 
@@ -444,13 +444,14 @@ class StepSettings:
 shared_options = [k for k in StepSettings.__init__.__kwdefaults__ if k!='rescue'] # of all calls
 
 # %% ../../nbs/core/training_steps.ipynb #9b000020
-class StepsState(StepSettings):
-    "Training steps between two steps: their state, and how the model computes"
+class CheckedSteps(StepSettings):
+    "Steps that are checked, and then made, or skipped without a trace"
     model = property(attrgetter('trained.model'), doc="The model, perhaps in `DistributedDataParallel`")
     opt = property(attrgetter('trained.opt'), doc="The optimizer")
     step = None # the `GatheredStep`, if one has begun
     recent_skips = None # skipped steps of this epoch, or of 1,000 steps; None: the scale is looked for
     told = None # number of the step in which many of them were told
+    last = None # `StepStats` of the last step that was checked
     depth = 0 # how many batches or steps are open, one in the other
     full = () # the model's float32 parameters in the last step
     def __init__(self,
@@ -541,7 +542,7 @@ class StepsState(StepSettings):
 
 # %% ../../nbs/core/training_steps.ipynb #9b000040
 def ask_batch(
-    steps:StepsState, # Whose next step a batch belongs to
+    steps:CheckedSteps, # Whose next step a batch belongs to
     batch:tuple, # Its inputs and targets
     again:bool=False, # Also if it has been asked for the model as it is, and with all items?
 )->bool: # Are there modules that compute as under autocast from now on?
@@ -572,14 +573,14 @@ def at_floor(
     return isinstance(scaling, DynamicLossScale) and scaling.loss_scale<=scaling.min_loss_scale
 
 def may_be_many(
-    steps:StepsState, # Whose next step may be skipped
+    steps:CheckedSteps, # Whose next step may be skipped
 )->bool:
     "May it be told then that many are?"
     n = steps.recent_skips
     return steps.told is None and n is not None and (n+1>=many_skips or at_floor(steps.last_state.scaling))
 
 def told_of_many(
-    steps:StepsState, # Of which the last was skipped
+    steps:CheckedSteps, # Of which the last was skipped
 )->str: # Empty if there is nothing to tell
     "What to tell once, if many steps are skipped, in a row or not"
     (scaling,i,*_),n = steps.last_state,steps.recent_skips
@@ -591,7 +592,7 @@ def told_of_many(
 
 # %% ../../nbs/core/training_steps.ipynb #9b000015
 def keep_from_now(
-    steps:StepsState, # Whose model is trained
+    steps:CheckedSteps, # Whose model is trained
     found, # What was not finite, as from `TrainedModel.explain`
     story:str, # What to say of it
 )->bool:
@@ -611,7 +612,7 @@ def keep_from_now(
     return True
 
 def report_skips(
-    steps:StepsState, # Of which the last was skipped
+    steps:CheckedSteps, # Of which the last was skipped
 ):
     "Warn or stop after many skipped steps, or rescue"
     state,many = steps.state,told_of_many(steps)
@@ -632,7 +633,7 @@ def report_skips(
     raise FloatingPointError(story)
 
 def report_losses(
-    steps:StepsState, # Of which the last was made
+    steps:CheckedSteps, # Of which the last was made
 ):
     "Warn, or rescue, after many steps in a row whose loss is not finite, though their gradients are"
     if steps.step.stats.loss_finite or steps.state.bad_losses!=steps.warn_skips: return
@@ -661,7 +662,7 @@ def closure_noted(
 
 @contextmanager
 def guarded(
-    steps:StepsState, # Of which a batch, or the step itself, is in the `with`
+    steps:CheckedSteps, # Of which a batch, or the step itself, is in the `with`
     training:bool=True, # Does an error end the step?
 ):
     "Context manager: whatever ends it, the model has its own `forward` afterwards, and no step is left in part"
@@ -709,81 +710,86 @@ class TensorsBeside:
         return others
 
 # %% ../../nbs/core/training_steps.ipynb #9b000018
-class CheckedSteps(StepsState):
-    "Steps that are checked, and then made, or skipped without a trace"
-    last = None # `StepStats` of the last step that was checked
+@patch
+def model_params(self:CheckedSteps)->list:
+    "Parameters of model and loss function"
+    return [*self.chosen.half.params,*[p for m in self.step.others for p in m.parameters(recurse=False)]]
 
-    def model_params(self)->list:
-        "Parameters of model and loss function"
-        return [*self.chosen.half.params,*[p for m in self.step.others for p in m.parameters(recurse=False)]]
+@patch
+def params(self:CheckedSteps)->list:
+    "Parameters of optimizer, model and loss function; most are there twice"
+    return [*self.trained.opt_params(),*self.model_params()]
 
-    def params(self)->list:
-        "Parameters of optimizer, model and loss function; most are there twice"
-        return [*self.trained.opt_params(),*self.model_params()]
+@patch
+def begin_batch(self:CheckedSteps):
+    "Remember what the batch may change"
+    if self.step is None:
+        check_stayed_float32(self.model, self.full)
+        self.copies.begin_step()
+        self.step = GatheredStep(self.trained.loss_modules(), self.copies.remember)
+    self.step.begin_batch(self.chosen.half)
+    self.full = self.step.full
 
-    def begin_batch(self):
-        "Remember what the batch may change"
-        if self.step is None:
-            check_stayed_float32(self.model, self.full)
-            self.copies.begin_step()
-            self.step = GatheredStep(self.trained.loss_modules(), self.copies.remember)
-        self.step.begin_batch(self.chosen.half)
-        self.full = self.step.full
+@patch
+def scaled(self:CheckedSteps,
+    loss:torch.Tensor, # Of a batch
+    batch:tuple, # Its inputs and targets
+): # It gives what to call `backward` of
+    "Context manager around the backward pass of `loss`: all gradients are unscaled before and after it"
+    step,state,params = self.step,self.last_state,self.params()
+    # whole parameters stand in for the parts of a sharded model
+    sharded,predictions = is_sharded(self.model),self.trained.predictions()
+    others = [] if sharded else self.beside.reached(loss, batch, predictions, params)
+    step.tensors += others
+    told = self.tells(state.skips+1) or state.bad_losses+1==self.warn_skips or may_be_many(self)
+    if told: step.batches.append(batch)
+    step.losses.append(loss.detach())
+    return scaled_backward(loss, state.scaling.loss_scale, self.chosen.half, [*params,*others])
 
-    def scaled(self,
-        loss:torch.Tensor, # Of a batch
-        batch:tuple, # Its inputs and targets
-    ): # It gives what to call `backward` of
-        "Context manager around the backward pass of `loss`: all gradients are unscaled before and after it"
-        step,state,params = self.step,self.last_state,self.params()
-        # whole parameters stand in for the parts of a sharded model
-        sharded,predictions = is_sharded(self.model),self.trained.predictions()
-        others = [] if sharded else self.beside.reached(loss, batch, predictions, params)
-        step.tensors += others
-        told = self.tells(state.skips+1) or state.bad_losses+1==self.warn_skips or may_be_many(self)
-        if told: step.batches.append(batch)
-        step.losses.append(loss.detach())
-        return scaled_backward(loss, state.scaling.loss_scale, self.chosen.half, [*params,*others])
+# %% ../../nbs/core/training_steps.ipynb #9b000045
+@patch
+def check(self:CheckedSteps,
+    losses, # Of the step's batches
+)->StepStats:
+    "Measure and clip the gradients of the step"
+    (scaling,steps,*_),opt_params,found = self.last_state,self.trained.opt_params(),self.chosen.half.answer
+    if found is not None and found!=self.last_state.measured: # the first call has shown it
+        self.state = self.last_state._replace(measured=found)
+    self.last = prepare_grads(opt_params, scaling.loss_scale, self.clip, steps, scaling.wants_amax,
+                              also=self.model_params(), unscaled=True, losses=losses)
+    if not self.last.finite:
+        self.last = self.last._replace(culprit_name=parameter_name(self.model, self.last.culprit))
+    self.step.stats,self.step.learns = self.last,any(p.grad is not None for p in opt_params)
+    return self.last
 
-    def check(self,
-        losses, # Of the step's batches
-    )->StepStats:
-        "Measure and clip the gradients of the step"
-        (scaling,steps,*_),opt_params,found = self.last_state,self.trained.opt_params(),self.chosen.half.answer
-        if found is not None and found!=self.last_state.measured: # the first call has shown it
-            self.state = self.last_state._replace(measured=found)
-        self.last = prepare_grads(opt_params, scaling.loss_scale, self.clip, steps, scaling.wants_amax,
-                                  also=self.model_params(), unscaled=True, losses=losses)
-        if not self.last.finite:
-            self.last = self.last._replace(culprit_name=parameter_name(self.model, self.last.culprit))
-        self.step.stats,self.step.learns = self.last,any(p.grad is not None for p in opt_params)
-        return self.last
+@patch
+def skip(self:CheckedSteps):
+    "Let the step leave no trace, and count it"
+    self.step.drop(self.params())
+    self.step.outcome = 'skipped'
+    finite = losses_finite(self.model, self.step.stats.loss_finite)
+    self.state = self.last_state.after(self.step.stats._replace(loss_finite=finite))
+    if self.recent_skips is not None: self.recent_skips += 1
+    report_skips(self)
 
-    def skip(self):
-        "Let the step leave no trace, and count it"
-        self.step.drop(self.params())
-        self.step.outcome = 'skipped'
-        finite = losses_finite(self.model, self.step.stats.loss_finite)
-        self.state = self.last_state.after(self.step.stats._replace(loss_finite=finite))
-        if self.recent_skips is not None: self.recent_skips += 1
-        report_skips(self)
+@patch
+def made(self:CheckedSteps):
+    "Count a step that the optimizer has made"
+    self.step.outcome = 'made'
+    if self.step.stats is None: return # nobody has checked it
+    if not self.step.learns: # of the scale it says nothing
+        self.state = self.last_state._replace(steps=self.last_state.steps+1)
+        return
+    self.state = self.last_state.after(self.step.stats)
+    if not self.last_state.scaling.wants_amax: self.recent_skips = self.recent_skips or 0
+    report_losses(self)
 
-    def made(self):
-        "Count a step that the optimizer has made"
-        self.step.outcome = 'made'
-        if self.step.stats is None: return # nobody has checked it
-        if not self.step.learns: # of the scale it says nothing
-            self.state = self.last_state._replace(steps=self.last_state.steps+1)
-            return
-        self.state = self.last_state.after(self.step.stats)
-        if not self.last_state.scaling.wants_amax: self.recent_skips = self.recent_skips or 0
-        report_losses(self)
-
-    def drop_step(self):
-        "Let the step that is gathered not have begun"
-        step,params = self.step,self.params()
-        self.step = None
-        step.drop(params)
+@patch
+def drop_step(self:CheckedSteps):
+    "Let the step that is gathered not have begun"
+    step,params = self.step,self.params()
+    self.step = None
+    step.drop(params)
 
 # %% ../../nbs/core/training_steps.ipynb #9b000019
 first_scale = DynamicLossScale(2.**10, period=500, headroom=default_headroom) # that of `to_fp16`

@@ -6,7 +6,7 @@ Docs: https://example.github.io/mp_callbacks/learner/precision.html.md"""
 
 # %% auto #0
 __all__ = ['fit_device', 'keep_freed_memory', 'LearnerModel', 'LearnerSteps', 'refuse_within_batch', 'PrecisionPart',
-           'is_precision', 'FitEvents', 'BatchEvents', 'StepEvents', 'PrecisionCallback', 'precision_callback']
+           'is_precision', 'PrecisionCallback', 'precision_callback']
 
 # %% ../../nbs/learner/precision.ipynb #e07cead4
 import math,torch
@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from fastai.callback.core import CancelStepException
+from fastcore.basics import patch
 from fastai.torch_core import default_device
 
 from ..core.dtypes import leaves
@@ -58,12 +59,13 @@ class LearnerModel(TrainedModel):
     def model(self): return self.cb.learn.model
 
     @property
-    def opt(self): return self.cb.learn.opt
+    def opt(self): return getattr(self.cb.learn, 'opt', None)
 
     @property
     def device(self): return fit_device(self.cb.learn)
 
     def new_half(self, model): return self.cb.new_half(model)
+    def on_state(self, state): self.cb.on_state(state)
     def opt_params(self): return [p for pg in self.opt.param_lists for p in pg]
     def loss_modules(self): return loss_modules(self.cb.learn)
     def predictions(self): return [o for o in leaves(self.cb.learn.pred) if isinstance(o, torch.Tensor)]
@@ -90,29 +92,28 @@ class LearnerModel(TrainedModel):
 class LearnerSteps(CheckedSteps):
     "The training steps of a learner, with their state in its optimizer"
     def __init__(self,
-        cb, # `PrecisionCallback` of the learner
+        trained:LearnerModel, # The learner's model and optimizer
         scaling:StaticLossScale|DynamicLossScale, # Loss scale of the first step
         **settings # As for `StepSettings`
     ):
-        super().__init__(LearnerModel(cb), scaling, **settings)
-        self.cb,self.last_numbers = cb,self.last_state.numbers() # as they are in the optimizer
+        super().__init__(trained, scaling, **settings)
+        self.last_numbers = self.last_state.numbers() # as they are in the optimizer
 
     @property
     def state(self):
         "Loss scale and counters: those in the optimizer, or if it has none, those of the one before"
-        opt = getattr(self.cb.learn, 'opt', None)
-        numbers = {} if opt is None else read_state(opt)
+        numbers = {} if (opt := self.trained.opt) is None else read_state(opt)
         return self.last_state if not numbers or numbers==self.last_numbers else self.last_state.loaded(numbers)
 
     @state.setter
     def state(self, state):
         self.remember(state)
-        if (opt := getattr(self.cb.learn, 'opt', None)) is not None: write_state(opt, self.last_numbers)
+        if (opt := self.trained.opt) is not None: write_state(opt, self.last_numbers)
 
     def remember(self, state):
         "Keep `state` for an optimizer that has none"
         self.last_state,self.last_numbers = state,state.numbers()
-        self.cb.on_state(state)
+        self.trained.on_state(state)
 
     def sync(self):
         "A callback may have loaded a checkpoint"
@@ -150,143 +151,8 @@ def is_precision(cb):
     "Is `cb` a precision callback, from this package or from fastai?"
     return isinstance(cb, PrecisionPart) or is_fastai_precision(cb)
 
-# %% ../../nbs/learner/precision.ipynb #6b95f67a
-class FitEvents:
-    "What a `PrecisionCallback` does before and after training"
-    def check(self,
-        learn, # `Learner` to train
-    ):
-        "Raise a `ValueError` if `learn` has another precision callback, or its model or device can't be trained so"
-        others = [cb for cb in learn.cbs if is_precision(cb) and cb not in (self,self.part)]
-        if others:
-            kind = type(others[0])
-            raise ValueError(f"{type(self).__name__} of mp_callbacks and {kind.__name__} of {kind.__module__} are both "
-                             "on. Call learn.to_fp16(), to_bf16(), to_native_fp16() or to_native_bf16(): each replaces "
-                             "the precision before.")
-        check_device(fit_device(learn), self.half)
-        check_memory(learn, self.memory, fit_device(learn))
-
-    def before_fit(self):
-        self.check(self.learn)
-        self.half.refresh()
-        if self.learn.opt is None: return
-        self.state = self.state # the optimizer may be new
-        if within_batch(self.learn): return # a validation inside a batch
-        if fit_device(self.learn).type=='cpu': keep_freed_memory()
-        self.steps.drop_overflow()
-        self.steps.step = None # an unfinished step goes on, but the model may have loaded other buffers
-
-    @contextmanager
-    def fit(self):
-        "Context manager around the epochs of a fit"
-        try: yield
-        finally: self.steps.copies = BufferCopies()
-
-    def before_train(self):
-        self.steps.beside.seeks = True
-        self.steps.new_epoch()
-        if training_group(self.learn.model) is None: return # fastai wraps the model after our `before_fit`
-        self.half.refresh() # fastai may have replaced batch norms, too
-        self.steps.agree()
-
-    def after_train(self): self.steps.drop_overflow() # else a validation would use buffers with inf or nan
-    def validate(self):
-        "Context manager around the batches of a validation or of predictions"
-        return self.half.keep_copies()
-
-    def after_validate(self): reshard(self.learn.model)
-
-# %% ../../nbs/learner/precision.ipynb #10c00002
-class BatchEvents:
-    "What a `PrecisionCallback` does in a batch, up to its backward pass"
-    @contextmanager
-    def batch(self,
-        i:int, # Its number
-        b, # What the data loader gave
-    ):
-        "Context manager around one batch of the learner"
-        self.budget.batch = b
-        try:
-            with guarded(self.steps, self.learn.training): yield
-        except CheckpointError as e:
-            if hasattr(e, 'add_note'): e.add_note( # since Python 3.11
-                "Checkpointing computes the forward pass again, in half precision only inside the learner's backward "
-                "pass. If you compute gradients elsewhere, do it inside `with learn.mixed_precision.autocast:`.")
-            raise
-        finally: self.budget.end()
-
-    def before_batch(self):
-        if not within_batch(self.learn): return # called outside `one_batch`: an ordinary float32 batch
-        half = self.half # of another model, if a callback has replaced it
-        if half.outdated: half.refresh() # a callback has added a block, say
-        if self.learn.training: self.steps.begin_batch()
-        half.install()
-
-    @contextmanager
-    def forward(self):
-        "Context manager around forward and backward pass of a batch, which the callbacks have changed"
-        if self.learn.training and len(self.learn.yb):
-            ask_batch(self.steps, (self.learn.xb,self.learn.yb))
-            self.budget.begin(self.learn, self.half, self.memory)
-        yield
-
-    def after_pred(self):
-        if within_batch(self.learn):
-            self.steps.chosen.half.remove()
-            self.budget.end()
-            if self.learn.training: check_float32(self.learn.model, self.steps.step.full)
-        elif self.learn.training: raise RuntimeError(
-            f"This batch isn't run by Learner.one_batch, so {type(self).__name__} can't train with it. If your class "
-            "overrides one_batch, call super().one_batch(i, b). To train in plain float32, call learn.to_fp32().")
-
-    @contextmanager
-    def backward(self):
-        "Context manager around the backward pass of the learner's loss"
-        learn,steps,loss = self.learn,self.steps,self.learn.loss_grad
-        steps.sync()
-        try:
-            with steps.scaled(loss, (learn.xb,learn.yb)) as learn.loss_grad: yield
-        finally: learn.loss_grad = loss
-
-    def after_cancel_backward(self): reset_ddp(self.learn.model)
-    def after_cancel_batch(self): reset_ddp(self.learn.model)
-
-# %% ../../nbs/learner/precision.ipynb #10c00003
-class StepEvents:
-    "What a `PrecisionCallback` does at an optimizer step"
-    def before_step(self):
-        learn,step = self.learn,self.steps.step
-        learn.step_stats = stats = self.steps.check([*step.losses,learn.loss.detach()])
-        hand_over_loss(learn, stats.loss)
-        if stats.finite: return
-        try: self.steps.skip()
-        except FloatingPointError: # fastai has no event for an error
-            if recorder := getattr(learn, 'precision_recorder', None): recorder.add_row(True)
-            raise
-        reset_state(learn)
-        raise CancelStepException
-
-    @contextmanager
-    def step(self):
-        "Context manager around the optimizer's step"
-        opt = self.learn.opt
-        if self.steps.step is not None and self.steps.step.stats is None: raise RuntimeError(
-            "Nobody has checked the gradients of this step. A before_step of your own has to call "
-            "super().before_step(), and no callback may end the event by a StopIteration.")
-        try:
-            clear_state(opt) # optimizers pass all hyper-parameters to their steppers, some of which refuse unknown ones
-            with closure_noted(opt), steps_at_once(opt): yield
-        finally: write_state(opt, self.steps.last_numbers)
-
-    def after_step(self): # fastai calls it after a cancelled step, too
-        if not self.steps.step.outcome: self.steps.made()
-
-    def after_batch(self):
-        skipped = self.steps.step is not None and self.steps.step.outcome=='skipped'
-        if self.learn.training and len(self.learn.yb): keep_average(self.learn, skipped)
-
 # %% ../../nbs/learner/precision.ipynb #10c00004
-class PrecisionCallback(FitEvents, BatchEvents, StepEvents, PrecisionPart):
+class PrecisionCallback(PrecisionPart):
     """Scale the loss, check the gradients, and skip the step if they are not finite
 
     A subclass says how the model computes: it defines `new_half`."""
@@ -300,7 +166,7 @@ class PrecisionCallback(FitEvents, BatchEvents, StepEvents, PrecisionPart):
         scaling:StaticLossScale|DynamicLossScale, # Loss scale of the first step
         memory:float=None, # GB for a batch; True: what is free; None: there is no limit
         **options # As for `StepSettings`
-    ): self.memory,self.budget,self.steps = memory,MemoryBudget(),LearnerSteps(self, scaling, **options)
+    ): self.memory,self.budget,self.steps = memory,MemoryBudget(),LearnerSteps(LearnerModel(self), scaling, **options)
 
     def __setattr__(self, name, value):
         if name in self._xtra: setattr(self.steps, name, value)
@@ -324,6 +190,157 @@ class PrecisionCallback(FitEvents, BatchEvents, StepEvents, PrecisionPart):
         "A context in which the learner's model computes as in a batch"
         return self.half
 
+# %% ../../nbs/learner/precision.ipynb #6b95f67a
+@patch
+def check(self:PrecisionCallback,
+    learn, # `Learner` to train
+):
+    "Raise a `ValueError` if `learn` has another precision callback, or its model or device can't be trained so"
+    others = [cb for cb in learn.cbs if is_precision(cb) and cb not in (self,self.part)]
+    if others:
+        kind = type(others[0])
+        raise ValueError(f"{type(self).__name__} of mp_callbacks and {kind.__name__} of {kind.__module__} are both "
+                         "on. Call learn.to_fp16(), to_bf16(), to_native_fp16() or to_native_bf16(): each replaces "
+                         "the precision before.")
+    check_device(fit_device(learn), self.half)
+    check_memory(learn, self.memory, fit_device(learn))
+
+@patch
+def before_fit(self:PrecisionCallback):
+    self.check(self.learn)
+    self.half.refresh()
+    if self.learn.opt is None: return
+    self.state = self.state # the optimizer may be new
+    if within_batch(self.learn): return # a validation inside a batch
+    if fit_device(self.learn).type=='cpu': keep_freed_memory()
+    self.steps.drop_overflow()
+    self.steps.step = None # an unfinished step goes on, but the model may have loaded other buffers
+
+@patch
+@contextmanager
+def fit(self:PrecisionCallback):
+    "Context manager around the epochs of a fit"
+    try: yield
+    finally: self.steps.copies = BufferCopies()
+
+@patch
+def before_train(self:PrecisionCallback):
+    self.steps.beside.seeks = True
+    self.steps.new_epoch()
+    if training_group(self.learn.model) is None: return # fastai wraps the model after our `before_fit`
+    self.half.refresh() # fastai may have replaced batch norms, too
+    self.steps.agree()
+
+@patch
+def after_train(self:PrecisionCallback):
+    self.steps.drop_overflow() # else a validation would use buffers with inf or nan
+
+@patch
+def validate(self:PrecisionCallback):
+    "Context manager around the batches of a validation or of predictions"
+    return self.half.keep_copies()
+
+@patch
+def after_validate(self:PrecisionCallback): reshard(self.learn.model)
+
+# %% ../../nbs/learner/precision.ipynb #10c00002
+@patch
+@contextmanager
+def batch(self:PrecisionCallback,
+    i:int, # Its number
+    b, # What the data loader gave
+):
+    "Context manager around one batch of the learner"
+    self.budget.batch = b
+    try:
+        with guarded(self.steps, self.learn.training): yield
+    except CheckpointError as e:
+        if hasattr(e, 'add_note'): e.add_note( # since Python 3.11
+            "Checkpointing computes the forward pass again, in half precision only inside the learner's backward "
+            "pass. If you compute gradients elsewhere, do it inside `with learn.mixed_precision.autocast:`.")
+        raise
+    finally: self.budget.end()
+
+@patch
+def before_batch(self:PrecisionCallback):
+    if not within_batch(self.learn): return # called outside `one_batch`: an ordinary float32 batch
+    half = self.half # of another model, if a callback has replaced it
+    if half.outdated: half.refresh() # a callback has added a block, say
+    if self.learn.training: self.steps.begin_batch()
+    half.install()
+
+@patch
+@contextmanager
+def forward(self:PrecisionCallback):
+    "Context manager around forward and backward pass of a batch, which the callbacks have changed"
+    if self.learn.training and len(self.learn.yb):
+        ask_batch(self.steps, (self.learn.xb,self.learn.yb))
+        self.budget.begin(self.learn, self.half, self.memory)
+    yield
+
+@patch
+def after_pred(self:PrecisionCallback):
+    if within_batch(self.learn):
+        self.steps.chosen.half.remove()
+        self.budget.end()
+        if self.learn.training: check_float32(self.learn.model, self.steps.step.full)
+    elif self.learn.training: raise RuntimeError(
+        f"This batch isn't run by Learner.one_batch, so {type(self).__name__} can't train with it. If your class "
+        "overrides one_batch, call super().one_batch(i, b). To train in plain float32, call learn.to_fp32().")
+
+@patch
+@contextmanager
+def backward(self:PrecisionCallback):
+    "Context manager around the backward pass of the learner's loss"
+    learn,steps,loss = self.learn,self.steps,self.learn.loss_grad
+    steps.sync()
+    try:
+        with steps.scaled(loss, (learn.xb,learn.yb)) as learn.loss_grad: yield
+    finally: learn.loss_grad = loss
+
+@patch
+def after_cancel_backward(self:PrecisionCallback): reset_ddp(self.learn.model)
+
+@patch
+def after_cancel_batch(self:PrecisionCallback): reset_ddp(self.learn.model)
+
+# %% ../../nbs/learner/precision.ipynb #10c00003
+@patch
+def before_step(self:PrecisionCallback):
+    learn,step = self.learn,self.steps.step
+    learn.step_stats = stats = self.steps.check([*step.losses,learn.loss.detach()])
+    hand_over_loss(learn, stats.loss)
+    if stats.finite: return
+    try: self.steps.skip()
+    except FloatingPointError: # fastai has no event for an error
+        if recorder := getattr(learn, 'precision_recorder', None): recorder.add_row(True)
+        raise
+    reset_state(learn)
+    raise CancelStepException
+
+@patch
+@contextmanager
+def step(self:PrecisionCallback):
+    "Context manager around the optimizer's step"
+    opt = self.learn.opt
+    if self.steps.step is not None and self.steps.step.stats is None: raise RuntimeError(
+        "Nobody has checked the gradients of this step. A before_step of your own has to call "
+        "super().before_step(), and no callback may end the event by a StopIteration.")
+    try:
+        clear_state(opt) # optimizers pass all hyper-parameters to their steppers, some of which refuse unknown ones
+        with closure_noted(opt), steps_at_once(opt): yield
+    finally: write_state(opt, self.steps.last_numbers)
+
+@patch
+def after_step(self:PrecisionCallback): # fastai calls it after a cancelled step, too
+    if not self.steps.step.outcome: self.steps.made()
+
+@patch
+def after_batch(self:PrecisionCallback):
+    skipped = self.steps.step is not None and self.steps.step.outcome=='skipped'
+    if self.learn.training and len(self.learn.yb): keep_average(self.learn, skipped)
+
+# %% ../../nbs/learner/precision.ipynb #10c00006
 def precision_callback(
     learn, # `Learner`
 )->PrecisionCallback: # None for a learner in float32, or in one of fastai's own precisions

@@ -1,7 +1,7 @@
 """`checkpointing` and `memory=`: a batch fits into the memory that was given, as planned, and with the same bits"""
 from ranks import *
 from fastai.callback.rnn import ModelResetter
-from mp_callbacks.core.modules import replaced_forward
+from mp_callbacks.core.forwards import replaced_forward
 from mp_callbacks.look.checkpointing import ChangedInput,Checkpoints,Segment,plan_checkpoints,share_left
 from mp_callbacks.look.plan import LiveBytes
 

@@ -5,7 +5,7 @@ from learners import *
 from machines import *
 from mp_callbacks.core.devices import Machine,emulation,known_faults,layers,missing,support
 from mp_callbacks.core.fp8 import fp8_recipes
-from mp_callbacks.core.modules import fork_rngs
+from mp_callbacks.core.restore import fork_rngs
 from mp_callbacks.core.training_steps import TrainingSteps
 from sick_models import Overflows
 

@@ -4,7 +4,7 @@ The file takes long because it trains two learners for each of a hundred cases."
 from fastai.callback.tensorboard import TensorBoardCallback
 from fastai.text.all import AWD_LSTM,LMDataLoader,awd_lstm_lm_config,get_language_model
 from learners import *
-from mp_callbacks.core.modules import StandIn
+from mp_callbacks.core.forwards import StandIn
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 modes = {'fp32': noop, **modes}

@@ -6,7 +6,7 @@ from collections import deque
 from tempfile import TemporaryDirectory
 
 from learners import *
-from mp_callbacks.core import measure,modules
+from mp_callbacks.core import measure,processes
 from mp_callbacks.core.measure import Measured,compare_with_autocast,first_items,most_tries
 from mp_callbacks.core.training_steps import TrainingSteps
 from measured_models import convolves,rows
@@ -506,7 +506,7 @@ def test_not_measured(why, monkeypatch):
     learn = in_mode('bf16', Does(forward, body=model))
     if why.startswith('steps'): model[0].weight.register_post_accumulate_grad_hook(noop)
     if why=='several processes':
-        monkeypatch.setattr(modules, 'several_ranks', lambda: True)
+        monkeypatch.setattr(processes, 'several_ranks', lambda: True)
         model.set_requires_gradient_sync = noop # as `fully_shard` adds it
     with told() as said: fitted(learn)
     text = dict(memory='out of memory', several='fully_shard', steps='post_accumulate')[why.partition(' ')[0]]

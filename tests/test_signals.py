@@ -2,7 +2,7 @@
 import signal
 
 from faults import *
-from mp_callbacks.core import half,modules,training_steps
+from mp_callbacks.core import forwards,half,training_steps
 from test_inputs import trains
 from tracing import interrupted
 
@@ -12,7 +12,7 @@ some_modes = pytest.mark.parametrize('mode', ['fp16_flat_clip','native_bf16'])
 places = dict( # what runs in a training batch, in this order: name -> owner, or None for the precision callback
     before_batch  = None,
     install       = half.half_precision,
-    __call__      = modules.StandIn,
+    __call__      = forwards.StandIn,
     linear        = F, # inside a module's own `forward`
     as_float32    = half,
     after_pred    = None,

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from .dtypes import cast_tree,half_dtypes
 from .devices import device_name,support
-from .modules import replaced_forward
+from .forwards import replaced_forward
 from .torch_internals import scaled_mm
 from .cast import has_plain_weights
 from .ways import Layer,half_before

@@ -20,7 +20,9 @@ from torch import nn
 from .dtypes import keep_attributes,leaves,map_tensors
 from .grads import reached_leaves
 from .own import CountOperations
-from .modules import alone,compiled_parts,named_modules,unchanged
+from .modules import compiled_parts,named_modules
+from .processes import alone
+from .restore import unchanged
 from .ways import Own,own_parameters
 from .blame import fewest
 

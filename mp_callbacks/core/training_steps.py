@@ -14,7 +14,7 @@ __all__ = ['default_max_skips', 'shared_options', 'many_skips', 'many_share', 'f
 
 # %% ../../nbs/core/training_steps.ipynb #9b000010
 import math,torch
-from contextlib import contextmanager,nullcontext,suppress
+from contextlib import contextmanager,suppress
 from inspect import signature
 from operator import attrgetter
 from numbers import Integral
@@ -24,15 +24,17 @@ from fastcore.basics import patch
 from fastcore.meta import delegates
 from torch import nn
 
-from .dtypes import cast_tree,half_dtypes,leaves
+from .dtypes import half_dtypes,leaves
 from .devices import emulation,support,warn_caller
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale,default_headroom
 from .grads import StepStats,check_clip,largest_number,mul_grads,prepare_grads,reached_leaves
 from .grads import remove_grads
-from .modules import BufferCopies,alone,is_sharded,named_modules,parameter_name,remember_buffers,reset_ddp
-from .modules import reset_shards,reshard,restore_buffers,several_ranks,training_group,unwrap
-from .modules import without_ddp
-from .half import half_precision,note_dtypes
+from .modules import named_modules,parameter_name,unwrap
+from .processes import alone,is_sharded,reset_ddp,reset_shards,reshard,several_ranks,training_group
+from .processes import without_ddp
+from .restore import BufferCopies,remember_buffers,restore_buffers
+from .error_notes import note_dtypes
+from .half import half_precision
 from .measure import Measured,in_all_processes,not_finite
 from .blame import keep_option
 from .fp8 import check_fp8

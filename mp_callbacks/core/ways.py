@@ -25,7 +25,8 @@ from torch.nn.utils import parametrize
 from .dtypes import as_dtype,cast_tree,dtype_name,hand_back,half_dtypes,replaced_parts
 from .devices import inexact,missing,warn_caller
 from .own import narrow
-from .modules import StandIn,is_scripted
+from .modules import is_scripted
+from .forwards import StandIn
 from .cast import OneCast,has_plain_weights
 from .torch_internals import no_torch_function
 

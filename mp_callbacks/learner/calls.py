@@ -16,7 +16,9 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from ..core.devices import emulation,warn_caller
-from ..core.modules import as_float32,compiled_parts,is_scripted,is_sharded,reset_ddp,without_ddp
+from ..core.modules import compiled_parts,is_scripted
+from ..core.processes import is_sharded,reset_ddp,without_ddp
+from ..core.restore import as_float32
 from ..core.fp8 import Fp8
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,options_of
 from ..core.training_steps import check_device,shared_options

@@ -14,8 +14,8 @@ from fastai.basics import *
 from torch import nn
 
 from ..core.grads import StepStats
-from ..core.modules import remember_buffers,remember_contents,restore_buffers,restore_contents
-from ..core.modules import unchanged,unwrap
+from ..core.modules import unwrap
+from ..core.restore import remember_buffers,remember_contents,restore_buffers,restore_contents,unchanged
 from ..core.half import half_precision
 from ..look.nonfinite import Finding,diagnose
 from ..core.training_steps import CheckedSteps,changed_weights

@@ -17,7 +17,7 @@ from importlib.util import spec_from_loader
 from fastai.callback.core import *
 from fastcore.basics import defaults
 
-from ..core.modules import several_ranks
+from ..core.processes import several_ranks
 
 # %% ../../nbs/learner/fastai_internals.ipynb #a82b7d5f
 class _Again:

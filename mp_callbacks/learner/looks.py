@@ -15,7 +15,8 @@ from fastai.basics import *
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity,profile
 
-from ..core.modules import alone,unwrap
+from ..core.modules import unwrap
+from ..core.processes import alone
 from ..look.nonfinite import Finding,bad_items,item_places,most_named
 from ..look.half_report import PrecisionReport,measure_precision
 from ..look.plan import MemoryPlan,plan_memory

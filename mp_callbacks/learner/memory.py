@@ -14,7 +14,8 @@ from numbers import Real
 
 from ..core.devices import warn_caller
 from ..core.dtypes import leaves,map_tensors
-from ..core.modules import alone,compiled_parts,is_sharded,training_group,unwrap
+from ..core.modules import compiled_parts,unwrap
+from ..core.processes import alone,is_sharded,training_group
 from ..look.checkpointing import Checkpoints,plan_checkpoints
 from .fastai_internals import reset_state
 from .explain_skips import loss_again,unchanged_learner

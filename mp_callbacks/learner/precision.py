@@ -22,7 +22,9 @@ from fastai.torch_core import default_device
 
 from ..core.dtypes import leaves
 from ..core.loss_scale import DynamicLossScale,StaticLossScale
-from ..core.modules import BufferCopies,reset_ddp,reshard,training_group,unwrap
+from ..core.modules import unwrap
+from ..core.processes import reset_ddp,reshard,training_group
+from ..core.restore import BufferCopies
 from ..core.grads import prepare_grads
 from ..core.half import half_precision
 from ..core.measure import copy_batch,measure_batch,measure_gradients

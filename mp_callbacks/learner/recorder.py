@@ -16,7 +16,8 @@ from typing import NamedTuple
 from matplotlib.colors import LogNorm
 
 from ..core.grads import largest_number
-from ..core.modules import is_sharded,parameter_name
+from ..core.modules import parameter_name
+from ..core.processes import is_sharded
 from .fastai_internals import LeanCallback,add_columns,is_look
 from .precision import precision_callback
 

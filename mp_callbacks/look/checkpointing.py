@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.dtypes import leaves
 from ..core.half import Switch,half_precision
-from ..core.modules import StandIn,TorchDispatchMode,compiled_parts,fork_rngs,named_modules,remember_buffers
-from ..core.modules import remember_contents,replaced_forward,restore_buffers,restore_contents
+from ..core.modules import compiled_parts,named_modules
+from ..core.torch_internals import TorchDispatchMode
+from ..core.restore import fork_rngs,remember_buffers,remember_contents,restore_buffers,restore_contents
+from ..core.forwards import StandIn,replaced_forward
 from .plan import CountedSteps,MemoryPlan,check_positive
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0011

@@ -11,7 +11,8 @@ __all__ = ['explain_batches', 'StepExplainer']
 from torch import nn
 
 from ..core.grads import StepStats
-from ..core.modules import alone,several_ranks,unwrap
+from ..core.modules import unwrap
+from ..core.processes import alone,several_ranks
 from ..core.measure import Measured,copy_batch,measure_batch,measure_gradients
 from ..core.half import half_precision
 from ..core.training_steps import name_culprit

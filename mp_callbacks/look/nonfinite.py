@@ -19,7 +19,9 @@ from torch import nn
 
 from ..core.dtypes import dtype_name,half_dtypes,leaves,map_tensors
 from ..core.grads import prepare_grads
-from ..core.modules import StandIn,is_scripted,named_modules,unchanged
+from ..core.modules import is_scripted,named_modules
+from ..core.restore import unchanged
+from ..core.forwards import StandIn
 from ..core.torch_internals import TorchDispatchMode,sees_operations,softmaxes
 from ..core.half import half_precision
 from ..core.blame import each_bad,keep_option,shortest_keep

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..core.dtypes import map_tensors
 from ..core.half import half_precision
-from ..core.modules import unchanged
+from ..core.restore import unchanged
 from ..core.torch_internals import TorchDispatchMode
 from .nonfinite import check_called
 

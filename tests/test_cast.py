@@ -80,7 +80,8 @@ ways = [{}, dict(rules=False)]
 def left():
     "How many tensors in half precision there are"
     gc.collect()
-    return sum(issubclass(type(o), torch.Tensor) and o.dtype==bf16 for o in gc.get_objects())
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    return sum(o.dtype==bf16 for o in tensors if o.numel()) # after an error PyTorch 2.6 has some without a dtype
 
 def predict(model, casts):
     "Predictions, of which as many are single casts"

@@ -24,7 +24,7 @@ class Search(Callback):
     def before_backward(self):
         steps,loss,batch = self.mixed_precision.steps,self.learn.loss_grad,(self.learn.xb,self.learn.yb)
         params = steps.params()
-        def _search(): steps.beside.reached(loss, batch, steps.trained.predictions(), params)
+        def _search(): steps.other_leaves.reached(loss, batch, steps.unit.predictions(), params)
         _search() # the first of an epoch looks at all
         self.found.append([timeit(f, timer=thread_time, number=20)/20*1e6 for f in (
             _search, lambda: reached_leaves(loss))])

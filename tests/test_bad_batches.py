@@ -1,6 +1,6 @@
 "Batches that no loss scale can cure cost their steps and nothing else, and if there are many it is told"
 from mp_callbacks.core.grads import StepStats
-from mp_callbacks.core.training_steps import ScaleState,TrainingSteps
+from mp_callbacks.core.training_steps import TrainingState,TrainingSteps
 from mp_callbacks.core.loss_scale import loss_scale_presets
 from learners import *
 
@@ -9,7 +9,7 @@ outcomes = {'.':finite._replace(amax=1e-3), 'x':infinite, 'i':bad_loss} # finite
 
 def after(state, steps): return [*itertools.accumulate(steps, lambda s,o: s.after(outcomes[o]), initial=state)]
 def scales(state, steps): return [math.log2(o.scaling.loss_scale) for o in after(state, steps)]
-def dynamic(**kwargs): return ScaleState(DynamicLossScale(2.**10, **kwargs))
+def dynamic(**kwargs): return TrainingState(DynamicLossScale(2.**10, **kwargs))
 
 @pytest.mark.parametrize('steps,expected', [
     ('ii.',     [10,9,8,10]),      # put back at the first finite step
@@ -28,7 +28,7 @@ def test_counters_and_measured_scales():
     assert after(dynamic(period=5), '...ii.')[-1].scaling==DynamicLossScale(2.**10, period=5)
     one,other = [after(dynamic(headroom=6.), o)[-1].scaling for o in ('.','i.')]
     assert one.found and one==other
-    assert after(ScaleState(StaticLossScale(8.)), 'ii.')[-1]==ScaleState(StaticLossScale(8.), 3)
+    assert after(TrainingState(StaticLossScale(8.)), 'ii.')[-1]==TrainingState(StaticLossScale(8.), 3)
 
 @pytest.mark.parametrize('cut', range(7))
 def test_in_checkpoints(cut):
@@ -42,7 +42,7 @@ def test_presets(name):
     "Where losses are finite, each has the scales of its library"
     scale = state = None
     for o in random.Random(0).choices('x'+'.'*9, k=500):
-        if scale is None: scale = DynamicLossScale.preset(name, period=5); state = ScaleState(scale)
+        if scale is None: scale = DynamicLossScale.preset(name, period=5); state = TrainingState(scale)
         scale,state = scale.adjust(o=='.'),state.after(outcomes[o])
         assert state.scaling==scale
 

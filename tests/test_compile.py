@@ -57,7 +57,7 @@ def test_learns_the_same(mode):
 @pytest.mark.slow
 def test_layer_norm_as_on_cuda(monkeypatch):
     "One graph, too, if a `LayerNorm` computes in half precision, which it doesn't on a CPU"
-    monkeypatch.setattr(ways, 'inexact', lambda device, module: '')
+    monkeypatch.setattr(ways, 'why_inexact', lambda device, module: '')
     learn,first,last = graphs(compiled['wrapped'], 'bf16')
     assert (first,last)==(2,2) and {p.dtype for p in learn.model.parameters()}=={torch.float32}
     assert not (learn.mixed_precision.policy().compute=='float32').any()

@@ -3,7 +3,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from learners import *
 from machines import *
-from mp_callbacks.core.devices import Machine,emulation,known_faults,layers,missing,support
+from mp_callbacks.core.devices import Machine,emulation,known_faults,layers,support,why_unsupported
 from mp_callbacks.core.fp8 import fp8_recipes
 from mp_callbacks.core.restore import fork_rngs
 from mp_callbacks.core.training_steps import TrainingSteps
@@ -50,10 +50,10 @@ def test_gaps(name, dtype):
     kinds,why = gaps.get((name,dtype), ((),''))
     device = device_of(name)
     with pretend(machine(name)):
-        reasons = {o:missing(device, dtype, o(*layers[o][0])) for o in layers}
+        reasons = {o:why_unsupported(device, dtype, o(*layers[o][0])) for o in layers}
         assert {o for o,reason in reasons.items() if reason}=={*kinds}
         assert all(why in reasons[o] for o in kinds)
-        assert missing(device, dtype, nn.GELU())==''
+        assert why_unsupported(device, dtype, nn.GELU())==''
         if device!='cpu': return
         net = nn.ModuleDict({o.__name__:o(*args) for o,(args,_) in layers.items()})
         for copies in (True,False):
@@ -152,7 +152,7 @@ def test_forgets_a_lack_of_memory(error):
     with pretend(Machine()):
         with patched.object(Machine, 'train', raises(error)):
             with pytest.raises(type(error)): support('cpu', bf16)
-            with pytest.raises(type(error)): missing('cpu', bf16, nn.LSTM(2,2))
+            with pytest.raises(type(error)): why_unsupported('cpu', bf16, nn.LSTM(2,2))
         assert support('cpu', bf16)!='no'
 
 def test_asks_once():
@@ -164,7 +164,7 @@ def test_asks_once():
     torch.set_num_threads(2)
     try:
         with pretend(Counts()):
-            for n in (2,3): support('cpu', bf16), support('cpu', 'f16'), missing('cpu', bf16, nn.LSTM(n,n))
+            for n in (2,3): support('cpu', bf16), support('cpu', 'f16'), why_unsupported('cpu', bf16, nn.LSTM(n,n))
             Machine().slowdown(torch.device('cpu'), bf16)
         assert len(tried)==len({*tried})>3 and torch.get_num_threads()==2
     finally: torch.set_num_threads(threads)
@@ -174,7 +174,7 @@ def test_asks_once():
 def test_whatever_is_on(inside):
     "The answer doesn't depend on where the question is asked first, and takes no random numbers"
     modules = [o(*layers[o][0]) for o in layers]
-    def _answers(): return [support('cpu', bf16), *[missing('cpu', bf16, o) for o in modules]]
+    def _answers(): return [support('cpu', bf16), *[why_unsupported('cpu', bf16, o) for o in modules]]
     state = torch.get_rng_state()
     with pretend(Machine()): want = _answers()
     with pretend(Machine()), inside(): assert _answers()==want

@@ -1,7 +1,7 @@
 "`half_report`: its numbers beside those of a slow reference, and the modules that it says to keep"
 from learners import *
 from mp_callbacks.look.half_report import PrecisionReport,measure_precision
-from mp_callbacks.core.blame import fewest,shortest_keep
+from mp_callbacks.core.blame import ddmin,shortest_keep
 from sick_models import Overflows,SmallVariance,net
 
 # --- Models, each with something that could be counted wrongly
@@ -221,7 +221,7 @@ def test_few_runs(n):
         assert shortest_keep(half, _works, *guess)==[sick]
         return len(tried)
     assert all(_runs(str(o))<=2*math.log2(n)+2 for o in (0, n//3, n-1)) and _runs('1', '1')==1
-    assert fewest(range(n), lambda names: {1,5}<={*names})==[1,5]
+    assert ddmin(range(n), lambda names: {1,5}<={*names})==[1,5]
 
 def test_text():
     "What is kept already stays; the numbers of the text are among the outputs that the notebook has saved"

@@ -4,7 +4,7 @@ The file takes long because it trains two learners for each of a hundred cases."
 from fastai.callback.tensorboard import TensorBoardCallback
 from fastai.text.all import AWD_LSTM,LMDataLoader,awd_lstm_lm_config,get_language_model
 from learners import *
-from mp_callbacks.core.forwards import StandIn
+from mp_callbacks.core.forwards import WrappedForward
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 modes = {'fp32': noop, **modes}
@@ -169,7 +169,7 @@ def test_interrupted_look(e, at, fitted, look):
     calls = iter([noop]*(at-1)+[raises(e)])
     model[1].register_forward_hook(lambda *args: next(calls, noop)())
     with untouched(learn), pytest.raises(type(e)): looks[look](learn)
-    assert not any(isinstance(o, StandIn) for m in model.modules() for o in vars(m).values())
+    assert not any(isinstance(o, WrappedForward) for m in model.modules() for o in vars(m).values())
     learn.fit(1)
 
 def test_inside_a_fit():

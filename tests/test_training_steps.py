@@ -156,13 +156,13 @@ def test_warns_and_stops():
     assert text.startswith(f'3 {start}') and str(e).startswith(f'5 {start}') and 'weights have not changed' in str(e)
     assert (steps.state.steps,steps.state.skips,steps.loss_scale)==(5,0,1024.) and not steps.last.finite
     assert_clean(train(steps, data).model)
-    steps.trained.explainer = None
+    steps.unit.explainer = None
     (text,),_ = heard(train, steps, bad[:3])
     assert 'The loss was inf or nan before it was scaled: look at the data of this batch. Pass compute_loss=' in text
     for o,why in ((bad[0], 'The inputs of this batch have inf or nan, 128 in all'),
                   ((data[0][0],data[0][1]*math.inf), 'Looking for the cause failed: MemoryError: full')):
         steps = make(warn_skips=1, max_skips=9)
-        steps.trained.explainer.compute_loss = raises(MemoryError('full'))
+        steps.unit.explainer.compute_loss = raises(MemoryError('full'))
         (text,),_ = heard(train, steps, [o])
         assert text.startswith(f'Step 0 was skipped, because gradients were not finite. {why}.')
     with pytest.raises(FloatingPointError, match='^Step 0 was skipped, because'): train(make(max_skips=1), bad)

@@ -73,10 +73,10 @@ class CastLayer:
         kept:dict, # `CastLayer` -> the state of its parameters and their copies, for calls without gradients
     ):
         self.layer,self._dtype,self._calls,self._kept = layer,dtype,calls,kept
-        self.in_vain = False # was it ever cast when a call began, and then not used?
+        self.in_vain = False # has it been cast when a call began, and then not been used?
 
     def state(self)->list: # Names, parameters, versions, addresses; None unless all are plain, trained and float32
-        """By what a change of the layer's parameters is seen
+        """What identifies the layer's parameters: it differs once they have changed
 
         Momentum encoders write frozen ones in the middle of a call, and one of inference mode has no version."""
         if not has_plain_weights(self.layer): return None
@@ -133,7 +133,7 @@ def _in_nodes(layers, dtype):
     return [*nodes.values()]
 
 class Call:
-    "A call of the model in one thread"
+    "The copies that one call of the model has, in its thread"
     def __init__(self,
         graph:bool, # Are gradients on?
     ):
@@ -192,7 +192,7 @@ class OneCast:
             if not self._keepers: self._kept.clear()
 
     def _cast(self, call):
-        "Cast what the last call has used, and none has cast in vain"
+        "Cast what the last call has used, and no call has cast without using it"
         for node in self._used:
             states = [(o,state) for o in node if not o.in_vain and (state := o.state())]
             params = [p for _,state in states for _,p,*_ in state]

@@ -27,7 +27,7 @@ from .own import OwnParameter
 from .modules import compiled_parts,is_scripted,named_modules
 from .processes import several_ranks
 from .restore import as_float32,find_stored,restore_float32,unchanged
-from .forwards import StandIn
+from .forwards import WrappedForward
 from .cast import OneCast
 from .ways import Float32,HalfContext,Layer,Own,Way,as_layer,choose_way,half_before,kept_dtypes
 from .ways import matches,own_parameters
@@ -45,11 +45,11 @@ _switched_on = WeakSet() # each `Switch` that is on, or that an interrupt has le
 class Switch:
     "What stands in for the forwards of modules, and the classes of their own parameters, switched on and off together"
     def __init__(self,
-        stand_ins=(), # `StandIn`s; that of the model is the last
+        wrapped=(), # `WrappedForward`s; that of the model is the last
         owners=(), # Modules whose own parameters are rounded where they meet activations
         stored=(), # From `find_stored`
     ):
-        self.stand_ins,self.owners,self.stored = [*stand_ins],owners,stored
+        self.wrapped,self.owners,self.stored = [*wrapped],owners,stored
         self.on,self._params = False,[] # the latter those that the owners had when it was switched on
 
     def turn_on(self):
@@ -58,7 +58,7 @@ class Switch:
         _switched_on.add(self)
         self._params = [p for m in self.owners for p in own_parameters(m)
                         if type(p) in (nn.Parameter,OwnParameter) and p.dtype in (torch.float32,*half_dtypes)]
-        for o in self.stand_ins: o.install()
+        for o in self.wrapped: o.install()
         for p in self._params: p.__class__ = OwnParameter
         self.on = True
 
@@ -67,7 +67,7 @@ class Switch:
         if self not in _switched_on: return
         self.on,others = False,[o._params for o in _switched_on if o is not self]
         for p in {*self._params}.difference(*others): p.__class__ = nn.Parameter
-        for i,o in enumerate(self.stand_ins): self.stand_ins[i] = o.remove()
+        for i,o in enumerate(self.wrapped): self.wrapped[i] = o.remove()
         restore_float32(self.stored)
         _switched_on.discard(self)
 
@@ -241,8 +241,8 @@ def refresh(self:half_precision):
     half = HalfContext(device_type, self.dtype, self.rules, self.ways, self._cast)
     owners = [m for name,m in named.items() if isinstance(self.ways[name], Own)]
     if device_type=='cpu': owners += _without_fast_path(modules, compiled)
-    self._switch = Switch(_stand_ins(self, named, half), owners, find_stored(modules))
-    casts = [] if self.rules else [way.stand_in(half, m) for m,way in layers.items() if m is not self.model]
+    self._switch = Switch(_wrapped_forwards(self, named, half), owners, find_stored(modules))
+    casts = [] if self.rules else [way.wrap_forward(half, m) for m,way in layers.items() if m is not self.model]
     self._without_gradients = Switch(casts)
     self._chosen_for,self.modules = now,modules
     self._update()
@@ -418,7 +418,7 @@ def _without_fast_path(modules, compiled):
     return [m for m in of_pytorch if Own.compiled or m not in compiled]
 
 # %% ../../nbs/core/half.ipynb #8a140a52
-def _stand_ins(of, named, half):
+def _wrapped_forwards(of, named, half):
     "What stands in for the forwards of the modules of the `half_precision` `of`, that of the model last"
     if of.dtype==torch.float32: return [] # all is as without it
     res,model,owner = [],of.model,ref(of) # without a circle it is freed at once
@@ -429,9 +429,9 @@ def _stand_ins(of, named, half):
         elif is_scripted(named[name.rpartition('.')[0]]): continue # it is called by no Python
         # half precision inside a float32 module, which only a dict as `keep` allows
         elif isinstance(half.ways.get(_caller(name, named)), Float32) and not isinstance(way, Float32):
-            res.append(StandIn(module, partial(_in_half, half, partial(way.around, half, module))))
-        elif stand_in := way.stand_in(half, module): res.append(stand_in)
-    return [*res,StandIn(model, partial(_whole, owner, half, model, partial(_in_half, half, around)))]
+            res.append(WrappedForward(module, partial(_in_half, half, partial(way.around, half, module))))
+        elif wrapped := way.wrap_forward(half, module): res.append(wrapped)
+    return [*res,WrappedForward(model, partial(_whole, owner, half, model, partial(_in_half, half, around)))]
 
 def _whole(owner, half, model, around, forward, args, kwargs):
     "What the model returns, with its weights cast at once"
@@ -459,7 +459,7 @@ def _in_half(half, around, forward, args, kwargs):
     return as_float32(res)
 
 def _caller(name, named):
-    "Name of the module that calls the one called `name`; None for the model. Lists and dicts of modules call none."
+    "Name of the module that calls the one called `name`; None for the model. A list or dict of modules is never called, and doesn't count."
     while name:
         name = name.rpartition('.')[0]
         if not isinstance(named[name], (nn.ModuleList,nn.ModuleDict)): return name

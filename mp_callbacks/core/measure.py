@@ -21,10 +21,10 @@ from .dtypes import keep_attributes,leaves,map_tensors
 from .grads import reached_leaves
 from .own import CountOperations
 from .modules import compiled_parts,named_modules
-from .processes import alone
+from .processes import single_process
 from .restore import unchanged
 from .ways import Own,own_parameters
-from .blame import fewest
+from .blame import ddmin
 
 # %% ../../nbs/core/measure.ipynb #aea50022
 # chosen so that the models above are named, and hardly any of the families of models on the page of tested models
@@ -136,7 +136,7 @@ def compare_with_autocast(
     autos,ours = distance(_run(autocast), reference),_off(half, reference)
     most,names = max(least, tolerance*autos),[name for name,way in half.ways.items() if way.beyond_autocast]
     if ours<=most: names = []
-    else: names = fewest(names, lambda some: _off(half.as_autocast(some), reference)<=most, most_tries)
+    else: names = ddmin(names, lambda some: _off(half.as_autocast(some), reference)<=most, most_tries)
     return Measured(tuple(names), ours, autos, apart, of, passes=sum(passes), loops=loops)
 
 def _in_loops(half, counts):
@@ -208,7 +208,8 @@ def batch_gradients(
                     for t,grad in beside: t.grad = grad
         put_back()
         return grads if scale==1 else [g if g is None else g/scale for g in grads]
-    with alone(model), torch.enable_grad(), _parameters_put_back(model.parameters()) as put_back: yield _gradients
+    with single_process(model), torch.enable_grad(), _parameters_put_back(model.parameters()) as put_back:
+        yield _gradients
 
 # %% ../../nbs/core/measure.ipynb #aea50024
 def measure_gradients(
@@ -254,7 +255,7 @@ def measure_predictions(
                 with unchanged(model), half or nullcontext(): out = model.forward(*given, **named)
                 put_back()
         return [t for t in leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    with alone(model), _parameters_put_back(model.parameters()) as put_back:
+    with single_process(model), _parameters_put_back(model.parameters()) as put_back:
         return compare_with_autocast(half, _run, predictions_apart, 'predictions')
 
 # %% ../../nbs/core/measure.ipynb #aea50020

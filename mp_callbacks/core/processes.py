@@ -6,7 +6,7 @@ Docs: https://example.github.io/mp_callbacks/core/processes.html.md"""
 
 # %% auto #0
 __all__ = ['several_ranks', 'without_ddp', 'training_group', 'is_sharded', 'reshard', 'reset_ddp', 'reset_shards',
-           'no_collectives', 'alone']
+           'no_collectives', 'single_process']
 
 # %% ../../nbs/core/processes.ipynb #9b2c006
 import torch
@@ -82,7 +82,7 @@ class no_collectives(TorchDispatchMode):
 
 # %% ../../nbs/core/processes.ipynb #9b000013
 @contextmanager
-def alone(
+def single_process(
     model:nn.Module, # Model that is to compute a batch again
 ):
     "Inside a `with`, nothing waits for other processes. Raises `RuntimeError` if something would."

@@ -16,13 +16,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity,profile
 
 from ..core.modules import unwrap
-from ..core.processes import alone
+from ..core.processes import single_process
 from ..look.nonfinite import Finding,bad_items,item_places,most_named
 from ..look.half_report import PrecisionReport,measure_precision
 from ..look.plan import MemoryPlan,plan_memory
 from ..look.fp8_report import Fp8Report,measure_fp8
 from ..look.noise import AddedNoise,BatchNoise
-from .fastai_internals import LeanCallback,autocast_closed,batch_order,is_look,keep_quiet,look_name
+from .fastai_internals import LeanCallback,autocast_closed,batch_order,is_dry_run,keep_quiet,dry_run_name
 from .fastai_internals import training_batches,within_batch
 from .explain_skips import diagnose_batch,loss_again,unchanged_learner
 from .opt_state import clear_state
@@ -207,9 +207,9 @@ class AsLoaded(LeanCallback):
     order = -1000
     def before_batch(self): self.batch = (*self.learn.xb,*self.learn.yb)
 
-class _Look(LeanCallback):
+class _DryRun(LeanCallback):
     "Call `look` in the batches of a fit, instead of a forward pass, until it returns true"
-    order,name = 1000,look_name
+    order,name = 1000,dry_run_name
     def __init__(self, look, batches, train): self.look,self.batches,self.train,self.answer = look,batches,train,None
 
     def before_train(self):
@@ -234,11 +234,11 @@ def _look_at(learn, look, batch=None, training=True):
     if batch is not None and not isinstance(batch, (list,tuple)):
         raise TypeError(f"batch is a {type(batch).__name__}, and must be a tuple of inputs and targets. Pass one as "
                         "dls.one_batch() returns it.")
-    if is_look(learn) or within_batch(learn):
+    if is_dry_run(learn) or within_batch(learn):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
-    cb = _Look(look, training_batches(learn, training) if batch is None else [batch], training)
+    cb = _DryRun(look, training_batches(learn, training) if batch is None else [batch], training)
     quiet_learner = unchanged_learner(learn, training)
-    with alone(learn.model), quiet_learner, learn.no_mbar(), learn.no_logging(), autocast_closed(learn):
+    with single_process(learn.model), quiet_learner, learn.no_mbar(), learn.no_logging(), autocast_closed(learn):
         learn.model = unwrap(learn.model)
         keep_quiet(learn)
         if hasattr(learn, 'progress'): vars(learn.progress).pop('mbar', None) # the bar of a fit that goes on

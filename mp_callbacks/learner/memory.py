@@ -15,7 +15,7 @@ from numbers import Real
 from ..core.devices import warn_caller
 from ..core.dtypes import leaves,map_tensors
 from ..core.modules import compiled_parts,unwrap
-from ..core.processes import alone,is_sharded,training_group
+from ..core.processes import single_process,is_sharded,training_group
 from ..look.checkpointing import Checkpoints,plan_checkpoints
 from .fastai_internals import reset_state
 from .explain_skips import loss_again,unchanged_learner
@@ -151,7 +151,7 @@ class MemoryBudget:
         gb = free_gb(learn) if memory is True else memory
         half.remove()
         check_items(batch)
-        with _noted(), alone(learn.model), unchanged_learner(learn), loss_again(learn) as compute_loss:
+        with _noted(), single_process(learn.model), unchanged_learner(learn), loss_again(learn) as compute_loss:
             clear_state(learn.opt) # some steppers refuse the loss scale
             loss,n = loss_of_items(learn, batch, compute_loss, half),max(_sizes(batch))
             self.plan = plan_checkpoints(model, loss, learn.opt, n, gb, half.replace(model=model), _others(learn))

@@ -24,7 +24,7 @@ from ..core.half import Switch,half_precision
 from ..core.modules import compiled_parts,named_modules
 from ..core.torch_internals import TorchDispatchMode
 from ..core.restore import fork_rngs,remember_buffers,remember_contents,restore_buffers,restore_contents
-from ..core.forwards import StandIn,replaced_forward
+from ..core.forwards import WrappedForward,replaced_forward
 from .plan import CountedSteps,MemoryPlan,check_positive
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0011
@@ -92,7 +92,7 @@ def _set_rngs(python, numpy):
     if numpy: sys.modules['numpy'].random.set_state(numpy)
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0012
-class _Below(StandIn): below = True # half precision is around it
+class _Below(WrappedForward): below = True # half precision is around it
 
 def _chain(modules, x):
     for m in modules: x = m(x)
@@ -118,7 +118,7 @@ class Checkpoints(Switch):
 
     def turn_on(self):
         "Switch on. Idempotent."
-        if not self.on and any(isinstance(vars(o.module).get('forward'), StandIn) for o in self.stand_ins):
+        if not self.on and any(isinstance(vars(o.module).get('forward'), WrappedForward) for o in self.wrapped):
             raise RuntimeError("Half precision is on already. Enter the checkpoints first: `with checkpoints, half:`.")
         super().turn_on()
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..core.grads import StepStats
 from ..core.modules import unwrap
-from ..core.processes import alone,several_ranks
+from ..core.processes import single_process,several_ranks
 from ..core.measure import Measured,copy_batch,measure_batch,measure_gradients
 from ..core.half import half_precision
 from ..core.training_steps import name_culprit
@@ -29,7 +29,7 @@ def explain_batches(
     "What was not finite first in a batch of a step, the last batch first, and what to do"
     half = half.replace(model=unwrap(model))
     try:
-        with alone(half.model):
+        with single_process(half.model):
             for batch in reversed(batches):
                 found = look(batch, half, stats.scale)
                 if found.where!='nothing': return found

@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import nn
 
 from ..core.half import half_precision
-from ..core.blame import fewest,keep_option
+from ..core.blame import ddmin,keep_option
 from .nonfinite import trace_batch
 from .half_report import clones,compare_gradients,error_in_words,relative
 from ..core.fp8 import Fp8,Fp8Product,get_recipe
@@ -124,7 +124,7 @@ def measure_fp8(
         return (compare_gradients(_run(half.keeping(names, half.dtype)), full)[1] if names else error)<=limit
     if error>limit and not _works(names):
         others = [name for name in layers if name not in names]
-        names = names+fewest(others, lambda tried: _works(names+tried)) if _works(layers) else layers
+        names = names+ddmin(others, lambda tried: _works(names+tried)) if _works(layers) else layers
     report.keep = None if len(names)==len(layers) else dict.fromkeys(names, 'bfloat16')
     if report.keep: report.option = keep_option(half.keeping(names, half.dtype).keep)
 

@@ -21,7 +21,7 @@ from ..core.dtypes import dtype_name,half_dtypes,leaves,map_tensors
 from ..core.grads import prepare_grads
 from ..core.modules import is_scripted,named_modules
 from ..core.restore import unchanged
-from ..core.forwards import StandIn
+from ..core.forwards import WrappedForward
 from ..core.torch_internals import TorchDispatchMode,sees_operations,softmaxes
 from ..core.half import half_precision
 from ..core.blame import each_bad,keep_option,shortest_keep
@@ -74,7 +74,7 @@ def diagnose(
     Runs the batch in half precision and in float32, and more often to find the modules to keep in float32.
     Parameters, buffers, gradients and random numbers are as before. Raises `RuntimeError` inside `with half:`, and
     `ValueError` if `compute_loss` doesn't call `model`."""
-    if isinstance(now := vars(model).get('forward'), StandIn) and not now.below:
+    if isinstance(now := vars(model).get('forward'), WrappedForward) and not now.below:
         raise RuntimeError("diagnose runs the batch in float32, too. Call it outside of `with half:`.")
     ends = torch.finfo(half.dtype).max if half else math.inf
     def _run(half, scale=1., **kwargs): return trace_batch(model, compute_loss, half, count_nonfinite, scale, **kwargs)

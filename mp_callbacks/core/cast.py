@@ -73,7 +73,7 @@ class CastLayer:
         kept:dict, # `CastLayer` -> the state of its parameters and their copies, for calls without gradients
     ):
         self.layer,self._dtype,self._calls,self._kept = layer,dtype,calls,kept
-        self.in_vain = False # has it been cast when a call began, and then not been used?
+        self.in_vain = False # no longer cast ahead: its copy was once unused, or stale
 
     def state(self)->list: # Names, parameters, versions, addresses; None unless all are plain, trained and float32
         """What identifies the layer's parameters: it differs once they have changed
@@ -146,7 +146,8 @@ class OneCast:
     """The weights of a model's layers, cast together when a call of the model begins
 
     A layer without a copy is cast by autocast, to the same numbers. So a copy is left out where it might be wrong.
-    Without gradients a layer is cast when it is first used, and all later calls have the copy, until `forget`."""
+    Without gradients a layer is cast when it is first used, and later calls use the copy until the weight changes, a
+    call with gradients begins, or `forget`."""
     def __init__(self,
         layers=(), # Modules of which all parameters are to be cast
         dtype:torch.dtype=torch.float16, # Half-precision dtype

@@ -28,7 +28,7 @@ def replaced_forward(
 
 # %% ../../nbs/core/forwards.ipynb #9b1c2a15s1
 class WrappedForward:
-    "While installed, calls of `module` run `around(forward, args, kwargs)` with the `forward` that the module had"
+    "While installed, calls of `module` run `around(forward, args, kwargs)`, where `forward` is the module's own"
     below = False # do those that are installed later call it as they do the module's own `forward`?
     def __init__(self,
         module:nn.Module, # The module

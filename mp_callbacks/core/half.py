@@ -300,7 +300,7 @@ def measurable(self:half_precision)->bool:
 
 @patch(as_prop=True)
 def trains(self:half_precision)->int:
-    "A number for the parameters that train"
+    "A checksum of which parameters train"
     return checksum(str([p.requires_grad for p in self.params]))
 
 @patch
@@ -459,7 +459,7 @@ def _in_half(half, around, forward, args, kwargs):
     return as_float32(res)
 
 def _caller(name, named):
-    "Name of the module that calls the one called `name`; None for the model. A list or dict of modules is never called, and doesn't count."
+    "Name of the module that calls `name`, lists and dicts of modules skipped; None for the model"
     while name:
         name = name.rpartition('.')[0]
         if not isinstance(named[name], (nn.ModuleList,nn.ModuleDict)): return name

@@ -30,7 +30,7 @@ def remember_buffers(
 def restore_buffers(
     snapshot:list, # From `remember_buffers`
 ):
-    """Let `modules` have the buffers that they had, of the shapes and with the numbers that these had
+    """Put back the buffers in `snapshot`, with their shapes and numbers
 
     New ones stay if they are finite: another attribute of the module may say that they are there."""
     for buffers,before in snapshot:
@@ -185,7 +185,7 @@ def unchanged(
     params=(), # More parameters whose gradients are to be restored
     others=(), # More modules, such as those of a loss, without those inside them
 ):
-    "Restore gradients, of which there are none inside, buffers, attributes of modules, and random numbers"
+    "At the end of a `with`, put back gradients (none inside), buffers, attributes and random numbers, but not weights"
     modules = [*model.modules(),*others]
     params = [*model.parameters(), *params, *[p for m in others for p in m.parameters(recurse=False)]]
     before = remember_contents(map(vars, modules)) # with the dicts of parameters and buffers

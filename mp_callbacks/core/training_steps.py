@@ -89,7 +89,7 @@ class TrainingState(NamedTuple):
 
 # %% ../../nbs/core/training_steps.ipynb #9b000012
 class PendingStep:
-    "An optimizer step, from its first batch to the end of its last one"
+    "An optimizer step, from its first batch until it is made, skipped or dropped"
     def __init__(self,
         others=(), # Modules beside the model, such as those of the loss
         remember=None, # As for `remember_buffers`
@@ -359,7 +359,7 @@ def check_device(
 # %% ../../nbs/core/training_steps.ipynb #9b00001d
 class ChosenHalf:
     "The `half_precision` of a `TrainUnit`, in which rescued modules are kept in float32"
-    half = None # the model's `half_precision`
+    half = None # the `half_precision` that was chosen last; a batch reads it
     names = [] # of the rescued modules that it was made for
     def __init__(self,
         unit:TrainUnit, # The model
@@ -477,7 +477,7 @@ class CheckedSteps(StepSettings):
     def state(self, state): self.last_state = state
 
     def sync(self):
-        "Let `last_state` be the `state`, which somebody may have loaded elsewhere. Inside a batch that is read."
+        "Copy a state that was loaded elsewhere into `last_state`, which is what a batch reads"
 
     @property
     def scaling(self):
@@ -571,13 +571,13 @@ many_skips,many_share = 8,1/20 # of an epoch's steps; a scale that grows after 5
 def at_floor(
     scaling:StaticLossScale|DynamicLossScale, # Loss scale
 )->bool:
-    "Would it shrink, and can't?"
+    "Is the scale at its minimum?"
     return isinstance(scaling, DynamicLossScale) and scaling.loss_scale<=scaling.min_loss_scale
 
 def may_be_many(
     steps:CheckedSteps, # Whose next step may be skipped
 )->bool:
-    "May it be told then that many are?"
+    "May the next skip lead to the warning about many skips?"
     n = steps.recent_skips
     return steps.told is None and n is not None and (n+1>=many_skips or at_floor(steps.last_state.scaling))
 
@@ -599,8 +599,8 @@ def keep_from_now(
     story:str, # What to say of it
 )->bool:
     "Keep modules in float32 from now on if that is the cure of what was `found`, say so, and return whether it is"
-    model,state = steps.model,steps.state
-    if not (names := find_cure(model, steps.half, found)): return False
+    model,state = steps.model,steps.last_state
+    if not (names := find_cure(model, steps.chosen.half, found)): return False
     own = steps.unit.new_half(steps.half.model).keep
     if several_ranks() and training_group(model) is None:
         warn_caller(f"rescue=True does not keep {names} in float32: other processes may train with this one, and "
@@ -617,7 +617,7 @@ def report_skips(
     steps:CheckedSteps, # Of which the last was skipped
 ):
     "Warn or stop after many skipped steps, or rescue"
-    state,many = steps.state,told_of_many(steps)
+    state,many = steps.last_state,told_of_many(steps)
     if not (steps.tells(state.skips) or many): return
     if steps.step.batches and ask_batch(steps, steps.step.batches[-1], again=True): # autocast could have trained it
         return steps.restart()
@@ -638,7 +638,7 @@ def report_losses(
     steps:CheckedSteps, # Of which the last was made
 ):
     "Warn, or rescue, after many steps in a row whose loss is not finite, though their gradients are"
-    if steps.step.stats.loss_finite or steps.state.bad_losses!=steps.warn_skips: return
+    if steps.step.stats.loss_finite or steps.last_state.bad_losses!=steps.warn_skips: return
     found = steps.unit.explain(steps.half, steps.step)
     one = "The loss of a step was not finite, though its gradients were, so the step was made."
     many = (f"The loss of {steps.warn_skips} steps in a row was not finite, though their gradients were, so these "
@@ -667,7 +667,7 @@ def guarded(
     steps:CheckedSteps, # Of which a batch, or the step itself, is in the `with`
     training:bool=True, # Does an error end the step?
 ):
-    "Context manager: whatever ends it, the model has its own `forward` afterwards, and no step is left in part"
+    "Context manager: put `forward` back as it was, end a finished step, and drop a pending one after an error"
     half,depth = steps.half,steps.depth
     on = half.by_install # a prediction inside a batch must not remove it
     try:
@@ -692,7 +692,7 @@ def guarded(
 
 # %% ../../nbs/core/training_steps.ipynb #9b000037
 class OtherLeaves:
-    "The tensors that a backward pass leads to, beside parameters: inputs, hidden states, points of a gradient penalty"
+    "Finds the leaves, beside parameters, that a backward pass gives gradients to, such as inputs or hidden states"
     expects_any = True # were there any in the last batch? Then the next one is searched, too
 
     def reached(self,

@@ -113,12 +113,12 @@ class LearnerSteps(CheckedSteps):
         if (opt := self.unit.opt) is not None: write_state(opt, self.last_numbers)
 
     def remember(self, state):
-        "Keep `state` for an optimizer that has none"
+        "Make `state` the `last_state`, without writing it into the optimizer"
         self.last_state,self.last_numbers = state,state.numbers()
         self.unit.on_state(state)
 
     def sync(self):
-        "A callback may have loaded a checkpoint"
+        "Copy a state that a callback has loaded into the optimizer into `last_state`"
         if (state := self.state) is not self.last_state: self.remember(state)
 
     def drop_overflow(self):

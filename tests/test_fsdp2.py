@@ -157,7 +157,8 @@ def interrupted_before(rank):
 
 told = case(told, wrap=shard, others='each forward pass waits for all')
 quick = [case(trained, mode='fp16'), case(clipped), case(refused, mode='bf16'), case(grad_scaler),
-         case(unsent, mode='fp16'), case(told, mode='native_fp16'), case(scale_kept, wrap=shard)]
+         case(unsent, mode='fp16'), case(told, mode='native_fp16'), case(scale_kept, wrap=shard),
+         case(interrupted_before)]
 slow = [
     case(whole_batch, mode='native_fp16', engine='fsdp2'), case(whole_batch, mode='bf16', engine='fsdp2'),
     case(trained, mode='native_fp16', clip=.1), case(trained, mode='bf16', accumulate=32),
@@ -168,7 +169,7 @@ slow = [
     case(validated_first, mode='fp16'),
     case(unsent, mode='bf16'), case(checkpointed, mode='native_fp16'), case(checkpointed, mode='fp16', before=True),
     case(interrupted, mode='native_bf16', where='head'), case(interrupted, mode='bf16', where='blocks.1.a'),
-    case(interrupted, mode='fp16', where='blocks.1', backward=False), case(interrupted_before)]
+    case(interrupted, mode='fp16', where='blocks.1', backward=False)]
 four = [case(trained, mode='native_bf16'), case(clipped), case(whole_batch, mode='fp16', engine='fsdp2')]
 
 @in_groups(quick, slow, four)

@@ -44,6 +44,14 @@ def test_graphs(mode, kind):
     assert (first,last)==(2,2)
     if mode in moving: assert skipped(learn)>2 and learn.precision_recorder.log.scale.nunique()>4
 
+def test_ways():
+    "What is compiled computes as it is kept, or looks up; layers and norms are left to autocast"
+    net = nn.Sequential(nn.Embedding(9,16), nn.Linear(16,16), nn.Linear(16,16), nn.RMSNorm(16))
+    net.compile()
+    for m in net: m.compile()
+    rows = half_precision(net, bf16, keep='1').policy()
+    assert [*rows[rows['size']>0].way]==['lookup','float32','autocast','autocast']
+
 @pytest.mark.slow
 @pytest.mark.parametrize('mode', ['fp16','native_fp16'])
 def test_learns_the_same(mode):

@@ -455,7 +455,8 @@ def test_steps():
         with told() as said: steps = loop(years(), *year_data(), **kwargs)
         assert steps.state.measured.names==('0',) and steps.state.measured.of==of and len(said)==1
     assert loop(years(), *year_data(), measure=False).state.measured is None
-    assert loop(years(), *year_data(), half=half_precision(years(), bf16, measure=False), n=0).half.asks is False
+    half = loop(years(), *year_data(), half=half_precision(years(), bf16, measure=False), n=0).half
+    assert (half.asks,half.measurable)==(False,False)
 
 def test_the_first_call_of_a_with():
     "With two items or more; gradients are on, or off"
@@ -472,6 +473,8 @@ def test_the_first_call_of_a_with():
         with told() as said,half,context(): model(x)
         assert not said
         assert_plain(model)
+    with told(),half_precision(years(), bf16) as half: half.model(x[:2])
+    assert not half.asks
 
 def test_predictions_of_a_learner():
     "A learner that only validates or predicts asks in its first batch; a fit asks for gradients"

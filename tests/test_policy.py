@@ -232,6 +232,15 @@ def test_norms(kind, args, shape, half, monkeypatch):
     assert row.way=='norm' and errors['output']<eps/2 and errors['input']<eps/2
     assert max(errors['weight'], errors['bias'])>4*eps, 'LayerNorm could compute in half precision on a CPU, too'
 
+@pytest.mark.parametrize('dtype', [f32,f16])
+def test_norm_half_before(dtype):
+    "Its parameters, in bfloat16 before, meet an input in the dtype that it has"
+    norm,x = norm_of(nn.LayerNorm, (16,), bf16).bfloat16(),torch.randn(4,16).to(dtype)
+    net = seq(norm=norm, lin=nn.Linear(16,1))
+    seen,want = returned(net.norm),F.layer_norm(x, (16,), *[p.to(dtype) for p in norm.parameters()])
+    with unmeasured(net, bf16), torch.no_grad(): net(x)
+    assert seen[0].dtype==dtype and seen[0].equal(want)
+
 def sums_in_half(name):
     "A norm of eight numbers, as people write it, without float32"
     def _norm(m, x): return x*(x.pow(2).mean(-1, keepdim=True)+1e-6).rsqrt()*m.weight

@@ -73,6 +73,8 @@ def reset_shards(
 
 class no_collectives(TorchDispatchMode):
     "Inside a `with`, an operation that waits for other processes raises `RuntimeError` instead"
+    def __init__(self): super().__init__() # PyTorch's has a private parameter
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace not in ('c10d','_c10d_functional'): return func(*args, **(kwargs or {}))
         raise RuntimeError(f"{func.overloadpacket} waits for all processes, which don't look at the same time. Until "

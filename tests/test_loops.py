@@ -138,9 +138,11 @@ def test_accelerate(half):
             if half is None: opt.step(),opt.zero_grad()
             elif accelerator.sync_gradients or not line: steps.make()
         return made if half is None else steps.state.steps,mse(model, x, y).item()
-    (made,loss),(wanted,full) = run(half),run(None)
-    assert made==wanted==8 and abs(loss-full)<.001*full
-    with pytest.raises(RuntimeError, match='if accelerator.sync_gradients'): run(half, line=False)
+    try:
+        (made,loss),(wanted,full) = run(half),run(None)
+        assert made==wanted==8 and abs(loss-full)<.001*full
+        with pytest.raises(RuntimeError, match='if accelerator.sync_gradients'): run(half, line=False)
+    finally: accelerate.state.AcceleratorState._reset_state(True) # of the process, for other tests; no public name
 
 # float32
 

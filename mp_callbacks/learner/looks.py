@@ -9,6 +9,7 @@ __all__ = ['find_nonfinite', 'precision_report', 'precision_plan', 'BatchTimes',
 
 # %% ../../nbs/learner/looks.ipynb #8d9c9a6d
 from contextlib import nullcontext
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 from fastai.basics import *
@@ -26,7 +27,7 @@ from .fastai_internals import LeanCallback,autocast_closed,batch_order,is_dry_ru
 from .fastai_internals import training_batches,within_batch
 from .explain_skips import diagnose_batch,loss_again,unchanged_learner
 from .opt_state import clear_state
-from .memory import check_items,loss_of,loss_of_items
+from .memory import check_items,loss_of
 from .precision import fit_device,precision_callback
 
 # %% ../../nbs/learner/looks.ipynb #111f0db8
@@ -123,7 +124,7 @@ def precision_plan(
     def _look():
         if cb: clear_state(learn.opt) # some steppers refuse the loss scale
         with loss_again(learn) as compute_loss:
-            loss = loss_of_items(learn, batch, compute_loss, cb and cb.half)
+            loss = partial(loss_of, learn, batch, compute_loss, cb and cb.half)
             return plan_memory(unwrap(learn.model), loss, learn.opt, find_bs(learn.yb), half)
     return _look_at(learn, _look, batch)
 

@@ -137,7 +137,7 @@ def leaves(
 )->list:
     "Every leaf of `tree`, and for a module its parameters and buffers"
     parts = parts_of(tree)
-    if parts is not None: return [leaf for o in parts.values() for leaf in leaves(o)]
+    if parts is not None: return [t for o in parts.values() for t in ([o] if isinstance(o, Tensor) else leaves(o))]
     return [*tree.parameters(),*tree.buffers()] if isinstance(tree, nn.Module) else [tree]
 
 def replaced_parts(

@@ -146,10 +146,13 @@ def _grads(params):
     return params,[p.grad._values() if p.grad.is_sparse else p.grad for p in params]
 
 def _kinds(xs):
-    "Device, dtype and tensors of `xs`, for each device, dtype and class"
+    "Triples of device, dtype and tensors of `xs`, for each device, dtype and class"
+    res = []
     for (device,dtype),((group,),_) in (group_tensors([xs]) if xs else {}).items():
         classes = {*map(type, group)} # parts of `fully_shard` beside whole tensors, say
-        for cls in classes: yield device,dtype,group if len(classes)==1 else [o for o in group if type(o) is cls]
+        for cls in classes:
+            res.append((device,dtype,group if len(classes)==1 else [o for o in group if type(o) is cls]))
+    return res
 
 def _largest_in_shards(xs):
     "Largest absolute value in each `DTensor` of `xs`, not yet reduced over ranks; also for empty shards"

@@ -230,7 +230,7 @@ def refresh(self:half_precision):
     self.device_type,named = device_type,named_modules(self.model)
     self.ways = self.choose_ways(named)
     how = [(name,type(m).__qualname__,self.ways[name].name) for name,m in named.items()]
-    self.checksum = checksum(repr((self.dtype,device_type,how)))
+    self.checksum = checksum(repr((self.dtype,device_type,how)).encode())
     for name in self.as_measured:
         why = 'measured' if name in self.answer.names else f'more than {most_operations} operations in a call'
         if name in named and self.ways[name].beyond_autocast: self.ways[name] = Way(why)
@@ -301,7 +301,7 @@ def measurable(self:half_precision)->bool:
 @patch(as_prop=True)
 def trains(self:half_precision)->int:
     "A checksum of which parameters train"
-    return checksum(str([p.requires_grad for p in self.params]))
+    return checksum(bytes([p.requires_grad for p in self.params]))
 
 @patch
 def take_answer(self:half_precision,

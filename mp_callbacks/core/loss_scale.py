@@ -173,8 +173,9 @@ class DynamicLossScale(LossScale):
         "The scale of the next step, given whether the gradients of this one were `finite`"
         ok = finite.item() if hasattr(finite, 'item') else finite # for a tensor, the one host sync
         if ok not in (True,False): raise ValueError(f'finite={finite!r} must be True or False. Use isfinite on a norm.')
-        if self.wants_amax and ok: return self._measured(amax)
-        if self.wants_amax: return self._next(loss_scale=self._floored(self.loss_scale/_f16_range), counter=0)
+        if self.wants_amax:
+            return self._measured(amax) if ok else self._next(loss_scale=self._floored(self.loss_scale/_f16_range),
+                                                              counter=0)
         s,count,forgiven = self.loss_scale,self.counter,self.forgiven
         if ok:
             count += 1

@@ -260,10 +260,10 @@ def measure_predictions(
 
 # %% ../../nbs/core/measure.ipynb #aea50020
 def checksum(
-    text:str, # Any text
+    data:bytes, # Any bytes
 )->int:
-    "The same number for the same text in every process"
-    return zlib.crc32(text.encode())
+    "The same number for the same bytes in every process"
+    return zlib.crc32(data)
 
 def first_items(
     batch, # Tensors in any structure

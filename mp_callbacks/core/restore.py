@@ -14,7 +14,7 @@ from collections import Counter,OrderedDict,defaultdict,deque
 from contextlib import ExitStack,contextmanager
 from torch import nn
 
-from .dtypes import cast_tree,half_dtypes,map_tensors,parts_of
+from .dtypes import half_dtypes,keep_attributes,map_tensors,parts_of
 from .own import OwnView,plain
 
 # %% ../../nbs/core/restore.ipynb #9b1c2a0e
@@ -90,7 +90,11 @@ def as_float32(
     tree, # Tensors in any structure, see `map_tensors`
 ): # A structure like `tree`
     "Plain float32 tensors in place of those in half precision and of views of own parameters"
-    return cast_tree(map_tensors(plain, tree), torch.float32, half_dtypes)
+    return map_tensors(_plain_float32, tree)
+
+def _plain_float32(t):
+    t = plain(t)
+    return keep_attributes(t, t.float()) if t.dtype in half_dtypes else t
 
 def restore_float32(
     stored:list, # From `find_stored`
@@ -112,7 +116,7 @@ def _in_float32(tree):
 def _stored(t):
     "What becomes of `t`: in a graph it stays the same tensor, which may be differentiated, and which hooks may watch"
     if type(t) is OwnView: t.__class__ = torch.Tensor
-    return t if t.requires_grad else as_float32(t)
+    return t if t.requires_grad else _plain_float32(t)
 
 def _of_pytorch(module):
     "Is its class one of PyTorch's, or made of one by parametrizations or `fully_shard`?"

@@ -153,7 +153,7 @@ def check_stayed_float32(
     full:list, # Its float32 parameters in the last step
 ):
     "Raise a `RuntimeError` if parameters that are trained have been rounded since"
-    changed = [p for p in full if p.requires_grad and p.dtype in half_dtypes]
+    changed = [p for p in full if p.dtype in half_dtypes and p.requires_grad]
     names = [o for p in changed if (o := parameter_name(model, p))]
     if names: raise RuntimeError(
         f"Since the last step the parameter {names[0]} has become {changed[0].dtype}, as model.half() does in place, "
@@ -182,20 +182,20 @@ def scaled_backward(
     "Context manager around a backward pass, in which `loss` and all gradients have the scale"
     on,params = half.by_install,params if scale!=1 else []
     mul_grads(params, scale)
-    before,reached = [p.grad for p in params],set() # the latter by the backward pass
+    before,of_loss,of_scaled = [p.grad for p in params],[],[] # the latter two: gradients that the backward pass gives
     scaled = loss.float() if loss.dtype in half_dtypes else loss
     # `backward` of a `TensorBase` switches `__torch_function__` off, also where a checkpointed part computes again
     scaled = (scaled*scale if scale!=1 else scaled).as_subclass(torch.Tensor)
     if scale!=1 and loss.requires_grad: # what a hook returned, but for None, would be the gradient
-        loss.register_hook(lambda _: reached.add('loss'))
-        scaled.register_hook(lambda _: reached.add('scaled'))
+        loss.register_hook(of_loss.append)
+        scaled.register_hook(of_scaled.append)
     half.install() # checkpointed parts compute again
     try: yield scaled
     finally:
         (half.install if on else half.remove)()
-        others = 'scaled' not in reached and any(p.grad is not g for p,g in zip(params, before))
+        others = not of_scaled and any(p.grad is not g for p,g in zip(params, before))
         mul_grads(params, 1/scale)
-    if others or reached=={'loss'}: raise RuntimeError(
+    if others or of_loss and not of_scaled: raise RuntimeError(
         f"The gradients are not those of the loss with the loss scale of {scale:.9g}, and would be as many times too "
         "small. `with steps.scaled(loss) as scaled:` gives this loss, for scaled.backward() or torch.autograd.grad. In "
         "a _backward of your own, write self.loss_grad.backward(), not self.loss.backward().")
@@ -549,7 +549,7 @@ def ask_batch(
     again:bool=False, # Also if it has been asked for the model as it is, and with all items?
 )->bool: # Are there modules that compute as under autocast from now on?
     "Compare gradients of a batch with those under autocast, unless that was asked before"
-    half,state = steps.half,steps.last_state
+    half,state = steps.chosen.half,steps.last_state
     known = state.measured
     if not half.measurable or not steps.unit.measures: return False
     if not again and known is not None and known.covers(half.checksum, half.trains): return False
@@ -893,9 +893,9 @@ class TrainingSteps(CheckedSteps):
         "Context manager around forward and backward pass of a batch; those up to `make` are one step"
         batch = split_batch(batch, self.unit.explainer)
         check_not_stepped(self)
-        with alone_in_batch(self):
+        with alone_in_batch(self), guarded(self) as half:
             if torch.is_grad_enabled(): ask_batch(self, batch)
-            with guarded(self) as half, half:
+            with half:
                 self.begin_batch()
                 self.step.batch = batch
                 yield

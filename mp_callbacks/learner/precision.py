@@ -13,6 +13,7 @@ import math,torch
 from contextlib import contextmanager
 from functools import cache
 from inspect import signature
+from operator import attrgetter
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
@@ -55,10 +56,8 @@ def keep_freed_memory():
 class LearnerUnit(TrainUnit):
     "A learner's model, optimizer and loss, as its training steps need them"
     cancels,measures = cancels,True
+    model = property(attrgetter('cb.learn.model'))
     def __init__(self, cb): self.cb = cb # `PrecisionCallback` of the learner
-
-    @property
-    def model(self): return self.cb.learn.model
 
     @property
     def opt(self): return getattr(self.cb.learn, 'opt', None)
@@ -68,7 +67,7 @@ class LearnerUnit(TrainUnit):
 
     def new_half(self, model): return self.cb.new_half(model)
     def on_state(self, state): self.cb.on_state(state)
-    def opt_params(self): return [p for pg in self.opt.param_lists for p in pg]
+    def opt_params(self): return [p for pg in self.cb.learn.opt.param_lists for p in pg]
     def loss_modules(self): return loss_modules(self.cb.learn)
     def predictions(self): return [o for o in leaves(self.cb.learn.pred) if isinstance(o, torch.Tensor)]
     def recent_steps(self, step):
@@ -277,7 +276,7 @@ def forward(self:PrecisionCallback):
     "Context manager around forward and backward pass of a batch, which the callbacks have changed"
     if self.learn.training and len(self.learn.yb):
         ask_batch(self.steps, (self.learn.xb,self.learn.yb))
-        self.budget.begin(self.learn, self.half, self.memory)
+        self.budget.begin(self.learn, self.steps.chosen.half, self.memory)
     yield
 
 @patch

@@ -10,6 +10,7 @@ __all__ = ['Switch', 'half_precision', 'check_half']
 # %% ../../nbs/core/half.ipynb #956ae2a9
 import torch
 from collections import Counter
+from contextlib import contextmanager
 from functools import partial
 from glob import escape
 from inspect import getattr_static,signature
@@ -25,7 +26,7 @@ from .dtypes import as_dtype,dtype_name,half_dtypes,leaves
 from .devices import warn_caller
 from .own import OwnParameter
 from .modules import compiled_parts,is_scripted,named_modules
-from .processes import several_ranks
+from .processes import several_ranks,sharded_modules
 from .restore import as_float32,find_stored,restore_float32,unchanged
 from .forwards import WrappedForward
 from .cast import OneCast
@@ -255,6 +256,17 @@ def outdated(self:half_precision)->bool:
     return {None,*inside}!={None,*self.modules[1:]} # None: a module may be registered as None
 
 @patch
+@contextmanager
+def installed(self:half_precision,
+    on:bool=True, # If not, it is removed
+):
+    "Context manager: installed, or removed, and at its end as before"
+    before = self.by_install
+    (self.install if on else self.remove)()
+    try: yield
+    finally: (self.install if before else self.remove)()
+
+@patch
 def _update(self:half_precision):
     "Switch on or off, as `install` and the open `with`s want"
     if self.by_install or self._open: return self._switch.turn_on()
@@ -400,7 +412,7 @@ def _can_repeat(args, kwargs):
 # %% ../../nbs/core/half.ipynb #8a140a12
 def _cast_layers(named, ways, compiled, rules):
     "Module -> `Layer`, for those that compute from copies of weights, by our `rules` or in calls without gradients"
-    if any(hasattr(m, 'unshard') for m in named.values()): return {} # `fully_shard` has other parameters during a call
+    if sharded_modules(named['']): return {} # `fully_shard` has other parameters during a call
     if rules: return {named[name]:way for name,way in ways.items() if isinstance(way, Layer)}
     by_autocast = {named[name] for name,way in ways.items() if type(way) is Way and not way.why}-compiled
     return {m:way for m in by_autocast if (way := as_layer(m))}

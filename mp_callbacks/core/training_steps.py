@@ -180,7 +180,7 @@ def scaled_backward(
     params, # Those whose gradients are multiplied
 ): # What to call `backward` of
     "Context manager around a backward pass, in which `loss` and all gradients have the scale"
-    on,params = half.by_install,params if scale!=1 else []
+    params = params if scale!=1 else []
     mul_grads(params, scale)
     before,of_loss,of_scaled = [p.grad for p in params],[],[] # the latter two: gradients that the backward pass gives
     scaled = loss.float() if loss.dtype in half_dtypes else loss
@@ -189,10 +189,9 @@ def scaled_backward(
     if scale!=1 and loss.requires_grad: # what a hook returned, but for None, would be the gradient
         loss.register_hook(of_loss.append)
         scaled.register_hook(of_scaled.append)
-    half.install() # checkpointed parts compute again
-    try: yield scaled
+    try:
+        with half.installed(): yield scaled # checkpointed parts compute again
     finally:
-        (half.install if on else half.remove)()
         others = not of_scaled and any(p.grad is not g for p,g in zip(params, before))
         mul_grads(params, 1/scale)
     if others or of_loss and not of_scaled: raise RuntimeError(
@@ -553,11 +552,7 @@ def ask_batch(
     known = state.measured
     if not half.measurable or not steps.unit.measures: return False
     if not again and known is not None and known.covers(half.checksum, half.trains): return False
-    on = half.by_install
-    half.remove()
-    try: found = steps.unit.measure(half, batch, state.scaling.loss_scale, again)
-    finally:
-        if on: half.install()
+    with half.installed(False): found = steps.unit.measure(half, batch, state.scaling.loss_scale, again)
     found = in_all_processes(found, training_group(steps.model))
     if found.why in not_finite and state.steps==state.skips: return False
     found = found.joined(known)

@@ -187,7 +187,7 @@ def _one_batch(plain):
     return one_batch
 
 # what fastai does between two events -> the method of the callback that is around it
-_around = dict(fit='fit', validate='validate', batch='forward', backward='backward', step='step')
+_around = dict(fit='fit', validate='validate', batch='do_batch', backward='backward', step='step')
 
 def _with_events(plain):
     def _with_events(self, f, event_type, *args, **kwargs):

@@ -272,7 +272,7 @@ def before_batch(self:PrecisionCallback):
 
 @patch
 @contextmanager
-def forward(self:PrecisionCallback):
+def do_batch(self:PrecisionCallback):
     "Context manager around forward and backward pass of a batch, which the callbacks have changed"
     if self.learn.training and len(self.learn.yb):
         ask_batch(self.steps, (self.learn.xb,self.learn.yb))

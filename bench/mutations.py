@@ -28,7 +28,7 @@ import pandas as pd
 from common import command,machine,markdown
 
 root = Path(__file__).resolve().parent.parent
-modules = {o:f'mp_callbacks/core/{o}.py' for o in 'loss_scale grads modules restore forwards own cast ways half training_steps'.split()}
+modules = {o:f'mp_callbacks/core/{o}.py' for o in 'loss_scale grads modules processes restore forwards own cast ways half error_notes training_steps'.split()}
 modules |= {o:f'mp_callbacks/learner/{o}.py' for o in ('precision','callback')}
 
 class Mutant(NamedTuple):

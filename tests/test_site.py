@@ -110,6 +110,10 @@ answers = [ # words that people type, and the page that answers
     ('gradient accumulation', 'howto/accumulation_and_clipping'), ('how does it work', 'explanations/training_step'),
     ('loss scale', 'core/loss_scale'), ('memory', 'howto/less_memory'), ('benchmark', 'tutorials/measure'),
     ('huggingface', 'howto/other_trainers'), ('early stopping', 'howto/examples'), ('resume', 'howto/checkpoints'),
+    ('undo', 'howto/migrate'), ('back to float32', 'howto/migrate'), ('keep layer in float32', 'howto/keep'),
+    ('multi-GPU', 'howto/several_gpus'), ('DDP', 'howto/several_gpus'), ('fit into 16 GB', 'howto/it_doesnt_fit'),
+    ('ONNX', 'howto/examples'), ('wandb', 'howto/examples'), ('predict in float32', 'howto/examples'),
+    ('own loop clipping', 'tutorials/your_own_loop'), ('resume after Ctrl-C', 'howto/examples'),
     *words.items()]
 
 def test_search(new_tab):

@@ -94,8 +94,9 @@ class CastLayer:
         "What the layer's parameters were cast to, if they are what they were then; with gradients for one use"
         if torch.compiler.is_compiling(): return None
         call,graph = self._calls.get(get_ident()),torch.is_grad_enabled()
-        if call is None or graph is not call.graph or in_transform() or is_selective(): return None
+        if call is None or graph is not call.graph or in_transform(): return None
         if not graph: return self._keep()
+        if is_selective(): return None
         call.used.add(self)
         state,copies = call.copies.pop(self, (None,None))
         if state is None: return None

@@ -356,9 +356,10 @@ def measure_call(self:half_precision,
     kwargs:dict, # Its keyword arguments
 )->bool: # Is it measured now? Then the call begins anew, as modules may compute otherwise.
     "Compare predictions with those under autocast, in the first call with two items or more"
+    if not self.measurable: return False
     tensors = [t for t in leaves((args,kwargs)) if isinstance(t, torch.Tensor)]
     several = tensors and all(t.dim() and len(t)>1 for t in tensors)
-    if not (several and self.measurable and _can_repeat(args, kwargs)): return False
+    if not (several and _can_repeat(args, kwargs)): return False
     with _switching:
         if not self.asks: return True # another thread has
         self._switch.turn_off()

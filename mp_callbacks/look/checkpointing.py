@@ -54,9 +54,7 @@ class Recomputed:
         segment:Segment, # The segment
         module:nn.Module, # What it computes
     ):
-        modules = [*module.modules()]
-        self.segment,self.buffered = segment,[m for m in modules if m._buffers]
-        self.attributes = [vars(m) for m in modules if not _of_pytorch(m)] # PyTorch's modules store nothing else
+        self.segment,self.modules = segment,[*module.modules()]
 
     def __call__(self, forward, args, kwargs):
         "What `forward` returns"
@@ -74,10 +72,10 @@ class Recomputed:
         return checkpoint(_run, *devices, use_reentrant=False)
 
     def _remember(self):
-        "Random numbers of Python and NumPy, and what modules store, with what restores it. PyTorch sees to its own."
-        return [(random.setstate,random.getstate()), (np.random.set_state,np.random.get_state()),
-                (restore_contents,remember_contents(self.attributes)),
-                (restore_buffers,remember_buffers(self.buffered))]
+        "What modules store, and random numbers of Python and NumPy, with what restores it. PyTorch sees to its own."
+        attributes = [vars(m) for m in self.modules if not _of_pytorch(m)] # PyTorch's modules store only buffers
+        return [(restore_contents,remember_contents(attributes)), (restore_buffers,remember_buffers(self.modules)),
+                (random.setstate,random.getstate()), (np.random.set_state,np.random.get_state())]
 
 def _restore(states):
     for restore,state in states: restore(state)
@@ -178,7 +176,7 @@ class Profile:
             run = _Calls(steps.model, steps.live)
             with run, register_module_forward_pre_hook(run.begin), register_module_forward_hook(run.end, with_kwargs=True):
                 *_,forward,rest = steps.step(k, half)
-            runs.append((torch.tensor(forward+rest, dtype=torch.float64),run.calls))
+            runs.append((np.array(forward+rest, float),run.calls))
         (two,few),(four,many) = runs
         self._weights = (4-n)/2,(n-2)/2 # of both, in a line to `n` items
         if len(two)!=len(four) or any(len(few[k])!=len(o) for k,o in many.items()): # they can't be compared
@@ -186,7 +184,7 @@ class Profile:
         self.calls,self._both,self.live = many,(few,many),self._line(two, four)
         self.named,self.names = named_modules(steps.model),run.names
         self.refused = set() # names of modules that can't be computed again
-        self.changes = cache(self.changes)
+        self.less = cache(self.less)
 
     def _line(self, two, four): return self._weights[0]*two+self._weights[1]*four
 
@@ -199,29 +197,25 @@ class Profile:
         name,first,last = segment
         return [name] if last is None else self.inside(name)[first:last]
 
-    def changes(self,
+    def less(self,
         segment:Segment, # Any segment
-    )->list: # Of bytes, and from when to when, in numbers of operations
-        "What memory would be less by if `segment` were computed again"
-        few,many = [self._seen(calls, segment) for calls in self._both]
-        return [(self._line(a, b),*when) for (a,*_),(b,*when) in zip(few, many)]
+    )->np.ndarray: # Bytes after each operation
+        "How much less memory would be in use if `segment` were computed again"
+        return self._line(*[self._less(calls, segment) for calls in self._both])
 
-    def _seen(self, calls, segment):
-        modules = self.modules(segment)
-        for a,b in zip(calls[modules[0]], calls[modules[-1]]):
-            if b.back is None: continue
-            dropped = sum(n for when,n in b.freed if when==b.stop) # inputs that nobody else holds
-            yield b.after-dropped-a.before-b.out,b.stop,b.back
-            for when,n in a.freed: # its inputs would be kept longer
-                if b.stop<when<b.back: yield -n,when,b.back
+    def _less(self, calls, segment):
+        modules,res = self.modules(segment),np.zeros(len(self.live))
+        for first,last in zip(calls[modules[0]], calls[modules[-1]]):
+            if last.back is None: continue
+            dropped = sum(n for when,n in last.freed if when==last.stop) # inputs that nobody else holds
+            res[last.stop:last.back] += last.after-dropped-first.before-last.out
+            for when,n in first.freed: # its inputs would be kept longer
+                if when>last.stop: res[when:last.back] -= n
+        return res
 
     def kept(self, segment):
-        "Bytes that a call of `segment` keeps"
-        return max([n for n,*_ in self.changes(segment)], default=0)
-
-    def saved(self, segment):
-        "Bytes that `segment` would save in all its calls"
-        return sum(n for n,*_ in self.changes(segment))
+        "Bytes that `segment` keeps"
+        return self.less(segment).max()
 
     def work(self, segment):
         "What it takes to compute `segment` again"
@@ -249,7 +243,7 @@ class Chooser(Profile):
         "Not if it keeps nothing, can't be computed again, or is a layer of PyTorch's"
         name = self.modules(segment)[0]
         layer = segment.last is None and _of_pytorch(self.named[name]) and not self.inside(name)
-        return not layer and name not in self.refused and self.saved(segment)>0
+        return not layer and name not in self.refused and self.kept(segment)>0
 
     def _in_sequence(self, segment):
         "Is it an `nn.Sequential` that calls each of its modules once?"
@@ -267,27 +261,22 @@ class Chooser(Profile):
             else: runs.append(Segment(name, i, i+1))
         return [o if o.last-o.first>1 else Segment(inside[o.first]) for o in runs]
 
-    def peak(self,
-        segments, # Some segments
-    )->tuple:
-        "Most bytes in use if `segments` are computed again, and after which operation"
-        live = self.live.clone()
-        for n,i,j in [o for s in segments for o in self.changes(s)]: live[i:j] -= n
-        return live.max().item(),live.argmax().item()
-
     def _fill(self, pool, target, chosen=()):
         "Those of `pool` to take, beside `chosen`, until no more than `target` bytes are in use"
-        res,left = [*chosen],[*dict.fromkeys(pool)]
-        while True:
-            most,at = self.peak(res)
-            some = [o for o in left if any(n>0 and i<=at<j for n,i,j in self.changes(o))]
-            if most<=target or not some: break
-            res.append(max(some, key=lambda o: self.saved(o)/self.work(o)))
-            left.remove(res[-1])
+        live,res,left = self.live-sum(map(self.less, chosen)),[*chosen],[*dict.fromkeys(pool)]
+        while left and live.max()>target:
+            at = live.argmax()
+            best = max(left, key=lambda o: self.less(o)[at]/self.work(o))
+            if self.less(best)[at]<=0: break
+            left.remove(best)
+            res.append(best)
+            live = live-self.less(best)
+        most = max(target, live.max())
         for o in sorted(res, key=self.work, reverse=True): # is it needed?
-            rest = [c for c in res if c!=o]
-            if self.peak(rest)[0]<=max(target, most): res = rest
-        peak = self.peak(res)[0]
+            if (live+self.less(o)).max()>most: continue
+            res.remove(o)
+            live = live+self.less(o)
+        peak = live.max()
         return Choice(max(0, peak-target), sum(map(self.work, res)), res, peak, len(left)+len(res))
 
     def choose(self,

@@ -259,6 +259,8 @@ def test_chosen_again():
     assert not _fit() and not segments(learn)
     learn.mixed_precision.memory = None
     assert not _fit() and learn.mixed_precision.budget.plan is None
+    learn.mixed_precision.memory = 1.
+    assert not _fit() and learn.mixed_precision.budget.plan.fits
 
 of_whom,copies = [],[]
 def copy_now(m, args, out):

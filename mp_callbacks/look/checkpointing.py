@@ -145,8 +145,7 @@ class _Calls(TorchDispatchMode):
 
     def begin(self, module, args):
         "Before its `forward`, unless the loss calls it, or the backward pass computes it again"
-        name = self.names.get(module)
-        if name=='' or name and self.open: self.open.append((self.live.now,self.work))
+        if module in self.names and (self.open or not self.names[module]): self.open.append((self.live.now,self.work))
 
     def end(self, module, args, kwargs, res):
         "After its `forward`"
@@ -155,6 +154,8 @@ class _Calls(TorchDispatchMode):
         self.calls[self.names[module]].append(_Call(self.live, before, self.work-work, (args,kwargs), res))
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0017
+_parts = 1.5,2,3,4,6,8,12,16,24,32,48,64 # of what all keep: what a segment keeps at most
+
 class Choice(NamedTuple):
     "Segments to compute again"
     over:float # Bytes that are still too many
@@ -174,19 +175,18 @@ class Profile:
         runs = []
         for k in (2,4):
             run = _Calls(steps.model, steps.live)
-            with run, register_module_forward_pre_hook(run.begin), register_module_forward_hook(run.end, with_kwargs=True):
+            with (run,register_module_forward_pre_hook(run.begin),
+                  register_module_forward_hook(run.end, with_kwargs=True)):
                 *_,forward,rest = steps.step(k, half)
             runs.append((np.array(forward+rest, float),run.calls))
         (two,few),(four,many) = runs
-        self._weights = (4-n)/2,(n-2)/2 # of both, in a line to `n` items
-        if len(two)!=len(four) or any(len(few[k])!=len(o) for k,o in many.items()): # they can't be compared
-            two,few,self._weights = four,many,(0,n/4)
-        self.calls,self._both,self.live = many,(few,many),self._line(two, four)
+        line = [((4-n)/2,two,few),((n-2)/2,four,many)] # through both steps, to `n` items
+        # if these can't be compared, the second is taken for a part of `n` items
+        if len(two)!=len(four) or any(len(few[k])!=len(o) for k,o in many.items()): line = [(n/4,four,many)]
+        self.calls,self._line,self.live = many,line,sum(share*log for share,log,_ in line)
         self.named,self.names = named_modules(steps.model),run.names
         self.refused = set() # names of modules that can't be computed again
         self.less = cache(self.less)
-
-    def _line(self, two, four): return self._weights[0]*two+self._weights[1]*four
 
     def inside(self, name):
         "Names of the modules right inside the one called `name`"
@@ -201,7 +201,7 @@ class Profile:
         segment:Segment, # Any segment
     )->np.ndarray: # Bytes after each operation
         "How much less memory would be in use if `segment` were computed again"
-        return self._line(*[self._less(calls, segment) for calls in self._both])
+        return sum(share*self._less(calls, segment) for share,_,calls in self._line)
 
     def _less(self, calls, segment):
         modules,res = self.modules(segment),np.zeros(len(self.live))
@@ -222,8 +222,6 @@ class Profile:
         return sum(o.work for k in self.modules(segment) for o in self.calls[k])
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0019
-_parts = 1.5,2,3,4,6,8,12,16,24,32,48,64 # of what all keep: what a segment keeps at most
-
 class Chooser(Profile):
     "Chooses segments to compute again, by what they would save"
     def cover(self,
@@ -235,6 +233,7 @@ class Chooser(Profile):
         return [o for part in parts for o in self._outermost(part, limit)]
 
     def _outermost(self, segment, limit):
+        "`segment`, or those inside it if it keeps more than `limit`"
         alone = [segment] if self._worth(segment) else []
         if segment.last or alone and self.kept(segment)<=limit: return alone
         return self.cover(limit, segment) or alone # what can't be smaller is as large as it is
@@ -247,9 +246,9 @@ class Chooser(Profile):
 
     def _in_sequence(self, segment):
         "Is it an `nn.Sequential` that calls each of its modules once?"
-        module,calls = self.named[segment.name],self.calls
-        once = all(len(calls[k])==len(calls[segment.name]) for k in self.inside(segment.name))
-        return once and type(module).forward is nn.Sequential.forward and not replaced_forward(module)
+        module,calls = self.named[segment.name],[self.calls[k] for k in (segment.name,*self.inside(segment.name))]
+        plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+        return plain and not replaced_forward(module) and len({*map(len, calls)})==1
 
     def _runs(self, segment, limit):
         "Parts of a sequence: modules that follow each other and keep at most `limit` together, or single ones"
@@ -344,16 +343,16 @@ def plan_checkpoints(
         "it, or choose by checkpoint() in its forward which blocks to compute again.")
     target,bias,tried,half = gb*(1-share_left)*2**30-others,0.,[],half and half.unasked()
     with CountedSteps(model, compute_loss, opt) as steps:
-        def _plan(name, checkpoints):
-            with checkpoints: return steps.plan({name:half}, batch_size)
+        def _plan(name, segments):
+            with Checkpoints(model, segments): return steps.plan({name:half}, batch_size)
         def _peak(plan): return plan.table.peak.iloc[-1]*2**20
-        plan = _plan('all kept', none := Checkpoints(model, ()))
-        if _peak(plan)<=target: return CheckpointPlan(none, 0, plan, gb, target/2**30, 1.)
+        plan = _plan('all kept', ())
+        if _peak(plan)<=target: return CheckpointPlan(Checkpoints(model, ()), 0, plan, gb, target/2**30, 1.)
         profile = Chooser(steps, batch_size, half)
         while len(tried)<most_plans:
             choice = profile.choose(target-bias)
-            if choice.segments in [o.segments for o,_ in tried]: break
-            try: some = _plan('checkpointed', Checkpoints(model, choice.segments))
+            if any(o.segments==choice.segments for o,_ in tried): break
+            try: some = _plan('checkpointed', choice.segments)
             except ChangedInput as e: profile.refused.add(profile.modules(e.segment)[0])
             else:
                 bias = _peak(some)-choice.peak

@@ -115,8 +115,9 @@ def test_kinds_of_models(kind):
         return fitted(in_mode('bf16', kinds[kind](), options, dls=big_dls(bs=256), cbs=cbs), 1)
     free = _fit()
     learn = _fit(memory=2e-4)
-    # to compute from a changed input again is impossible, and what the model checkpoints already keeps nothing
-    assert bool(segments(learn))==(kind not in ('in_place','reentrant'))
+    some = segments(learn)
+    assert bool(some)==(kind!='reentrant') # which keeps nothing
+    if kind=='in_place': assert [o.name for o in some]==[''] and not some[0].first # the first layer changes no input
     assert_same(learn, free)
 
 def limited(model=None, mode='bf16', memory=2e-4, bs=256, **kwargs):
@@ -258,6 +259,8 @@ def test_chosen_again():
     assert not _fit() and not segments(learn)
     learn.mixed_precision.memory = None
     assert not _fit() and learn.mixed_precision.budget.plan is None
+    learn.mixed_precision.memory = 1.
+    assert not _fit() and learn.mixed_precision.budget.plan.fits
 
 of_whom,copies = [],[]
 def copy_now(m, args, out):

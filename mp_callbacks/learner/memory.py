@@ -104,7 +104,7 @@ class MemoryBudget:
     "What a learner's batches compute again, so that they fit into memory"
     batch = None # what the data loader gave
     plan = None # the `CheckpointPlan`, if one was made
-    _for,_size,_said = None,0,'' # what it was made for, the size of the batch, and what was said
+    _for,_size = None,0 # what it was made for, and the size of the batch
     def __getstate__(self): return {} # for copies and pickles
 
     def begin(self,
@@ -114,17 +114,16 @@ class MemoryBudget:
     ):
         "Let the forward pass keep less from now on, if that is needed"
         batch,self.batch = self.batch,None # nobody is to hold what a callback replaces
-        if memory is None: self.plan = None
+        if memory is None: self.plan = self._for = None
         else:
             size = sum(t.numel() for t in leaves(batch) if isinstance(t, torch.Tensor))
             now = memory,half.trains,{k:o.name for k,o in half.ways.items()},_now_in(learn)
+            half.remove()
             if now!=self._for or size>1.1*self._size:
                 self._choose(learn, half, memory, batch)
                 self._for,self._size = now,size
-        if self.plan is None or not self.plan.checkpoints.segments: return
-        half.remove()
-        self.plan.checkpoints.turn_on()
-        half.install()
+            self.plan.checkpoints.turn_on()
+            half.install()
 
     def end(self):
         "The forward pass has ended. Idempotent."
@@ -140,13 +139,9 @@ class MemoryBudget:
     def _choose(self, learn, half, memory, batch):
         self.plan,self._for,model = None,None,unwrap(learn.model)
         gb = free_gb(learn) if memory is True else memory
-        half.remove()
         check_items(batch)
         with _noted(), single_process(learn.model), unchanged_learner(learn), loss_again(learn) as compute_loss:
             clear_state(learn.opt) # some steppers refuse the loss scale
             loss,n = partial(loss_of, learn, batch, compute_loss, half),max(_sizes(batch))
             self.plan = plan_checkpoints(model, loss, learn.opt, n, gb, half.replace(model=model), _others(learn))
-        half.install()
-        text = str(self.plan)
-        if (self.plan.checkpoints.segments or not self.plan.fits) and text!=self._said: warn_caller(text)
-        self._said = text
+        if self.plan.checkpoints.segments or not self.plan.fits: warn_caller(str(self.plan))

@@ -9,21 +9,19 @@ __all__ = ['share_left', 'most_plans', 'Segment', 'ChangedInput', 'Recomputed', 
            'CheckpointPlan', 'plan_checkpoints']
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0010
-import random,sys,torch,weakref
+import random,torch,weakref,numpy as np
 from collections import defaultdict
-from contextlib import ExitStack
-from functools import partial
-from operator import itemgetter
-from inspect import getattr_static
+from functools import cache,partial
 from typing import NamedTuple
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook,register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from ..core.dtypes import leaves
 from ..core.half import Switch,half_precision
 from ..core.modules import compiled_parts,named_modules
 from ..core.torch_internals import TorchDispatchMode
-from ..core.restore import fork_rngs,remember_buffers,remember_contents,restore_buffers,restore_contents
+from ..core.restore import remember_buffers,remember_contents,restore_buffers,restore_contents
 from ..core.forwards import WrappedForward,replaced_forward
 from .plan import CountedSteps,MemoryPlan,check_positive
 
@@ -54,55 +52,38 @@ class Recomputed:
     "A segment whose activations are computed again in the backward pass. Only its inputs are kept."
     def __init__(self,
         segment:Segment, # The segment
-        modules, # Its modules, with those inside them
+        module:nn.Module, # What it computes
     ):
-        self.segment,self.buffered = segment,[m for m in modules if m._buffers]
-        self.attributes = [vars(m) for m in modules if not _of_pytorch(m)] # PyTorch's modules store nothing else
+        self.segment,self.modules = segment,[*module.modules()]
 
-    def __call__(self, forward, args=(), kwargs={}):
+    def __call__(self, forward, args, kwargs):
         "What `forward` returns"
-        if not torch.is_grad_enabled(): return forward(*args, **kwargs)
         inputs,first = _tensors((args,kwargs)),[True]
-        versions,before,rngs = _versions(inputs),self._remember(),_rngs()
+        versions,before = _versions(inputs),self._remember()
         def _run(*_):
             if first: return first.pop() and forward(*args, **kwargs)
             if _versions(inputs)!=versions: raise ChangedInput(self.segment)
             now = self._remember()
-            with fork_rngs(()):
-                _set_rngs(*rngs)
-                self._restore(before)
-                try: return forward(*args, **kwargs)
-                finally: self._restore(now) # PyTorch ends it early, by an exception
+            try:
+                _restore(before)
+                return forward(*args, **kwargs)
+            finally: _restore(now) # PyTorch ends it early, by an exception
         devices = [t.new_empty(0) for t in inputs] # of which random numbers and autocast are remembered
         return checkpoint(_run, *devices, use_reentrant=False)
 
-    def _remember(self): return remember_contents(self.attributes),remember_buffers(self.buffered)
+    def _remember(self):
+        "What modules store, and random numbers of Python and NumPy, with what restores it. PyTorch sees to its own."
+        attributes = [vars(m) for m in self.modules if not _of_pytorch(m)] # PyTorch's modules store only buffers
+        return [(restore_contents,remember_contents(attributes)), (restore_buffers,remember_buffers(self.modules)),
+                (random.setstate,random.getstate()), (np.random.set_state,np.random.get_state())]
 
-    def _restore(self, before):
-        restore_contents(before[0])
-        restore_buffers(before[1])
-
-def _rngs():
-    "States of the random numbers of Python and NumPy; PyTorch sees to its own"
-    np = sys.modules.get('numpy') # if nobody has imported it, nobody draws
-    return random.getstate(),np and np.random.get_state()
-
-def _set_rngs(python, numpy):
-    random.setstate(python)
-    if numpy: sys.modules['numpy'].random.set_state(numpy)
+def _restore(states):
+    for restore,state in states: restore(state)
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0012
 class _Below(WrappedForward): below = True # half precision is around it
 
-def _chain(modules, x):
-    for m in modules: x = m(x)
-    return x
-
-def _in_sequence(parts, forward, args, kwargs):
-    "What an `nn.Sequential` returns: pairs of a function or None, and of modules"
-    x, = *args,*kwargs.values()
-    for again,modules in parts: x = again(partial(_chain, modules), (x,)) if again else _chain(modules, x)
-    return x
+def _in_parts(parts, forward, args, kwargs): return parts(*args, **kwargs)
 
 class Checkpoints(Switch):
     """Inside a `with`, of some segments only the inputs are kept, and the backward pass computes the rest again
@@ -112,9 +93,16 @@ class Checkpoints(Switch):
         model:nn.Module, # The model
         segments, # Its `Segment`s, of which none is inside another
     ):
-        self.segments,named,of = [*segments],named_modules(model),defaultdict(dict)
-        for o in self.segments: of[o.name][o.first] = o
-        super().__init__([_Below(named[name], _around(named[name], some)) for name,some in of.items()])
+        self.segments,named,wrapped,sequences = [*segments],named_modules(model),[],{}
+        for o in sorted(self.segments, reverse=True): # the last first, so that the numbers of others stay
+            module = named[o.name]
+            if o.last is not None: # one module in place of several
+                parts = sequences.setdefault(o.name, [*module])
+                module = nn.Sequential(*parts[o.first:o.last])
+                parts[o.first:o.last] = [module]
+            wrapped.append(_Below(module, Recomputed(o, module)))
+        wrapped += [_Below(named[name], partial(_in_parts, nn.Sequential(*o))) for name,o in sequences.items()]
+        super().__init__(wrapped)
 
     def turn_on(self):
         "Switch on. Idempotent."
@@ -125,73 +113,45 @@ class Checkpoints(Switch):
     def __enter__(self): self.turn_on(); return self
     def __exit__(self, *args): self.turn_off()
 
-def _around(module, some):
-    "What stands in for the `forward` of `module`, which has `some` segments, by the numbers of their first modules"
-    if some[min(some)].last is None: return Recomputed(some[0], [*module.modules()])
-    modules,parts,i = [*module],[],0
-    while i<len(modules):
-        o = some.get(i)
-        part = modules[i:o.last if o else i+1]
-        parts.append((o and Recomputed(o, [m for p in part for m in p.modules()]),part))
-        i += len(part)
-    return partial(_in_sequence, parts)
-
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0013
 class _Call:
-    "A call of a module in a counted step: bytes, and when, in numbers of operations"
+    "A call of a module in a counted step: bytes in use, and when, in numbers of operations"
     back = None # when the backward pass comes to it
-    def __init__(self, args, log, now, work):
-        self.log,self.inputs,self.begin,self.before,self.work = log,_tensors(args),len(log),now,-work
-        self.versions = _versions(self.inputs)
-
-    def end(self, res, now, work):
-        "It has returned `res`"
-        given,self.freed = {t.untyped_storage() for t in self.inputs},[]
+    def __init__(self, live, before, work, args, res):
+        self.log,self.stop,self.before,self.after,self.work = live.log,len(live.log),before,live.now,work
+        given,self.freed = {t.untyped_storage() for t in _tensors(args)},[]
         self.out = sum(o.nbytes() for o in {t.untyped_storage() for t in _tensors(res)}-given)
-        self.stop,self.after,self.work = len(self.log),now,self.work+work
-        self.changes = _versions(self.inputs)!=self.versions
         for o in given: weakref.finalize(o, self._free, o.nbytes()).atexit = False
         for t in _tensors(res):
             if t.requires_grad: t.register_hook(self._reach)
-        del self.inputs
 
     def _free(self, n): self.freed.append((len(self.log),n))
     def _reach(self, grad): self.back = self.back or len(self.log)
 
 class _Calls(TorchDispatchMode):
-    "Inside a `with`, the calls of modules in the forward pass of a counted step"
+    "The calls of modules in the forward pass of a counted step. `work`: operations in products, and bytes of results"
     def __init__(self, model, live):
         super().__init__()
         from torch.utils.flop_counter import flop_registry # which needs what a version may lack
-        self.live,self.work,self.calls,self.open,self.flops = live,0,defaultdict(list),[],flop_registry
-        self.named,self.hooks = named_modules(model),ExitStack()
-
-    def __enter__(self):
-        for name,m in self.named.items():
-            self.hooks.enter_context(m.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True))
-            self.hooks.enter_context(m.register_forward_hook(partial(self._end, name), with_kwargs=True))
-        return super().__enter__()
-
-    def __exit__(self, *args):
-        self.hooks.close()
-        return super().__exit__(*args)
+        self.live,self.work,self.open,self.flops = live,0,[],flop_registry
+        self.names = {m:name for name,m in named_modules(model).items()}
+        self.calls = {name:[] for name in self.names.values()}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         res,count = func(*args, **(kwargs or {})),self.flops.get(func.overloadpacket)
-        # bytes of results, and operations in products
         self.work += sum(t.nbytes for t in _tensors(res))
         if count: self.work += count(*args, **(kwargs or {}), out_val=res)
         return res
 
-    def _begin(self, name, module, args, kwargs):
-        if name and not self.open: return # called by the loss, or computed again
-        self.open.append((name,_Call((args,kwargs), self.live.log, self.live.now, self.work)))
+    def begin(self, module, args):
+        "Before its `forward`, unless the loss calls it, or the backward pass computes it again"
+        if module in self.names and (self.open or not self.names[module]): self.open.append((self.live.now,self.work))
 
-    def _end(self, name, module, args, kwargs, res):
-        if not self.open: return
-        name,call = self.open.pop()
-        call.end(res, self.live.now, self.work)
-        self.calls[name].append(call)
+    def end(self, module, args, kwargs, res):
+        "After its `forward`"
+        if module not in self.names or not self.open: return
+        before,work = self.open.pop()
+        self.calls[self.names[module]].append(_Call(self.live, before, self.work-work, (args,kwargs), res))
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0017
 _parts = 1.5,2,3,4,6,8,12,16,24,32,48,64 # of what all keep: what a segment keeps at most
@@ -214,139 +174,120 @@ class Profile:
     ):
         runs = []
         for k in (2,4):
-            with _Calls(steps.model, steps.live) as run: logs = steps.step(k, half)[3:]
-            runs.append((torch.tensor([*logs[0],*logs[1]], dtype=torch.float64),run.calls))
-        (two,few),(four,self._four) = runs
-        self._same = len(two)==len(four) and all(len(few[k])==len(o) for k,o in self._four.items())
-        self._two = few if self._same else self._four
-        self.n,self.named,self._changes,self.refused = n,run.named,{},set()
-        self.names = {m:name for name,m in self.named.items()}
-        self.live = self._line(two if self._same else four, four)
-
-    def _line(self, two, four):
-        "For `n` items, if it is `two` with two and `four` with four of them; or if that can't be compared"
-        return two+(four-two)*(self.n-2)/2 if self._same else four*self.n/4
+            run = _Calls(steps.model, steps.live)
+            with (run,register_module_forward_pre_hook(run.begin),
+                  register_module_forward_hook(run.end, with_kwargs=True)):
+                *_,forward,rest = steps.step(k, half)
+            runs.append((np.array(forward+rest, float),run.calls))
+        (two,few),(four,many) = runs
+        line = [((4-n)/2,two,few),((n-2)/2,four,many)] # through both steps, to `n` items
+        # if these can't be compared, the second is taken for a part of `n` items
+        if len(two)!=len(four) or any(len(few[k])!=len(o) for k,o in many.items()): line = [(n/4,four,many)]
+        self.calls,self._line,self.live = many,line,sum(share*log for share,log,_ in line)
+        self.named,self.names = named_modules(steps.model),run.names
+        self.refused = set() # names of modules that can't be computed again
+        self.less = cache(self.less)
 
     def inside(self, name):
         "Names of the modules right inside the one called `name`"
         return [self.names[m] for m in self.named[name].children()]
 
-    def changes(self,
+    def modules(self, segment):
+        "Names of the modules that `segment` calls"
+        name,first,last = segment
+        return [name] if last is None else self.inside(name)[first:last]
+
+    def less(self,
         segment:Segment, # Any segment
-    )->list: # Of bytes, and from when to when, in numbers of operations
-        "What memory would be less by if `segment` were computed again"
-        if segment not in self._changes:
-            self._changes[segment] = [(self._line(a, b),*when) for (a,*_),(b,*when) in
-                                      zip(self._seen(self._two, segment), self._seen(self._four, segment))]
-        return self._changes[segment]
+    )->np.ndarray: # Bytes after each operation
+        "How much less memory would be in use if `segment` were computed again"
+        return sum(share*self._less(calls, segment) for share,_,calls in self._line)
 
-    def _seen(self, calls, segment):
-        name,i,j = segment
-        first,last = (name,name) if j is None else itemgetter(i, j-1)(self.inside(name))
-        for a,b in zip(calls[first], calls[last]):
-            if b.back is None: continue
-            yield b.after-a.before-b.out,b.stop,b.back
-            for when,n in a.freed: # its inputs would be kept longer
-                if b.stop<when<b.back: yield -n,when,b.back
-
-    def changed(self, name):
-        "Does the module called `name` change its inputs in place, so that it can't compute from them again?"
-        return any(o.changes for o in self._four[name])
+    def _less(self, calls, segment):
+        modules,res = self.modules(segment),np.zeros(len(self.live))
+        for first,last in zip(calls[modules[0]], calls[modules[-1]]):
+            if last.back is None: continue
+            dropped = sum(n for when,n in last.freed if when==last.stop) # inputs that nobody else holds
+            res[last.stop:last.back] += last.after-dropped-first.before-last.out
+            for when,n in first.freed: # its inputs would be kept longer
+                if when>last.stop: res[when:last.back] -= n
+        return res
 
     def kept(self, segment):
-        "Bytes that a call of `segment` keeps"
-        return max([n for n,*_ in self.changes(segment)], default=0)
-
-    def saved(self, segment):
-        "Bytes that `segment` would save in all its calls"
-        return sum(n for n,*_ in self.changes(segment))
+        "Bytes that `segment` keeps"
+        return self.less(segment).max()
 
     def work(self, segment):
         "What it takes to compute `segment` again"
-        name,i,j = segment
-        return sum(o.work for k in ([name] if j is None else self.inside(name)[i:j]) for o in self._four[k])
-
-    def _worth(self, segment):
-        "Not if it keeps nothing, or is a layer of PyTorch's"
-        layer = segment.last is None and _of_pytorch(self.named[segment.name]) and not self.inside(segment.name)
-        return not layer and segment not in self.refused and self.saved(segment)>0
+        return sum(o.work for k in self.modules(segment) for o in self.calls[k])
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0019
 class Chooser(Profile):
     "Chooses segments to compute again, by what they would save"
     def cover(self,
         limit:float, # Bytes
-        name:str='', # Name of a module
-        whole:bool=True, # May it be one itself?
+        segment:Segment=Segment(''), # Any segment
     )->list:
-        "Segments in a module that keep at most `limit` each, the outermost of them"
-        inside,calls,itself = self.inside(name),self._four.get(name),Segment(name)
-        alone = [itself] if whole and name and calls and not self.changed(name) else []
-        if alone and self.kept(itself)<=limit: return alone
-        of_pytorch = getattr_static(type(self.named[name]), 'forward') is nn.Sequential.forward
-        once = calls and len({*inside})==len(inside) and all(len(self._four.get(k, ()))==len(calls) for k in inside)
-        if once and of_pytorch and not replaced_forward(self.named[name]):
-            parts = self._runs(limit, name, 0, len(inside))
-        else: parts = [o for k in inside for o in self.cover(limit, k)]
-        return [o for o in parts if self._worth(o)] or alone # what can't be smaller is as large as it is
+        "Segments in `segment` that keep at most `limit` each, the outermost of them"
+        parts = self._runs(segment, limit) if self._in_sequence(segment) else map(Segment, self.inside(segment.name))
+        return [o for part in parts for o in self._outermost(part, limit)]
 
-    def _runs(self, limit, name, first, last):
-        "Segments of an `nn.Sequential`, in its modules from number `first` up to `last`"
-        inside,res,start = self.inside(name),[],None
-        def _end(i):
-            if start is not None: res.append(Segment(name, start, i) if i-start>1 else Segment(inside[start]))
-        for i in range(first, last):
-            changed = self.changed(inside[i])
-            if start is not None and (changed or self.kept(Segment(name, start, i+1))<=limit): continue
-            _end(i)
-            start = None if changed or self.kept(Segment(inside[i]))>limit else i
-            if start is None: res += self.cover(limit, inside[i])
-        _end(last)
-        return res
+    def _outermost(self, segment, limit):
+        "`segment`, or those inside it if it keeps more than `limit`"
+        alone = [segment] if self._worth(segment) else []
+        if segment.last or alone and self.kept(segment)<=limit: return alone
+        return self.cover(limit, segment) or alone # what can't be smaller is as large as it is
 
-    def _pieces(self, segment, limit):
-        "Smaller segments in `segment`"
-        name,i,j = segment
-        return self.cover(limit, name, whole=False) if j is None else self._runs(limit, name, i, j)
+    def _worth(self, segment):
+        "Not if it keeps nothing, can't be computed again, or is a layer of PyTorch's"
+        name = self.modules(segment)[0]
+        layer = segment.last is None and _of_pytorch(self.named[name]) and not self.inside(name)
+        return not layer and name not in self.refused and self.kept(segment)>0
+
+    def _in_sequence(self, segment):
+        "Is it an `nn.Sequential` that calls each of its modules once?"
+        module,calls = self.named[segment.name],[self.calls[k] for k in (segment.name,*self.inside(segment.name))]
+        plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+        return plain and not replaced_forward(module) and len({*map(len, calls)})==1
+
+    def _runs(self, segment, limit):
+        "Parts of a sequence: modules that follow each other and keep at most `limit` together, or single ones"
+        name,first,last = segment
+        inside,runs = self.inside(name),[]
+        for i in range(len(inside))[first:last]:
+            longer = runs and runs[-1]._replace(last=i+1)
+            if longer and inside[longer.first] not in self.refused and self.kept(longer)<=limit: runs[-1] = longer
+            else: runs.append(Segment(name, i, i+1))
+        return [o if o.last-o.first>1 else Segment(inside[o.first]) for o in runs]
 
     def _fill(self, pool, target, chosen=()):
         "Those of `pool` to take, beside `chosen`, until no more than `target` bytes are in use"
-        live,res,left = self.live.clone(),[*chosen],[o for o in dict.fromkeys(pool) if self._worth(o)]
-        def _take(o, sign=1):
-            for n,i,j in self.changes(o): live[i:j] -= sign*n
-        for o in res: _take(o)
-        while live.max()>target:
-            at = live.argmax().item()
-            some = [o for o in left if any(n>0 and i<=at<j for n,i,j in self.changes(o))]
-            if not some: break
-            res.append(max(some, key=lambda o: self.saved(o)/self.work(o)))
-            left.remove(res[-1])
-            _take(res[-1])
-        most = max(target, live.max().item())
-        for o in sorted(res, key=self.work, reverse=True):
-            _take(o, -1)
-            if live.max()<=most: res.remove(o)
-            else: _take(o)
-        peak = live.max().item()
-        return Choice(max(0, peak-target), sum(map(self.work, res)), res, peak, len(chosen)+len(left)+len(res))
+        live,res,left = self.live-sum(map(self.less, chosen)),[*chosen],[*dict.fromkeys(pool)]
+        while left and live.max()>target:
+            at = live.argmax()
+            best = max(left, key=lambda o: self.less(o)[at]/self.work(o))
+            if self.less(best)[at]<=0: break
+            left.remove(best)
+            res.append(best)
+            live = live-self.less(best)
+        most = max(target, live.max())
+        for o in sorted(res, key=self.work, reverse=True): # is it needed?
+            if (live+self.less(o)).max()>most: continue
+            res.remove(o)
+            live = live+self.less(o)
+        peak = live.max()
+        return Choice(max(0, peak-target), sum(map(self.work, res)), res, peak, len(left)+len(res))
 
     def choose(self,
         target:float, # Bytes
     )->'Choice':
         "Segments to compute again, so that no more than `target` bytes are in use: with as little work as possible"
         kept = self.kept(Segment(''))
-        choices = [self._fill(self.cover(kept/k), target) for k in _parts]
-        return self._refine(min(choices, key=lambda o: o[:2]), target)
-
-    def _refine(self, best, target, again=True):
-        "`best`, with smaller segments in place of some, if they are less work"
-        for o in sorted(best.segments, key=self.work, reverse=True):
-            for k in (1.25,2,3,4):
-                got = self._fill(self._pieces(o, self.kept(o)/k), target, [c for c in best.segments if c!=o])
-                if again and got[:2]==best[:2]: got = self._refine(got, target, False)
-                if got[:2]<best[:2]:
-                    best = got
-                    break
+        best = min([self._fill(self.cover(kept/k), target) for k in _parts], key=lambda o: o[:2])
+        for o in sorted(best.segments, key=self.work, reverse=True): # a part of one may be enough
+            others = [c for c in best.segments if c!=o]
+            some = [self._fill(self.cover(self.kept(o)/k, o), target, others) for k in (1.25,2,3,4)]
+            best = min([best,*some], key=lambda o: o[:2])
         return best
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0015
@@ -400,24 +341,24 @@ def plan_checkpoints(
     if compiled_parts(model): raise ValueError(
         "memory can't be limited in a compiled model: its compiled parts can't be split into blocks. Don't compile "
         "it, or choose by checkpoint() in its forward which blocks to compute again.")
-    target,bias,tried,half = gb*(1-share_left)*2**30-others,0.,{},half and half.unasked()
+    target,bias,tried,half = gb*(1-share_left)*2**30-others,0.,[],half and half.unasked()
     with CountedSteps(model, compute_loss, opt) as steps:
-        def _plan(name, checkpoints):
-            with checkpoints: return steps.plan({name:half}, batch_size)
+        def _plan(name, segments):
+            with Checkpoints(model, segments): return steps.plan({name:half}, batch_size)
         def _peak(plan): return plan.table.peak.iloc[-1]*2**20
-        plan = _plan('all kept', none := Checkpoints(model, ()))
-        if _peak(plan)<=target: return CheckpointPlan(none, 0, plan, gb, target/2**30, 1.)
+        plan = _plan('all kept', ())
+        if _peak(plan)<=target: return CheckpointPlan(Checkpoints(model, ()), 0, plan, gb, target/2**30, 1.)
         profile = Chooser(steps, batch_size, half)
         while len(tried)<most_plans:
             choice = profile.choose(target-bias)
-            if (key := tuple(choice.segments)) in tried: break
-            try: some = _plan('checkpointed', Checkpoints(model, key))
-            except ChangedInput as e:
-                profile.refused.add(e.segment)
-                continue
-            bias = _peak(some)-choice.peak
-            tried[key] = max(0, _peak(some)-target),choice.work,choice.of,some
-    key,(_,work,of,some) = min(tried.items(), key=lambda o: o[1][:2])
+            if any(o.segments==choice.segments for o,_ in tried): break
+            try: some = _plan('checkpointed', choice.segments)
+            except ChangedInput as e: profile.refused.add(profile.modules(e.segment)[0])
+            else:
+                bias = _peak(some)-choice.peak
+                tried.append((choice._replace(over=max(0, _peak(some)-target)),some))
+    choice,some = min(tried, key=lambda o: o[0][:2])
     whole = 3*profile.work(Segment('')) # the backward pass takes twice as long as the forward pass
     both = plan._replace(steps={**plan.steps, **some.steps})
-    return CheckpointPlan(Checkpoints(model, key), of, both, gb, target/2**30, 1+work/whole)
+    checkpoints = Checkpoints(model, choice.segments)
+    return CheckpointPlan(checkpoints, choice.of, both, gb, target/2**30, 1+choice.work/whole)

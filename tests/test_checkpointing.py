@@ -230,6 +230,11 @@ def test_compiled():
     learn.model[0].compile(backend='eager')
     with pytest.raises(ValueError, match='compiled'): learn.fit(1)
 
+def test_scripted_part():
+    "Refused, too: PyTorch's checkpoint ends the second pass by an exception, which TorchScript turns into another"
+    model = nn.Sequential(torch.jit.script(mlp()), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match='scripted part'): get_learner(model).to_bf16(memory=1)
+
 def test_said_once():
     "In a warning, in the first batch; the next fit says nothing, as nothing is new, and plans nothing"
     learn = limited(memory=4e-4)

@@ -15,9 +15,9 @@ from numbers import Real
 
 from ..core.devices import warn_caller
 from ..core.dtypes import leaves,map_tensors
-from ..core.modules import compiled_parts,unwrap
+from ..core.modules import unwrap
 from ..core.processes import single_process,is_sharded,training_group
-from ..look.checkpointing import Checkpoints,plan_checkpoints
+from ..look.checkpointing import Checkpoints,check_parts,plan_checkpoints
 from .fastai_internals import reset_state
 from .explain_skips import loss_again,unchanged_learner
 from .opt_state import clear_state
@@ -73,9 +73,7 @@ def check_memory(
                          "memory=None for no limit.")
     if memory is True and device.type!='cuda':
         raise ValueError(f"memory=True asks a GPU how much is free, and this is {device}. Give a number of GB.")
-    if compiled_parts(learn.model): raise ValueError(
-        f"{memory=} can't be kept by a compiled model, which has no blocks to compute again. Leave out memory, or "
-        "don't compile the model.")
+    check_parts(learn.model)
     if is_sharded(learn.model): raise ValueError(
         f"{memory=} can't be planned with FSDP2: each forward pass waits for all processes. Leave it out, and use "
         "checkpoint_wrapper of torch.distributed before fully_shard.")

@@ -143,6 +143,8 @@ def test_aligned():
     "Vectors that share a block of memory begin where a kernel reads whole lines"
     copies = cast.CastAll.apply(bf16, *[torch.ones(n) for n in (65,64,130,128,195)])
     assert not any([o.data_ptr()%64 for o in copies])
+    blocks = [o.untyped_storage().data_ptr() for o in copies]
+    assert blocks[1]==blocks[3] and len({*blocks})==4 # those of 64 and 128 numbers
 
 def written(write):
     "Writes into the weights of a layer before it computes, in the middle of a call"

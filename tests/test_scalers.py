@@ -9,7 +9,7 @@ stand in for them.
 The file takes long because periods of 2000 steps are compared over 20,000."""
 import dataclasses,inspect,math,os,random,re
 
-import pytest,torch
+import numpy as np,pytest,torch
 from cases import *
 from functools import partial
 from mp_callbacks.core.loss_scale import DynamicLossScale,StaticLossScale,loss_scale_presets
@@ -204,6 +204,11 @@ def test_known_differences():
 def test_unusable(name, value, need):
     with pytest.raises(ValueError) as e: DynamicLossScale(**{name:value})
     assert re.match(f'{name}={re.escape(repr(value))} must be .*{need}', str(e.value))
+
+@pytest.mark.parametrize('x', [torch.tensor(8.), torch.tensor(8), np.array(8)])
+def test_number_of_another_library(x):
+    "A tensor or an array without dimensions is a number"
+    for o in (StaticLossScale(x),DynamicLossScale(x)): assert o.loss_scale==8. and type(o.loss_scale) is float
 
 def test_frozen():
     for o in (StaticLossScale(2.),DynamicLossScale(2.)):

@@ -83,7 +83,8 @@ def _uses(module, wanted):
     todo,seen = [(module,getattr_static(type(module), 'forward'))],set()
     for owner,f in todo: # and what is found meanwhile
         f = getattr(f, '__func__', f)
-        if not isinstance(f, FunctionType) or f in seen or len(seen)>99 or f.__module__.startswith('torch.'): continue
+        if not isinstance(f, FunctionType) or f in seen or len(seen)>99: continue
+        if str(f.__module__).startswith('torch.'): continue # of what is generated, as by torch.fx, it may be None
         seen.add(f)
         names,closure = _names(f.__code__),getclosurevars(f).nonlocals.values()
         found = [(None,o) for o in (owner,*[f.__globals__.get(k) for k in names],*closure) if o is not None]

@@ -87,6 +87,19 @@ def shared(m, x):
     x = m.start(x)
     for _ in range(4): x = m.block(x)
     return m.end(x)
+class Rotary(nn.Module):
+    "Numbers that never change"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('cos', torch.linspace(0, 1, 32).cos())
+def rotary():
+    numbers = Rotary()
+    def _block(): return layers(lambda m, x: x+m.b(F.gelu(m.a(x*m.numbers.cos))), numbers=numbers)
+    return nn.Sequential(nn.Linear(8,32), *[_block() for _ in range(4)], nn.Linear(32,1))
+def wrapped():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    def _block(): return layers(lambda m, x: x+m.b(F.gelu(m.a(x))))
+    return nn.Sequential(nn.Linear(8,32), checkpoint_wrapper(_block()), *[_block() for _ in range(4)], nn.Linear(32,1))
 def ends(**parts): return dict(start=nn.Linear(8,32), end=nn.Linear(32,1), **parts)
 def normed(): return nn.utils.parametrizations.spectral_norm(nn.Linear(32,128))
 def of_blocks(make): return lambda: nn.Sequential(nn.Linear(8,32), *[make() for _ in range(4)], nn.Linear(32,1))
@@ -104,7 +117,8 @@ kinds = dict(
     in_place  = of_blocks(lambda: layers(in_place)),
     reentrant = of_blocks(lambda: layers(reentrant)),
     itself    = of_blocks(lambda: nn.Sequential(layers(itself), nn.Dropout(.1), nn.GELU())),
-    chain     = chain)
+    chain     = chain,
+    wrapped   = wrapped)
 
 @pytest.mark.parametrize('kind', kinds)
 def test_kinds_of_models(kind):
@@ -260,12 +274,57 @@ def test_chosen_again():
     assert not _fit() and plans[-1].plan.items==290
     learn.model[1].requires_grad_(False)
     assert not _fit() and _fit()
+    learn.add_cb(GradientAccumulation(512))
+    assert not _fit() and _fit()
+    learn.opt,learn.opt_func = None,Adam
+    assert not _fit()
     learn.mixed_precision.memory = 1.
     assert not _fit() and not segments(learn)
     learn.mixed_precision.memory = None
     assert not _fit() and learn.mixed_precision.budget.plan is None
     learn.mixed_precision.memory = 1.
     assert not _fit() and learn.mixed_precision.budget.plan.fits
+
+def test_shared_buffer():
+    "Its numbers don't change, so a block that keeps it may have its backward pass after another was computed again"
+    model,x = rotary(),torch.ones(4,8)
+    def grads(*segments):
+        model.zero_grad()
+        with Checkpoints(model, segments): res = model(x)
+        res.sum().backward()
+        return [p.grad for p in model.parameters()]
+    assert all(map(torch.equal, grads(), grads(Segment('2'))))
+
+def test_no_room():
+    "The gradients that add up take more than there is"
+    with pytest.warns(UserWarning, match='not even one item would fit'): with_accumulation(limited(memory=1e-5))
+
+def test_holds_no_batch():
+    learn = fitted(limited())
+    learn.get_preds()
+    assert learn.mixed_precision.budget.batch is None
+
+def test_batch_without_tensors():
+    learn = limited()
+    learn.dls = DataLoaders([['a','b']]*2, [], device='cpu')
+    with pytest.raises(ValueError, match='This batch has no tensors'): learn.fit(1)
+
+def test_sparse():
+    "Sparse inputs of a block, as in a graph network, are left out of what it keeps"
+    torch.manual_seed(0)
+    adjacency = torch.eye(64).to_sparse()
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a,self.b = nn.Linear(32,128),nn.Linear(128,32)
+        def forward(self, x, adjacency): return x+self.b(F.gelu(self.a(torch.sparse.mm(adjacency, x))))
+    def graph(m, x):
+        for o in m.blocks: x = o(x, adjacency)
+        return x
+    model = Does(graph, blocks=nn.ModuleList([Graph() for _ in range(4)]))
+    def compute_loss(n): return model(torch.ones(64,32)*n).square().mean()
+    plan = plan_checkpoints(model, compute_loss, torch.optim.SGD(model.parameters()), 64, 3e-4)
+    assert plan.checkpoints.segments
 
 of_whom,copies = [],[]
 def copy_now(m, args, out):

@@ -12,6 +12,7 @@ import torch
 from contextlib import contextmanager,nullcontext
 from functools import partial
 from numbers import Real
+from weakref import ref
 
 from ..core.devices import warn_caller
 from ..core.dtypes import leaves,map_tensors
@@ -29,7 +30,11 @@ def check_items(
     batch, # As from `dls.one_batch()`
 ):
     "Raise `ValueError` if the items of `batch` can't be told apart"
-    if len(sizes := _sizes(batch))>1: raise ValueError(
+    sizes = _sizes(batch)
+    if not sizes: raise ValueError(
+        f"This batch has no tensors to plan with, as it is a {type(batch).__name__}, and the plan tries other numbers "
+        "of items. Let the model take tensors, or leave memory and plan out.")
+    if len(sizes)>1: raise ValueError(
         f"The first dimensions of the tensors of this batch are {sorted(sizes)}, and must be the number of items, as "
         "the plan tries other numbers. Make one tensor of a list of images.")
 
@@ -79,7 +84,7 @@ def check_memory(
         "checkpoint_wrapper of torch.distributed before fully_shard.")
 
 # %% ../../nbs/learner/memory.ipynb #3e300014
-def _now_in(learn): return [*unwrap(learn.model).modules()]
+def _modules_of(learn): return [*unwrap(learn.model).modules()]
 
 def _others(learn):
     "Bytes of gradients that are added up, and of those that `DistributedDataParallel` sends"
@@ -111,11 +116,12 @@ class MemoryBudget:
         memory, # As for `check_memory`
     ):
         "Let the forward pass keep less from now on, if that is needed"
-        batch,self.batch = self.batch,None # nobody is to hold what a callback replaces
+        batch,self.batch = self.batch,None # while the model computes, nobody is to hold what a callback has replaced
         if memory is None: self.plan = self._for = None
         else:
             size = sum(t.numel() for t in leaves(batch) if isinstance(t, torch.Tensor))
-            now = memory,half.trains,{k:o.name for k,o in half.ways.items()},_now_in(learn)
+            ways = {k:o.name for k,o in half.ways.items()}
+            now = memory,half.trains,ways,_others(learn),ref(learn.opt),_modules_of(learn)
             half.remove()
             if now!=self._for or size>1.1*self._size:
                 self._choose(learn, half, memory, batch)
@@ -131,7 +137,7 @@ class MemoryBudget:
         learn, # `Learner`
     ):
         "Inside a `with`, its model computes as in its batches"
-        known = self.plan is not None and self._for[-1]==_now_in(learn)
+        known = self.plan is not None and self._for[-1]==_modules_of(learn)
         return Checkpoints(unwrap(learn.model), self.plan.checkpoints.segments) if known else nullcontext()
 
     def _choose(self, learn, half, memory, batch):

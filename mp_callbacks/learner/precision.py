@@ -260,7 +260,9 @@ def batch(self:PrecisionCallback,
             "Checkpointing computes the forward pass again, in half precision only inside the learner's backward "
             "pass. If you compute gradients elsewhere, do it inside `with learn.mixed_precision.autocast:`.")
         raise
-    finally: self.budget.end()
+    finally:
+        self.budget.end()
+        self.budget.batch = None
 
 @patch
 def before_batch(self:PrecisionCallback):

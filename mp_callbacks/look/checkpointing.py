@@ -10,7 +10,6 @@ __all__ = ['share_left', 'most_plans', 'Segment', 'ChangedInput', 'check_parts',
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0010
 import random,torch,weakref,numpy as np
-from collections import defaultdict
 from functools import cache,partial
 from typing import NamedTuple
 from torch import nn
@@ -21,7 +20,7 @@ from ..core.dtypes import leaves
 from ..core.half import Switch,half_precision
 from ..core.modules import compiled_parts,is_scripted,named_modules
 from ..core.torch_internals import TorchDispatchMode
-from ..core.restore import remember_buffers,remember_contents,restore_buffers,restore_contents
+from ..core.restore import of_pytorch,remember_buffers,remember_contents,restore_buffers,restore_contents
 from ..core.forwards import WrappedForward,replaced_forward
 from .plan import CountedSteps,MemoryPlan,check_positive
 
@@ -52,8 +51,7 @@ def check_parts(
             f"memory can't be limited in a model with a {kind} part, which can't be split into blocks. Leave memory "
             f"out, train before it is {kind}, or choose by checkpoint() in its forward which blocks to compute again.")
 
-def _of_pytorch(module): return type(module).__module__.startswith('torch.')
-def _tensors(tree): return [t for t in leaves(tree) if isinstance(t, torch.Tensor)]
+def _tensors(tree): return [t for t in leaves(tree) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
 def _versions(tensors): return [0 if t.is_inference() else t._version for t in tensors]
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0016
@@ -63,7 +61,7 @@ class Recomputed:
         segment:Segment, # The segment
         module:nn.Module, # What it computes
     ):
-        self.segment,self.modules = segment,[*module.modules()]
+        self.segment,self.modules,self.params = segment,[*module.modules()],[*module.parameters()]
 
     def __call__(self, forward, args, kwargs):
         "What `forward` returns"
@@ -77,12 +75,13 @@ class Recomputed:
                 _restore(before)
                 return forward(*args, **kwargs)
             finally: _restore(now) # PyTorch ends it early, by an exception
-        devices = [t.new_empty(0) for t in inputs] # of which random numbers and autocast are remembered
+        # PyTorch remembers random numbers and autocast of the devices of tensors that it is given
+        devices = [torch.empty(0, device=d) for d in {t.device for t in (*inputs,*self.params)}]
         return checkpoint(_run, *devices, use_reentrant=False)
 
     def _remember(self):
         "What modules store, and random numbers of Python and NumPy, with what restores it. PyTorch sees to its own."
-        attributes = [vars(m) for m in self.modules if not _of_pytorch(m)] # PyTorch's modules store only buffers
+        attributes = [vars(m) for m in self.modules if not of_pytorch(m)] # PyTorch's modules store only buffers
         return [(restore_contents,remember_contents(attributes)), (restore_buffers,remember_buffers(self.modules)),
                 (random.setstate,random.getstate()), (np.random.set_state,np.random.get_state())]
 
@@ -153,11 +152,11 @@ class _Calls(TorchDispatchMode):
         return res
 
     def begin(self, module, args):
-        "Before its `forward`, unless the loss calls it, or the backward pass computes it again"
+        "Note the beginning of a call, but not of one by the loss, or in the backward pass"
         if module in self.names and (self.open or not self.names[module]): self.open.append((self.live.now,self.work))
 
     def end(self, module, args, kwargs, res):
-        "After its `forward`"
+        "Note its end"
         if module not in self.names or not self.open: return
         before,work = self.open.pop()
         self.calls[self.names[module]].append(_Call(self.live, before, self.work-work, (args,kwargs), res))
@@ -167,11 +166,11 @@ _parts = 1.5,2,3,4,6,8,12,16,24,32,48,64 # of what all keep: what a segment keep
 
 class Choice(NamedTuple):
     "Segments to compute again"
-    over:float # Bytes that are still too many
+    over:float # Bytes above the target
     work:int # To compute them
     segments:list # The segments
     peak:float # Bytes at the most
-    of:int # Number of segments of which these are some
+    of:int # Number of segments of that size
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0014
 class Profile:
@@ -199,7 +198,7 @@ class Profile:
 
     def inside(self, name):
         "Names of the modules right inside the one called `name`"
-        return [self.names[m] for m in self.named[name].children()]
+        return [self.names[m] for m in self.named[name].children() if m in self.names] # no wrappers
 
     def modules(self, segment):
         "Names of the modules that `segment` calls"
@@ -216,10 +215,11 @@ class Profile:
         modules,res = self.modules(segment),np.zeros(len(self.live))
         for first,last in zip(calls[modules[0]], calls[modules[-1]]):
             if last.back is None: continue
-            dropped = sum(n for when,n in last.freed if when==last.stop) # inputs that nobody else holds
+            between = [] if first is last else last.freed # inputs that the segment makes, and drops at its end
+            dropped = sum(n for when,n in between if when==last.stop)
             res[last.stop:last.back] += last.after-dropped-first.before-last.out
-            for when,n in first.freed: # its inputs would be kept longer
-                if when>last.stop: res[when:last.back] -= n
+            for when,n in first.freed: # its own inputs would be kept longer
+                if when>=last.stop: res[when:last.back] -= n
         return res
 
     def kept(self, segment):
@@ -250,13 +250,14 @@ class Chooser(Profile):
     def _worth(self, segment):
         "Not if it keeps nothing, can't be computed again, or is a layer of PyTorch's"
         name = self.modules(segment)[0]
-        layer = segment.last is None and _of_pytorch(self.named[name]) and not self.inside(name)
+        layer = segment.last is None and of_pytorch(self.named[name]) and not self.inside(name)
         return not layer and name not in self.refused and self.kept(segment)>0
 
     def _in_sequence(self, segment):
         "Is it an `nn.Sequential` that calls each of its modules once?"
         module,calls = self.named[segment.name],[self.calls[k] for k in (segment.name,*self.inside(segment.name))]
         plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+        plain = plain and len(calls)==1+len(module) # none of them is wrapped
         return plain and not replaced_forward(module) and len({*map(len, calls)})==1
 
     def _runs(self, segment, limit):
@@ -323,7 +324,8 @@ class CheckpointPlan(NamedTuple):
         return self.peak<=self.room
 
     def __str__(self):
-        some,n = self.checkpoints.segments,0 if self.fits else self.plan.batch_size(self.room).iloc[-1]
+        some,none = self.checkpoints.segments,self.fits or self.room<=0
+        n = 0 if none else self.plan.batch_size(self.room).iloc[-1]
         done = f"Checkpoints {len(some)} of {self.blocks} blocks" if some else "Without checkpoints"
         need = (f"{done}: batches of {self.plan.items} need {self.gb-self.room+self.peak:.3g} of {self.gb:.3g} GB, of "
                 f"which {share_left:.0%} is for what is no tensor")

@@ -258,13 +258,15 @@ def test_note_beside_generated_code():
     "The functions of `torch.fx` belong to no module"
     traced = torch.fx.symbolic_trace(nn.Linear(8,8))
     model = nn.Sequential(traced, Does(lambda m, x: mix(x)), nn.Linear(8,1))
-    assert note_of(get_learner(model).to_bf16(measure=False).fit, 1).startswith('In the backward pass of Mixes, which 1')
+    note = note_of(get_learner(model).to_bf16(measure=False).fit, 1)
+    assert note.startswith('In the backward pass of Mixes, which 1')
 
 @has_notes
 def test_no_note_to_an_error_of_another_kind():
     "Such as a key that is not there, though its text names dtypes"
     def look_up(m, x): raise KeyError('expected scalar type Half but found Float')
-    with pytest.raises(KeyError) as e, half_precision(net := Does(look_up, f=nn.Linear(8,8)), bf16): net(torch.ones(2,8))
+    net = Does(look_up, f=nn.Linear(8,8))
+    with pytest.raises(KeyError) as e, half_precision(net, bf16): net(torch.ones(2,8))
     assert not hasattr(e.value, '__notes__')
 
 @has_notes

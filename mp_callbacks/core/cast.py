@@ -66,6 +66,7 @@ def is_selective()->bool:
         if isinstance(o, SelectiveMode): return True
     return False
 
+# %% ../../nbs/core/cast.ipynb #4d10716e
 class CastLayer:
     "A layer whose parameters are cast for a call of the model"
     def __init__(self,

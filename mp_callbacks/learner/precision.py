@@ -291,6 +291,7 @@ def after_pred(self:PrecisionCallback):
         f"This batch isn't run by Learner.one_batch, so {type(self).__name__} can't train with it. If your class "
         "overrides one_batch, call super().one_batch(i, b). To train in plain float32, call learn.to_fp32().")
 
+# %% ../../nbs/learner/precision.ipynb #10c0000b
 @patch
 @contextmanager
 def backward(self:PrecisionCallback):

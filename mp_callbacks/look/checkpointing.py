@@ -346,7 +346,7 @@ def plan_checkpoints(
 )->CheckpointPlan: # Prints as a text
     """Which blocks of `model` to compute again, so that a batch fits into `gb`, and as little as possible
 
-    It plans with two and with four items. Raises `ValueError` for a bad size, and for models with compiled or scripted parts."""
+    It plans with two and with four items. Raises `ValueError` for a bad size, and for a compiled or scripted part."""
     check_positive('batch_size', batch_size, 'the number of items in a batch')
     check_positive('gb', gb, 'the memory, in GB')
     check_parts(model)

@@ -189,6 +189,8 @@ def test_what_is_explained():
     def loss(model, b): return model(**b).square().mean()
     steps = TrainingSteps(model, adamw(model.parameters()), compute_loss=loss)
     assert steps.explain(dict(x=x*math.inf, y=y)).where=='inputs'
+    without = TrainingSteps(model, adamw(model.parameters()))
+    with pytest.raises(ValueError, match='give TrainingSteps compute_loss='): without.explain(x, y)
 
 def backward_alone(steps):
     with steps.batch(*data[0]): mse(steps.model, *data[0]).backward()

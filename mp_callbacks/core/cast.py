@@ -78,17 +78,17 @@ class CastLayer:
         self.layer,self._dtype,self._calls,self._kept = layer,dtype,calls,kept
         self.in_vain = False # no longer cast ahead: its copy was once unused, or stale
 
-    def state(self)->list: # Parameters, versions, addresses; None unless all are plain, trained and float32
+    def state(self)->list: # Names, parameters, versions, addresses; None unless all are plain, trained and float32
         """What identifies the layer's parameters: it differs once they have changed
 
         Momentum encoders write frozen ones in the middle of a call, and one of inference mode has no version."""
         if not has_plain_weights(self.layer): return None
         res = []
-        for p in self.layer._parameters.values():
+        for name,p in self.layer._parameters.items():
             if p is not None:
                 plain = type(p) is nn.Parameter and p.dtype is torch.float32 and not p.is_inference()
                 if not plain or not p.requires_grad: return None
-            res.append((p,0,0) if p is None else (p,p._version,p.data_ptr()))
+            res.append((name,p,0,0) if p is None else (name,p,p._version,p.data_ptr()))
         return res
 
     def take(self)->tuple: # None: autocast is to cast
@@ -110,7 +110,7 @@ class CastLayer:
         state,copies = self._kept.get(self, (None,None))
         if state is not None and _unchanged(self.layer, state): return copies
         state = self.state()
-        copies = state and tuple([p if p is None else p.to(dtype=self._dtype) for p,*_ in state])
+        copies = state and tuple([p if p is None else p.to(dtype=self._dtype) for _,p,*_ in state])
         self._kept[self] = state,copies
         return copies
 
@@ -120,8 +120,8 @@ def _unchanged(layer, state):
     "Are the parameters of `layer` what they were at `state`?"
     params = layer._parameters
     if len(params)!=len(state) or 'bias' in layer.__dict__: return False # a bias computed by hand
-    for p,(q,version,address) in zip(params.values(), state):
-        if p is not q: return False
+    for (name,p),(was,q,version,address) in zip(params.items(), state):
+        if p is not q or name!=was: return False # pruning gives it another name
         if p is not None and not (p._version==version and p.data_ptr()==address and p.requires_grad): return False
     return True
 
@@ -200,7 +200,7 @@ class OneCast:
         "Cast what the last call has used, and no call has cast without using it"
         for node in self._used:
             states = [(o,state) for o in node if not o.in_vain and (state := o.state())]
-            params = [p for _,state in states for p,*_ in state]
+            params = [p for _,state in states for _,p,*_ in state]
             copies = CastAll.apply(self.dtype, *params) if params else ()
             for o,state in states: call.copies[o],copies = (state,copies[:len(state)]),copies[len(state):]
 

@@ -94,7 +94,7 @@ claims = [ # page, the figures in a sentence of it, and what the csv says
     ('quality', r'In (\d+) of (\d+) pairs', lambda: [(pairs().high==pairs().low).sum(),len(pairs())]),
     ('quality', r'same\. (\d+) of (\d+) are equivalent', lambda: equivalent(pairs())),
     ('which_precision', r'in small models: (\d+) of (\d+) pairs', lambda: equivalent(pairs())),
-    ('index', r'Of (\d+) comparisons of .*, (\d+) end within (.\.\d+) % of its loss, (\d+) are too noisy to tell, '
+    ('README.md', r'Of (\d+) comparisons of .*, (\d+) end within (.\.\d+) % of its loss, (\d+) are too noisy to tell, '
               r'(\d+) is lower and none is higher',
         lambda: [len(of(calls)),equivalent(of(calls))[0],eq.margin,verdicts['unclear'],verdicts['lower']])]
 

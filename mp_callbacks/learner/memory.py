@@ -30,11 +30,7 @@ def check_items(
     batch, # As from `dls.one_batch()`
 ):
     "Raise `ValueError` if the items of `batch` can't be told apart"
-    sizes = _sizes(batch)
-    if not sizes: raise ValueError(
-        f"This batch has no tensors to plan with, as it is a {type(batch).__name__}, and the plan tries other numbers "
-        "of items. Let the model take tensors, or leave memory and plan out.")
-    if len(sizes)>1: raise ValueError(
+    if len(sizes := _sizes(batch))>1: raise ValueError(
         f"The first dimensions of the tensors of this batch are {sorted(sizes)}, and must be the number of items, as "
         "the plan tries other numbers. Make one tensor of a list of images.")
 
@@ -144,8 +140,10 @@ class MemoryBudget:
         self.plan,self._for,model = None,None,unwrap(learn.model)
         gb = free_gb(learn) if memory is True else memory
         check_items(batch)
+        if not (sizes := _sizes(batch)): raise ValueError(
+            "This batch has no tensors, and the plan of memory= tries other numbers of items. Leave memory out.")
         with _noted(), single_process(learn.model), unchanged_learner(learn), loss_again(learn) as compute_loss:
             clear_state(learn.opt) # some steppers refuse the loss scale
-            loss,n = partial(loss_of, learn, batch, compute_loss, half),max(_sizes(batch))
+            loss,n = partial(loss_of, learn, batch, compute_loss, half),max(sizes)
             self.plan = plan_checkpoints(model, loss, learn.opt, n, gb, half.replace(model=model), _others(learn))
         if self.plan.checkpoints.segments or not self.plan.fits: warn_caller(str(self.plan))

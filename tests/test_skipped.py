@@ -1,5 +1,6 @@
 "`skipped`: what the warning and the error after skipped steps say, and errors that come in the wrong place of a batch"
 from sick_models import *
+from mp_callbacks.core.training_steps import TrainingSteps
 
 pytestmark = pytest.mark.filterwarnings('ignore:32 steps in a row')
 
@@ -83,3 +84,19 @@ def test_backward_of_own_function(to, kind):
     def by_hand(model):
         with half_precision(model, torch.bfloat16): model(torch.ones(2,8)).sum().backward()
     assert note_of(by_hand, net(kind))==note
+
+def test_graph_from_before():
+    "A backward pass over a buffer that the skipped step has changed, and that was put back, is PyTorch's error"
+    def _decay(m, x):
+        with torch.no_grad(): m.rate.mul_(.5)
+        return m.layer(x)*m.rate
+    model,x = Does(_decay, layer=nn.Linear(4,4), rate=torch.ones(4)),torch.ones(2,4)
+    del model.rate
+    model.register_buffer('rate', torch.ones(4))
+    steps = TrainingSteps(model, torch.optim.SGD(model.parameters(), lr=.1), torch.bfloat16, measure=False)
+    with steps.batch(x):
+        out = model(x)
+        with steps.scaled(out.sum()*torch.inf) as loss: loss.backward(retain_graph=True)
+    steps.make()
+    assert steps.state.skips==1 and model.rate.equal(torch.ones(4))
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'): out.sum().backward()

@@ -40,17 +40,18 @@ def restore_buffers(
 def _finite(b): return b is None or not b.is_floating_point() or b.layout!=torch.strided or b.isfinite().all().item()
 
 def _remember(b):
-    "For `_restore`: `b`, another tensor with its shape and memory, and a copy of its numbers"
-    if b is None: return None,None,None
-    place = b.data # `b` may be resized, or get other memory; and what is written to it here is no new version of `b`
-    return b,place,place.clone()
+    "For `_restore`: `b`, another tensor with its shape and memory, a copy of its numbers, and its version"
+    if b is None: return None,None,None,None
+    place = b.detach() # `b` itself may be resized, or may get other memory
+    return b,place,place.clone(),None if b.is_inference() else b._version
 
-def _restore(b, place, numbers):
+def _restore(b, place, numbers, version):
     "`b` as it was for `_remember`, or a copy if nothing can be written to it: it is expanded, or from inference mode"
     if b is None: return None
     try:
         b.data = place
-        place.copy_(numbers)
+        # what nobody has written to may be saved in an autograd graph; batch norm's kernel changes no version
+        (place.data if place._version==version else place).copy_(numbers)
         return b
     except RuntimeError: return numbers
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from threading import get_ident
 from torch import nn
 
-from .torch_internals import SelectiveMode,dispatch_modes,foreach_copy_,in_transform
+from .torch_internals import SelectiveMode,dispatch_depth,dispatch_modes,foreach_copy_,in_transform
 
 # %% ../../nbs/core/cast.ipynb #095cc261
 node_bytes = 12*2**20 # of half precision: a node of the autograd graph holds its gradients until it has all of them
@@ -97,7 +97,7 @@ class CastLayer:
         call,graph = self._calls.get(get_ident()),torch.is_grad_enabled()
         if call is None or graph is not call.graph or in_transform(): return None
         if not graph: return self._keep()
-        if is_selective(): return None
+        if dispatch_depth() and is_selective(): return None
         call.used.add(self)
         state,copies = call.copies.pop(self, (None,None))
         if state is None: return None
@@ -113,7 +113,6 @@ class CastLayer:
         copies = state and tuple([p if p is None else p.to(dtype=self._dtype) for _,p,*_ in state])
         self._kept[self] = state,copies
         return copies
-
 
 # %% ../../nbs/core/cast.ipynb #4d1071s1
 def _unchanged(layer, state):

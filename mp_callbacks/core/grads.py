@@ -68,8 +68,8 @@ def prepare_grads(
         return StepStats(step, scale, total, False, culprit, **about_loss)
     largest = largest_number(values)/carried if amax else None
     factor = min(1., clip/(norm+1e-6)) if clip is not None else 1.
-    _mul(values, factor/carried)
-    _mul(others, 1/carried)
+    if factor!=carried: _mul(values, factor/carried)
+    if carried!=1: _mul(others, 1/carried)
     return StepStats(step, scale, norm, True, amax=largest, **about_loss)
 
 @torch.no_grad()
@@ -117,10 +117,10 @@ def mul_grads(
     in_graph = [p for p,g in zip(params, grads) if g.requires_grad]
     for p in in_graph: p.grad = p.grad*by # that of a sparse one is not in `grads`
     if in_graph: grads = [g for g in grads if not g.requires_grad]
+    if not grads: return
     with torch.no_grad(): _mul(grads, by)
 
 def _mul(grads, by):
-    if by==1: return
     for device,dtype,group in _kinds(grads):
         # On a CPU, PyTorch turns a number into a tensor for each gradient, which takes longer than the product
         foreach_mul_(group, torch.tensor(by, dtype=dtype) if device.type=='cpu' and dtype not in half_dtypes else by)
@@ -183,7 +183,7 @@ def _numbers(groups, ord=2):
     "For each group of tensors some numbers that have the norm of all of them; copies once from each device"
     found,res = {},[[] for _ in groups]
     for group,xs in zip(res, groups):
-        for device,dtype,kind in _kinds(xs):
+        for device,dtype,kind in _kinds(xs) if xs else ():
             found.setdefault(device, []).extend([(group,o) for o in _norms_of_kind(dtype, kind, ord)])
     for norms in found.values():
         for (group,_),x in zip(norms, torch.stack([o for _,o in norms]).tolist()): group.append(x)

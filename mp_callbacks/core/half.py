@@ -28,7 +28,7 @@ from .own import OwnParameter
 from .modules import compiled_parts,is_scripted,named_modules
 from .processes import several_ranks,sharded_modules
 from .restore import as_float32,find_stored,restore_float32,unchanged
-from .forwards import WrappedForward
+from .forwards import WrappedForward,install_forwards,remove_forwards
 from .cast import OneCast
 from .ways import Float32,HalfContext,Layer,Own,Way,as_layer,choose_way,half_before,kept_dtypes
 from .ways import matches,own_parameters
@@ -59,7 +59,7 @@ class Switch:
         _switched_on.add(self)
         self._params = [p for m in self.owners for p in own_parameters(m)
                         if type(p) in (nn.Parameter,OwnParameter) and p.dtype in (torch.float32,*half_dtypes)]
-        for o in self.wrapped: o.install()
+        install_forwards(self.wrapped)
         for p in self._params: p.__class__ = OwnParameter
         self.on = True
 
@@ -68,7 +68,7 @@ class Switch:
         if self not in _switched_on: return
         self.on,others = False,[o._params for o in _switched_on if o is not self]
         for p in {*self._params}.difference(*others): p.__class__ = nn.Parameter
-        for i,o in enumerate(self.wrapped): self.wrapped[i] = o.remove()
+        remove_forwards(self.wrapped)
         restore_float32(self.stored)
         _switched_on.discard(self)
 
@@ -105,11 +105,18 @@ class half_precision:
     def remove(self):
         "Let the model compute as it did before `install`, unless a `with` is open. Idempotent."
         with _switching:
-            self.by_install = False
-            try: self._update()
+            try:
+                self.by_install = False
+                self._update()
             except BaseException: # Ctrl-C may come halfway
                 self._update()
                 raise
+
+    def set_installed(self,
+        on:bool, # If not, it is removed
+    ):
+        "`install` or `remove`, unless that was the last that was done"
+        if on!=self.by_install: (self.install if on else self.remove)()
 
     def __enter__(self):
         opened = object()
@@ -225,7 +232,7 @@ def refresh(self:half_precision):
     compiled = compiled_parts(self.model)
     now = device_type,modules,forwards,compiled,[p.dtype for p in self.params]
     if now==self._chosen_for: return
-    self._turn_off()
+    for o in (self._without_gradients,self._switch): o.turn_off()
     _check_model(self.model)
     self._chosen_for,self.modules = None,[] # until all is chosen: an error may come
     self.device_type,named = device_type,named_modules(self.model)
@@ -262,21 +269,16 @@ def installed(self:half_precision,
 ):
     "Context manager: installed, or removed, and at its end as before"
     before = self.by_install
-    (self.install if on else self.remove)()
+    self.set_installed(on)
     try: yield
-    finally: (self.install if before else self.remove)()
+    finally: self.set_installed(before)
 
 @patch
 def _update(self:half_precision):
     "Switch on or off, as `install` and the open `with`s want"
     if self.by_install or self._open: return self._switch.turn_on()
-    self._turn_off()
+    for o in (self._without_gradients,self._switch): o.turn_off()
     self._cast.forget() # no call of the model is open, unless Ctrl-C came at its end
-
-@patch
-def _turn_off(self:half_precision):
-    for o in (self._without_gradients,self._switch):
-        if o in _switched_on: o.turn_off()
 
 @patch
 def _close(self:half_precision, opened):

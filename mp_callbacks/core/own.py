@@ -6,7 +6,7 @@ Docs: https://example.github.io/mp_callbacks/core/own.html.md"""
 
 # %% auto #0
 __all__ = ['products', 'sums', 'joins', 'writes', 'views', 'of_shape', 'min_numel', 'OwnTensor', 'OwnView', 'OwnParameter',
-           'plain', 'CountOperations']
+           'CountOperations']
 
 # %% ../../nbs/core/own.ipynb #00b00005
 import copy,torch
@@ -55,29 +55,23 @@ class OwnTensor(Tensor):
     def unflatten(self, *args, **kwargs): return torch.unflatten(self, *args, **kwargs)
     def norm(self, *args, **kwargs): return torch.norm(self, *args, **kwargs)
 
-    def __deepcopy__(self, memo): return copy.deepcopy(self._plain(), memo)
-    def __reduce_ex__(self, protocol): return self._plain().__reduce_ex__(protocol)
-    def __repr__(self): return repr(self._plain())
+    def __deepcopy__(self, memo): return copy.deepcopy(self.plain(), memo)
+    def __reduce_ex__(self, protocol): return self.plain().__reduce_ex__(protocol)
+    def __repr__(self): return repr(self.plain())
 
 class OwnView(OwnTensor):
     "A view of an `OwnParameter`, or its numbers in another shape"
-    def _plain(self): return _as_tensor(self)
+    def plain(self): return _as_tensor(self)
 
 class OwnParameter(OwnTensor, nn.Parameter):
     "What an `nn.Parameter` with its `data` and `requires_grad` is while its model computes. Copies of it are plain."
-    def _plain(self):
+    def plain(self):
         res = nn.Parameter(self.data, self.requires_grad)
         vars(res).update(vars(self))
         return res
 
 # an optimizer of PyTorch steps on all parameters at once if it knows their classes; so PyTorch adds its own `DTensor`
 foreach_types.append(OwnParameter)
-
-def plain(
-    t:Tensor, # Any tensor
-)->Tensor: # `t` itself, unless it is an `OwnView`
-    "`t` as a tensor of no class of ours"
-    return t._plain() if type(t) is OwnView else t
 
 # %% ../../nbs/core/own.ipynb #00b00011
 def _as_tensor(o):

@@ -15,7 +15,7 @@ from contextlib import ExitStack,contextmanager
 from torch import nn
 
 from .dtypes import half_dtypes,keep_attributes,map_tensors,parts_of
-from .own import OwnView,plain
+from .own import OwnView
 
 # %% ../../nbs/core/restore.ipynb #9b1c2a0e
 def remember_buffers(
@@ -60,9 +60,10 @@ class BufferCopies:
     "Copies of buffers from step to step: that of bools or integers serves again until they change"
     def __init__(self): self._last,self._now = {},{} # `id` of a buffer -> its version and address, and its copy
 
-    def begin_step(self):
-        "Forget the copies that the last step had no use for"
+    def next_step(self): # `remember`
+        "Forget the copies that the last step had no use for, and remember buffers for the next one"
         self._last,self._now = self._now,{}
+        return self.remember
 
     def remember(self,
         b, # Buffer, or None
@@ -74,7 +75,6 @@ class BufferCopies:
         was,copy = self._last.get(id(b), (None,None)) # it holds the buffer, so no other has its `id`
         self._now[id(b)] = state,(copy if was==state else _remember(b))
         return self._now[id(b)][1]
-
 
 # %% ../../nbs/core/restore.ipynb #9b1c2a31
 _of_every_module = frozenset(vars(nn.Module()))
@@ -94,7 +94,7 @@ def as_float32(
     return map_tensors(_plain_float32, tree)
 
 def _plain_float32(t):
-    t = plain(t)
+    if type(t) is OwnView: t = t.plain()
     return keep_attributes(t, t.float()) if t.dtype in half_dtypes else t
 
 def restore_float32(

@@ -9,11 +9,11 @@ __all__ = ['default_max_skips', 'shared_options', 'many_skips', 'many_share', 'f
            'check_float32', 'check_stayed_float32', 'scaled_backward', 'name_culprit', 'find_cure', 'losses_finite',
            'changed_weights', 'step_explainer', 'check_optimizers', 'TrainUnit', 'check_device', 'ChosenHalf',
            'check_bools', 'StepSettings', 'CheckedSteps', 'ask_batch', 'at_floor', 'may_be_many', 'told_of_many',
-           'keep_from_now', 'report_skips', 'report_losses', 'closure_noted', 'guarded', 'OtherLeaves', 'split_batch',
+           'keep_from_now', 'report_skips', 'report_losses', 'note_closure', 'guarded', 'OtherLeaves', 'split_batch',
            'check_options', 'check_pending', 'check_not_stepped', 'alone_in_batch', 'TrainingSteps']
 
 # %% ../../nbs/core/training_steps.ipynb #9b000010
-import math,torch
+import math,re,torch
 from contextlib import contextmanager,suppress
 from inspect import signature
 from operator import attrgetter
@@ -92,11 +92,11 @@ class PendingStep:
     "An optimizer step, from its first batch until it is made, skipped or dropped"
     def __init__(self,
         others=(), # Modules beside the model, such as those of the loss
-        remember=None, # As for `remember_buffers`
+        copies=None, # `BufferCopies` of the steps before
     ):
         self.modules,self.full = [],[] # of the model, and its float32 parameters
-        self.others,self.remember = others,remember
-        self.buffers = remember_buffers(others, remember) # what they were
+        self.others,self.copies = others,copies or BufferCopies()
+        self.known,self.buffers = set(),[] # modules whose buffers are remembered, and what these were
         self.batch = None # inputs and targets of the batch that is open, in a loop of one's own
         self.losses = [] # of its batches
         self.batches = [] # their inputs and targets, if the step may have to be explained
@@ -111,10 +111,10 @@ class PendingStep:
     ):
         "Remember what a batch may change, if it is the first one, or the model has other modules now"
         if self.modules is half.modules: return
-        known = {id(m) for m in self.modules}
-        new = [m for m in half.modules if id(m) not in known]
         self.modules,self.full = half.modules,[p for p in half.params if p.dtype==torch.float32]
-        self.buffers += remember_buffers(new, self.remember)
+        new = {*self.modules,*self.others}.difference(self.known)
+        self.known |= new
+        self.buffers += remember_buffers(new, self.copies.next_step())
 
     def watch(self,
         opts, # Optimizers
@@ -307,16 +307,17 @@ class TrainUnit:
         "How `model` computes at first"
         return self.first_half if self.first_half.model is model else self.first_half.replace(model=model)
 
-    def opt_params(self)->list:
-        "Parameters of the optimizer"
-        return [p for o in self.opts for group in o.param_groups for p in group['params']]
+    @property
+    def param_lists(self)->list:
+        "The optimizer's parameters, a list for each group"
+        return [group['params'] for o in self.opts for group in o.param_groups]
 
     def loss_modules(self)->list:
         "The modules of the loss function, without those inside them"
         return []
 
-    def predictions(self)->list:
-        "The model's predictions; None: they aren't known"
+    def predictions(self):
+        "The model's predictions, in any structure; None: they aren't known"
 
     def recent_steps(self,
         step:PendingStep, # The last one
@@ -377,7 +378,8 @@ class ChosenHalf:
         state:TrainingState=None, # With what was rescued and measured; None: as before
     )->half_precision:
         "How the model computes, chosen again if it has been replaced, or others were rescued or measured"
-        first,model = self.half is None,without_ddp(self.unit.model) # to hold the wrapper would keep it alive
+        first,model = self.half is None,self.unit.model
+        if first or self.half.model is not model: model = without_ddp(model) # to hold the wrapper would keep it alive
         names = self.names if state is None else self.parts(state.rescued)
         if first or self.half.model is not model or names!=self.names:
             half = self.unit.new_half(model)
@@ -475,9 +477,6 @@ class CheckedSteps(StepSettings):
     @state.setter
     def state(self, state): self.last_state = state
 
-    def sync(self):
-        "Copy a state that was loaded elsewhere into `last_state`, which is what a batch reads"
-
     @property
     def scaling(self):
         "The loss scale, a value with its counters"
@@ -513,7 +512,7 @@ class CheckedSteps(StepSettings):
         if not {'steps','skips'}<={*state}: raise ValueError(
             "load_state_dict needs what steps.state_dict() returned, with steps and skips. This has "
             f"{', '.join(map(str, state)) or 'nothing'}. Model and optimizer load their states by themselves.")
-        if self.step is not None: remove_grads(self.unit.opt_params())
+        if self.step is not None: remove_grads(self.opt_params())
         self.state,self.step = self.state.loaded(state),None
 
     def restart(self,
@@ -529,8 +528,11 @@ class CheckedSteps(StepSettings):
     @property
     def half(self)->half_precision:
         "How the model computes. What a step rescues counts from the next one on."
-        if not self.depth: self.sync()
-        return self.chosen.choose(None if self.depth else self.last_state)
+        return self.chosen.choose() if self.depth else self.choose_half()
+
+    def choose_half(self)->half_precision:
+        "How the model computes in the batch that begins"
+        return self.chosen.choose(self.last_state)
 
     @property
     def rescued(self)->list: # As `TrainingState.rescued`
@@ -550,7 +552,7 @@ def ask_batch(
     "Compare gradients of a batch with those under autocast, unless that was asked before"
     half,state = steps.chosen.half,steps.last_state
     known = state.measured
-    if not half.measurable or not steps.unit.measures: return False
+    if not steps.unit.measures or not half.measurable: return False
     if not again and known is not None and known.covers(half.checksum, half.trains): return False
     with half.installed(False): found = steps.unit.measure(half, batch, state.scaling.loss_scale, again)
     found = in_all_processes(found, training_group(steps.model))
@@ -644,18 +646,14 @@ def report_losses(
     if not (rescue and keep_from_now(steps, found, story)): warn_caller(story)
 
 # %% ../../nbs/core/training_steps.ipynb #9b000017
-@contextmanager
-def closure_noted(
-    opt, # The optimizer
+def note_closure(
+    e:BaseException, # What has ended a batch or a step
 ):
-    "Context manager around its step: a note says so if it needs a closure"
-    try: yield
-    except TypeError as e:
-        if "'closure'" in str(e) and hasattr(e, 'add_note'): e.add_note( # since Python 3.11
-            f"{type(getattr(opt, 'opt', opt)).__name__} computes the loss several times in a step, and asks for a "
-            "function that does so. Neither fastai's Learner nor TrainingSteps passes one. Use an optimizer without a "
-            "closure.")
-        raise
+    "Add a note to an error of an optimizer whose `step` needs a closure"
+    step = re.match(r"(.*)\.step\(\).*'closure'", str(e)) if isinstance(e, TypeError) else None
+    if step and hasattr(e, 'add_note'): e.add_note( # since Python 3.11
+        f"{step[1]} computes the loss several times in a step, and asks for a function that does so. Neither fastai's "
+        "Learner nor TrainingSteps passes one. Use an optimizer without a closure.")
 
 @contextmanager
 def guarded(
@@ -663,13 +661,14 @@ def guarded(
     training:bool=True, # Does an error end the step?
 ):
     "Context manager: put `forward` back as it was, end a finished step, and drop a pending one after an error"
-    half,depth = steps.half,steps.depth
-    on = half.by_install # a prediction inside a batch must not remove it
+    before,depth = steps.chosen.half,steps.depth
+    on = before is not None and before.by_install # a prediction inside a batch must not remove it
     try:
         steps.depth = depth+1
-        yield half
+        yield
     except BaseException as e:
-        note_dtypes(half.model, half, e)
+        note_closure(e)
+        if (half := steps.chosen.half) is not None: note_dtypes(half.model, half, e)
         reset_ddp(steps.model)
         if isinstance(e, steps.unit.cancels): reshard(steps.model)
         else:
@@ -680,9 +679,9 @@ def guarded(
         try:
             if not depth and steps.step is not None and steps.step.outcome:
                 steps.step = None
-                remove_grads(steps.unit.opt_params())
-            (half.install if on else half.remove)()
-            if steps.chosen.half is not half: steps.chosen.half.remove() # somebody has replaced the model
+                remove_grads(steps.opt_params())
+            for half in {before,steps.chosen.half}.difference([None]): # two if somebody has replaced the model
+                half.set_installed(on and half is before)
         finally: steps.depth = depth
 
 # %% ../../nbs/core/training_steps.ipynb #9b000037
@@ -693,14 +692,14 @@ class OtherLeaves:
     def reached(self,
         loss:torch.Tensor, # Of a batch
         batch:tuple, # Its inputs and targets
-        predictions:list, # As from `TrainUnit.predictions`
+        predictions, # As from `TrainUnit.predictions`
         params:list, # The parameters
     )->list:
         "Those that the backward pass of `loss` leads to"
-        given = any(isinstance(o, torch.Tensor) and o.requires_grad for o in leaves(batch))
+        given,beside = [[o for o in leaves(tree) if isinstance(o, torch.Tensor)] for tree in (batch,predictions)]
         # to look costs a microsecond for each operation, so mostly only those after the predictions are looked at
-        beside = () if given or self.expects_any else predictions
-        found = [] if beside is None else reached_leaves(loss, beside)
+        if self.expects_any or any([o.requires_grad for o in given]): found = reached_leaves(loss)
+        else: found = [] if predictions is None else reached_leaves(loss, beside)
         known = {*map(id, params)} if found else ()
         others = [o for o in found if id(o) not in known]
         self.expects_any = bool(others)
@@ -713,17 +712,22 @@ def model_params(self:CheckedSteps)->list:
     return [*self.chosen.half.params,*[p for m in self.step.others for p in m.parameters(recurse=False)]]
 
 @patch
+def opt_params(self:CheckedSteps)->list:
+    "Parameters of the optimizer"
+    return [p for ps in self.unit.param_lists for p in ps]
+
+@patch
 def params(self:CheckedSteps)->list:
     "Parameters of optimizer, model and loss function; most are there twice"
-    return [*self.unit.opt_params(),*self.model_params()]
+    return [*self.opt_params(),*self.model_params()]
 
 @patch
 def begin_batch(self:CheckedSteps):
-    "Remember what the batch may change"
+    "Remember what the batch may change, and see whether an optimizer steps by itself"
     if self.step is None:
         check_stayed_float32(self.model, self.full)
-        self.copies.begin_step()
-        self.step = PendingStep(self.unit.loss_modules(), self.copies.remember)
+        self.step = PendingStep(self.unit.loss_modules(), self.copies)
+        self.step.watch(self.unit.opts)
     self.step.begin_batch(self.chosen.half)
     self.full = self.step.full
 
@@ -734,9 +738,9 @@ def scaled(self:CheckedSteps,
 ): # It gives what to call `backward` of
     "Context manager around the backward pass of `loss`: all gradients are unscaled before and after it"
     step,state,params = self.step,self.last_state,self.params()
-    # whole parameters stand in for the parts of a sharded model
-    sharded,predictions = is_sharded(self.model),self.unit.predictions()
-    others = [] if sharded else self.other_leaves.reached(loss, batch, predictions, params)
+    check_float32(self.model, step.full)
+    others = self.other_leaves.reached(loss, batch, self.unit.predictions(), params)
+    if others and is_sharded(self.model): others = [] # whole parameters, which stand in for its parts
     step.tensors += others
     told = self.tells(state.skips+1) or state.bad_losses+1==self.warn_skips or may_be_many(self)
     if told: step.batches.append(batch)
@@ -749,11 +753,12 @@ def check(self:CheckedSteps,
     losses, # Of the step's batches
 )->StepStats:
     "Measure and clip the gradients of the step"
-    (scaling,steps,*_),opt_params,found = self.last_state,self.unit.opt_params(),self.chosen.half.answer
+    (scaling,steps,*_),found = self.last_state,self.chosen.half.answer
+    opt_params,model_params = self.opt_params(),self.model_params()
     if found is not None and found!=self.last_state.measured: # the first call has shown it
         self.state = self.last_state._replace(measured=found)
     self.last = prepare_grads(opt_params, scaling.loss_scale, self.clip, steps, scaling.wants_amax,
-                              also=self.model_params(), unscaled=True, losses=losses)
+                              also=model_params, unscaled=True, losses=losses)
     if not self.last.finite:
         self.last = self.last._replace(culprit_name=parameter_name(self.model, self.last.culprit))
     self.step.stats,self.step.learns = self.last,any(p.grad is not None for p in opt_params)
@@ -778,7 +783,7 @@ def made(self:CheckedSteps):
         self.state = self.last_state._replace(steps=self.last_state.steps+1)
         return
     self.state = self.last_state.after(self.step.stats)
-    if not self.last_state.scaling.wants_amax: self.recent_skips = self.recent_skips or 0
+    if self.recent_skips is None and not self.last_state.scaling.wants_amax: self.recent_skips = 0
     report_losses(self)
 
 @patch
@@ -888,25 +893,22 @@ class TrainingSteps(CheckedSteps):
         "Context manager around forward and backward pass of a batch; those up to `make` are one step"
         batch = split_batch(batch, self.unit.explainer)
         check_not_stepped(self)
-        with alone_in_batch(self), guarded(self) as half:
+        with alone_in_batch(self), guarded(self):
+            half = self.choose_half()
             if torch.is_grad_enabled(): ask_batch(self, batch)
-            with half:
+            half.refresh()
+            try:
+                half.install()
                 self.begin_batch()
                 self.step.batch = batch
                 yield
                 self.step.batch = None
-
-    def begin_batch(self):
-        "Remember what the batch may change, and see whether an optimizer steps by itself"
-        begins = self.step is None
-        super().begin_batch()
-        if begins: self.step.watch(self.unit.opts)
+            finally: half.remove() # as `guarded` does, in which Ctrl-C may come
 
     def scaled(self, loss): # It gives what to call `backward` of
         "Context manager around the backward pass of `loss`, for code that calls `backward` itself"
         if not (self.step and self.step.batch):
             raise RuntimeError("The backward pass belongs into `with steps.batch():`.")
-        check_float32(self.model, self.step.full)
         return super().scaled(loss, self.step.batch)
 
     def backward(self, loss):
@@ -927,11 +929,10 @@ class TrainingSteps(CheckedSteps):
         with guarded(self):
             if self.check(self.step.losses).finite:
                 if not self.step.learns: self.tell_idle()
-                for o in self.unit.opts:
-                    with closure_noted(o): o.step()
+                for o in self.unit.opts: o.step()
                 self.made()
             else: self.skip()
-        if self.state.steps%self.unit.recent_steps(self.step)[0]==0: self.new_epoch()
+        if self.last_state.steps%self.unit.recent_steps(self.step)[0]==0: self.new_epoch()
         return self.last
 
     def tell_idle(self):

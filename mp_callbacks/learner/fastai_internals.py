@@ -7,7 +7,7 @@ Docs: https://example.github.io/mp_callbacks/learner/fastai_internals.html.md"""
 # %% auto #0
 __all__ = ['cancels', 'dry_run_name', 'is_fastai_precision', 'LeanCallback', 'reset_state', 'is_dry_run', 'open_batch',
            'within_batch', 'keep_quiet', 'autocast_closed', 'training_batches', 'batch_order', 'keep_average',
-           'hand_over_loss', 'add_columns', 'first_hypers']
+           'hand_over_loss', 'add_columns']
 
 # %% ../../nbs/learner/fastai_internals.ipynb #abb3314b
 import math,sys,torch
@@ -133,12 +133,12 @@ def batch_order(
 
 # %% ../../nbs/learner/fastai_internals.ipynb #3e56f279
 def keep_average(
-    learn, # `Learner` at the end of a training batch
+    learn, # `Learner` at the end of a training batch, the first of an epoch, or of a skipped step
     skipped:bool, # Was the step skipped?
 ):
     "Leave the loss of a skipped step out of the training loss that fastai shows, which begins anew if it isn't finite"
     smooth = getattr(getattr(learn, 'recorder', None), 'smooth_loss', None)
-    if not hasattr(smooth, 'count') or learn.iter>0 and not skipped: return
+    if not hasattr(smooth, 'count'): return
     known = smooth.value.item() if smooth.count else 0. # fastai keeps it on the CPU
     if learn.iter==0 and not math.isfinite(known): smooth.reset()
     if not skipped: return
@@ -160,11 +160,3 @@ def add_columns(
     "Add columns to the table of epochs that fastai prints, before the column of times"
     end = len(recorder.metric_names)-recorder.add_time
     recorder.metric_names = recorder.metric_names[:end]+names+recorder.metric_names[end:]
-
-# %% ../../nbs/learner/fastai_internals.ipynb #95669eb3
-def first_hypers(
-    opt, # fastai `Optimizer`, `OptimWrapper` or `Lookahead`
-)->dict: # The dict itself; the `hypers` of a wrapper are copies
-    "Hyper-parameters of the first group of `opt`"
-    while hasattr(opt, 'opt'): opt = opt.opt
-    return (opt.hypers if hasattr(opt, 'hypers') else opt.param_groups)[0] # fastai's `param_groups` are copies, too

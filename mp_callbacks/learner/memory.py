@@ -126,8 +126,8 @@ class MemoryBudget:
             half.install()
 
     def end(self):
-        "The forward pass has ended. Idempotent."
-        if self.plan is not None: self.plan.checkpoints.turn_off()
+        "The forward pass has ended, which had a plan. Idempotent."
+        self.plan.checkpoints.turn_off()
 
     def again(self,
         learn, # `Learner`

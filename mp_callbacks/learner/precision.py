@@ -21,7 +21,6 @@ from fastai.callback.core import CancelStepException
 from fastcore.basics import patch
 from fastai.torch_core import default_device
 
-from ..core.dtypes import leaves
 from ..core.loss_scale import DynamicLossScale,StaticLossScale
 from ..core.modules import unwrap
 from ..core.processes import reset_ddp,reshard,training_group
@@ -29,8 +28,8 @@ from ..core.restore import BufferCopies
 from ..core.grads import prepare_grads
 from ..core.half import half_precision
 from ..core.measure import copy_batch,measure_batch,measure_gradients
-from ..core.training_steps import CheckedSteps,StepSettings,TrainUnit,check_device,check_float32,closure_noted
-from ..core.training_steps import ask_batch,guarded
+from ..core.training_steps import CheckedSteps,StepSettings,TrainUnit,ask_batch,check_device
+from ..core.training_steps import guarded
 from .fastai_internals import LeanCallback,cancels,hand_over_loss,is_fastai_precision,is_dry_run,keep_average
 from .fastai_internals import reset_state,within_batch
 from .explain_skips import explain_step,loss_again,loss_modules,unchanged_learner,weights_since
@@ -56,7 +55,8 @@ def keep_freed_memory():
 class LearnerUnit(TrainUnit):
     "A learner's model, optimizer and loss, as its training steps need them"
     cancels,measures = cancels,True
-    model = property(attrgetter('cb.learn.model'))
+    opts = () # nobody has to see whether one steps by itself: fastai's steps are inside a batch
+    model,param_lists = property(attrgetter('cb.learn.model')),property(attrgetter('cb.learn.opt.param_lists'))
     def __init__(self, cb): self.cb = cb # `PrecisionCallback` of the learner
 
     @property
@@ -66,10 +66,8 @@ class LearnerUnit(TrainUnit):
     def device(self): return fit_device(self.cb.learn)
 
     def new_half(self, model): return self.cb.new_half(model)
-    def on_state(self, state): self.cb.on_state(state)
-    def opt_params(self): return [p for pg in self.cb.learn.opt.param_lists for p in pg]
     def loss_modules(self): return loss_modules(self.cb.learn)
-    def predictions(self): return [o for o in leaves(self.cb.learn.pred) if isinstance(o, torch.Tensor)]
+    def predictions(self): return self.cb.learn.pred
     def recent_steps(self, step):
         learn = self.cb.learn
         return math.inf if is_dry_run(learn) else learn.n_iter/max(1, len(step.losses)),'the steps of this epoch'
@@ -114,11 +112,12 @@ class LearnerSteps(CheckedSteps):
     def remember(self, state):
         "Make `state` the `last_state`, without writing it into the optimizer"
         self.last_state,self.last_numbers = state,state.numbers()
-        self.unit.on_state(state)
+        self.unit.cb.on_state(state)
 
-    def sync(self):
-        "Copy a state that a callback has loaded into the optimizer into `last_state`"
+    def choose_half(self):
+        "How the model computes in the batch that begins, for which a callback may have loaded a state"
         if (state := self.state) is not self.last_state: self.remember(state)
+        return super().choose_half()
 
     def drop_overflow(self):
         "Drop an unfinished step if its gradients are not finite"
@@ -261,16 +260,16 @@ def batch(self:PrecisionCallback,
             "pass. If you compute gradients elsewhere, do it inside `with learn.mixed_precision.autocast:`.")
         raise
     finally:
-        self.budget.end()
+        if self.budget.plan: self.budget.end()
         self.budget.batch = None
 
 @patch
 def before_batch(self:PrecisionCallback):
-    if not within_batch(self.learn): return # called outside `one_batch`: an ordinary float32 batch
-    half = self.half # of another model, if a callback has replaced it
+    if not self.steps.depth: return # called outside `one_batch`: an ordinary float32 batch
+    half = self.steps.choose_half()
     if half.outdated: half.refresh() # a callback has added a block, say
-    if self.learn.training: self.steps.begin_batch()
     half.install()
+    if self.learn.training: self.steps.begin_batch()
 
 @patch
 @contextmanager
@@ -283,10 +282,9 @@ def do_batch(self:PrecisionCallback):
 
 @patch
 def after_pred(self:PrecisionCallback):
-    if within_batch(self.learn):
+    if self.steps.depth:
         self.steps.chosen.half.remove()
-        self.budget.end()
-        if self.learn.training: check_float32(self.learn.model, self.steps.step.full)
+        if self.budget.plan: self.budget.end()
     elif self.learn.training: raise RuntimeError(
         f"This batch isn't run by Learner.one_batch, so {type(self).__name__} can't train with it. If your class "
         "overrides one_batch, call super().one_batch(i, b). To train in plain float32, call learn.to_fp32().")
@@ -296,10 +294,9 @@ def after_pred(self:PrecisionCallback):
 @contextmanager
 def backward(self:PrecisionCallback):
     "Context manager around the backward pass of the learner's loss"
-    learn,steps,loss = self.learn,self.steps,self.learn.loss_grad
-    steps.sync()
+    learn,loss = self.learn,self.learn.loss_grad
     try:
-        with steps.scaled(loss, (learn.xb,learn.yb)) as learn.loss_grad: yield
+        with self.steps.scaled(loss, (learn.xb,learn.yb)) as learn.loss_grad: yield
     finally: learn.loss_grad = loss
 
 @patch
@@ -332,7 +329,7 @@ def step(self:PrecisionCallback):
         "super().before_step(), and no callback may end the event by a StopIteration.")
     try:
         clear_state(opt) # optimizers pass all hyper-parameters to their steppers, some of which refuse unknown ones
-        with closure_noted(opt), steps_at_once(opt): yield
+        with steps_at_once(opt): yield
     finally: write_state(opt, self.steps.last_numbers)
 
 @patch
@@ -342,7 +339,7 @@ def after_step(self:PrecisionCallback): # fastai calls it after a cancelled step
 @patch
 def after_batch(self:PrecisionCallback):
     skipped = self.steps.step is not None and self.steps.step.outcome=='skipped'
-    if self.learn.training and len(self.learn.yb): keep_average(self.learn, skipped)
+    if self.learn.training and len(self.learn.yb) and (skipped or self.learn.iter==0): keep_average(self.learn, skipped)
 
 # %% ../../nbs/learner/precision.ipynb #10c00006
 def precision_callback(

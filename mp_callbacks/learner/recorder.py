@@ -80,6 +80,7 @@ class PrecisionRecorder(LeanCallback):
     first_weight = None # largest absolute weight when training began
     first_row = 0 # of the last fit
     batches,_gathers = 0,False # of the last fit, in training; have they gradients of a step that isn't complete?
+    _dry_run = False # is the fit a look only, of which nothing is recorded?
     # rows when fastai's events of a fit began; a validation has them, too, but doesn't train; has it not trained yet?
     _begin,_new_fit = 0,True
 
@@ -97,7 +98,8 @@ class PrecisionRecorder(LeanCallback):
             f"tensors={self.tensors} measures whole parameters, and with fully_shard (FSDP2) each process has parts. "
             "Use tensors=None.")
         self._begin,self._new_fit = len(self.rows),True
-        if self.first_weight is None and not is_dry_run(self.learn):
+        self._dry_run = is_dry_run(self.learn)
+        if self.first_weight is None and not self._dry_run:
             params = [p.detach() for p in self.learn.model.parameters() if p.is_floating_point()]
             self.first_weight = largest_number(params)
         if self.columns and hasattr(self.learn, 'recorder'): add_columns(self.learn.recorder, ['skipped','loss_scale'])
@@ -105,8 +107,8 @@ class PrecisionRecorder(LeanCallback):
     def before_epoch(self): self._start = None # `learn.validate()` calls it, too
     def before_train(self):
         self._start = len(self.rows)
-        if is_dry_run(self.learn): return
-        if self._new_fit: self.batches = 0
+        if self._dry_run: return
+        if self._new_fit: self.batches,self._gathers = 0,False
         self.first_row,self._new_fit = self._begin,False
     def before_batch(self): self._stats,self._new = getattr(self.learn, 'step_stats', None),False
     def after_cancel_step(self): self.add_row(True)
@@ -118,7 +120,7 @@ class PrecisionRecorder(LeanCallback):
         "Add a row for the step whose gradients were measured last, if it has none"
         stats = getattr(self.learn, 'step_stats', None)
         # no gradients were measured, the step has a row already, or everything is put back, so that it is no training
-        if stats is self._stats or is_dry_run(self.learn): return
+        if stats is self._stats or self._dry_run: return
         name = '' if stats.finite else parameter_name(self.learn.model, stats.culprit) or '(outside the model)'
         self.rows.append(LogRow(*stats[:4], skipped, not stats.loss_finite, name))
         self._stats,self._new = stats,True
@@ -128,10 +130,12 @@ class PrecisionRecorder(LeanCallback):
         losses = getattr(getattr(self.learn, 'recorder', None), 'losses', ())
         if self._new and losses: self.rows[-1] = self.rows[-1]._replace(loss=losses[-1].item()) # on the CPU
         self._new = False
-        if not self.learn.training or is_dry_run(self.learn): return
-        self.batches += 1
-        cb = precision_callback(self.learn)
-        self._gathers = cb is not None and cb.steps.step is not None and bool(cb.steps.step.losses)
+        if self.learn.training and not self._dry_run: self.batches += 1
+
+    def after_train(self):
+        if self._dry_run: return
+        step = (cb := precision_callback(self.learn)) and cb.steps.step
+        self._gathers = step is not None and bool(step.losses)
 
     def after_validate(self):
         if not self.columns or self._start is None or not hasattr(self.learn, 'recorder'): return
@@ -143,7 +147,7 @@ class PrecisionRecorder(LeanCallback):
 @patch
 @torch.no_grad()
 def after_backward(self:PrecisionRecorder): # later, a step that isn't finite has no gradients
-    if not self.tensors or len(self.rows)%self.tensors or is_dry_run(self.learn): return
+    if not self.tensors or len(self.rows)%self.tensors or self._dry_run: return
     if (cb := precision_callback(self.learn)) is None: return
     tiny = torch.finfo(cb.half_dtype).tiny/cb.loss_scale
     self._measured = [(p,p.detach().clone(),_numbers_of(p.grad, tiny)) for p in self.learn.model.parameters()

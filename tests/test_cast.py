@@ -311,7 +311,16 @@ def was_pruned():
         prune.remove(o, 'weight')
     return m
 
-uses = plain,frozen,repeated,calls_itself,no_grad,hyper,energy,adapts
+def computes_a_bias(m, x):
+    "By hand, in the middle of a call"
+    bias = m.b._parameters.pop('bias')
+    m.b.bias = 2*bias
+    res = plain(m, x)
+    del m.b.bias
+    m.b.bias = bias
+    return res
+
+uses = plain,frozen,repeated,calls_itself,no_grad,hyper,energy,adapts,computes_a_bias
 changed = tied,only_biases,computed_biases,was_pruned
 models = {f.__name__:f for f in (*changed,*[functools.wraps(f)(partial(net, f)) for f in uses])}
 models['norm_without_weights'] = lambda: net(b=nn.GroupNorm(2, 64, affine=False))

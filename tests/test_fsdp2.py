@@ -152,6 +152,7 @@ def interrupted_before(rank):
     with pytest.MonkeyPatch.context() as m, pytest.warns(UserWarning, match="doesn't recover"):
         m.delattr(FSDPModule, 'reset_iter_state', raising=False)
         with pytest.raises(RuntimeError, match='as asked'): learn.fit(1, cbs=stop)
+    assert all(hasattr(p, 'full_tensor') for p in learn.model.parameters()) # each process has its part again
 
 # --- Which cases run
 

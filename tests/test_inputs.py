@@ -221,3 +221,10 @@ def test_default_device():
         with steps_at_once(opt): opt.step()
         norm = prepare_grads(ps, 2., 1.).norm
     assert norm==pytest.approx(3005**.5/2)
+
+def test_gradients_of_two_classes():
+    "Each counts once, and is clipped once"
+    ps = [nn.Parameter(torch.ones(3,3)) for _ in range(2)]
+    for p,cls in zip(ps, (torch.Tensor,TensorBase)): p.grad = torch.ones(3,3).as_subclass(cls)
+    assert prepare_grads(ps, clip=1.).norm==pytest.approx(18**.5)
+    for p in ps: torch.testing.assert_close(torch.Tensor(p.grad), torch.full((3,3), 18**-.5))

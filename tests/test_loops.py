@@ -278,7 +278,7 @@ def test_learner_without_gradients():
     assert learn.mixed_precision.loss_scale==scale and learn.mixed_precision.state.steps==4
 
 def test_warning_that_never_comes():
-    assert told(lambda: new(max_skips=5))==[]
+    assert told(lambda: new(max_skips=5))==[] and new().max_skips==250
     text, = told(lambda: new(max_skips=5, warn_skips=9))
     assert text.startswith('warn_skips=9 has no effect')
     text, = told(lambda: get_learner().to_bf16(max_skips=5, warn_skips=9))

@@ -1,7 +1,7 @@
 """The layout is the architecture, and what an import does
 
 The folders of the package are its layers, imports point down, and in the sidebar a module stands above those that it
-imports. Only one module changes fastai, a class is one piece, no module uses a private name of another, and none
+imports. Only one module changes fastai, a class stands in one module, no module uses a private name of another, none
 unpickles. Lines are short, in the tests, too, and functions, classes and cells are small. What a module imports,
 anywhere in it, is found by grimp, the library below import-linter."""
 import ast,tokenize

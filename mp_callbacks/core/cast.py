@@ -30,9 +30,8 @@ class CastAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        # with a gradient penalty the backward pass is differentiated, too
-        if torch.is_grad_enabled(): return None,*[g if g is None else g.float() for g in grads]
-        return None,*_cast_all(grads, torch.float32)
+        # with a gradient penalty the backward pass is differentiated, too: then autograd casts each gradient itself
+        return None,*(grads if torch.is_grad_enabled() else _cast_all(grads, torch.float32))
 
 def _cast_all(tensors, dtype):
     """`tensors` in `dtype`, each in its memory format, without a graph. A bias or a gradient may be None.
@@ -118,7 +117,7 @@ class CastLayer:
 def _unchanged(layer, state):
     "Are the parameters of `layer` what they were at `state`?"
     params = layer._parameters
-    if len(params)!=len(state) or 'bias' in layer.__dict__: return False # a bias computed by hand
+    if len(params)!=len(state): return False # a bias that is computed by hand is none of them
     for (name,p),(was,q,version,address) in zip(params.items(), state):
         if p is not q or name!=was: return False # pruning gives it another name
         if p is not None and not (p._version==version and p.data_ptr()==address and p.requires_grad): return False

@@ -259,6 +259,13 @@ def test_norms_by_name(name, big):
     assert seen[0].dtype==f16 and is_norm('norm', net.norm)==big
     assert (computes(net, f16)['norm']=='float32')==big and (seen[0].abs().mean()>.5)==big
 
+@pytest.mark.parametrize('norm,way', [(sums_in_half('T5Norm'),'autocast'), (nn.LayerNorm(8),'norm')])
+def test_norms_kept_in_half_precision(norm, way):
+    "By a kernel of PyTorch's if there is one, which may be inexact; else as autocast decides"
+    net = seq(a=nn.Linear(8,8), norm=norm, head=nn.Linear(8,1))
+    rows = [half_precision(net, bf16, keep).policy().set_index('module').loc['norm'] for keep in ((), dict(norm=bf16))]
+    assert rows[0].way=='float32 norm' and [*rows[1][['way','why']]]==[way,'keep']
+
 @pytest.mark.parametrize('norm', [nn.LayerNorm(8),nn.GroupNorm(2,8),nn.RMSNorm(8),nn.BatchNorm1d(8)])
 def test_norm_keeps_float32_input(norm):
     "What a kept module returns may be out of float16's range"

@@ -311,17 +311,22 @@ def was_pruned():
         prune.remove(o, 'weight')
     return m
 
-def computes_a_bias(m, x):
-    "By hand, in the middle of a call"
+def computes_biases(m, x):
+    "By hand, in the middle of a call: in place of a parameter, and before one"
     bias = m.b._parameters.pop('bias')
-    m.b.bias = 2*bias
+    m.b.bias,m.c.__dict__['bias'] = 2*bias,2*m.c.bias
     res = plain(m, x)
-    del m.b.bias
+    del m.b.bias,m.c.__dict__['bias']
     m.b.bias = bias
     return res
 
-uses = plain,frozen,repeated,calls_itself,no_grad,hyper,energy,adapts,computes_a_bias
-changed = tied,only_biases,computed_biases,was_pruned
+def in_float64():
+    m = net(lambda m,x: m.c(m.b(m.a(x).tanh().double()).float().tanh()))
+    m.b.double()
+    return m
+
+uses = plain,frozen,repeated,calls_itself,no_grad,hyper,energy,adapts,computes_biases
+changed = tied,in_float64,only_biases,computed_biases,was_pruned
 models = {f.__name__:f for f in (*changed,*[functools.wraps(f)(partial(net, f)) for f in uses])}
 models['norm_without_weights'] = lambda: net(b=nn.GroupNorm(2, 64, affine=False))
 

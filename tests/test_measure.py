@@ -430,10 +430,21 @@ def test_state_of_steps():
     state = json.loads(json.dumps(steps.state_dict()))
     other = loop(years(), *year_data(), n=0)
     other.load_state_dict(state)
-    assert other.state==steps.state and other.half.ways['0'].why=='measured'
+    with told() as said: assert other.state==steps.state and other.half.ways['0'].why=='measured'
+    assert not said
     with asked() as found:
         with other.batch(*year_data()): pass
     assert not found
+    unlike = loop(nn.Sequential(years(), nn.Linear(1,1)), *year_data(), n=0, measure=False)
+    unlike.load_state_dict(state)
+    with unlike.batch(*year_data()): unlike.backward(unlike.model(year_data()[0]).sum())
+    assert unlike.make().finite and unlike.state.measured==steps.state.measured # another model says nothing about it
+
+def test_an_answer_about_others():
+    "What `keep` has in float32 stays so, and what is gone is no error"
+    half = half_precision(mlp(), bf16, keep='2', measure=Measured(('0','2','gone')))
+    rows = half.policy().set_index('module')
+    assert rows.loc['0'].why=='measured' and rows.loc['2'].why=='keep'
 
 @contextmanager
 def model_eval(model):

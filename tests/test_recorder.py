@@ -62,8 +62,20 @@ def test_no_step_in_a_fit():
     assert learn.precision_recorder.summary()=='8 batches, no step.'
     learn.fit(1)
     assert learn.precision_recorder.summary().startswith('4 steps, none skipped.')
-    learn.fit(1, cbs=GradientAccumulation(10**6))
-    assert learn.precision_recorder.summary(last_fit=True)==text
+    for cb in ([], InfiniteAt(0)): # the second has no step left at the end
+        learn.fit(1, cbs=[GradientAccumulation(10**6), *L(cb)])
+        assert learn.precision_recorder.summary(last_fit=True)==text
+
+@pytest.mark.parametrize('event', ['before_fit','before_epoch','after_batch','after_epoch'])
+def test_lr_find_inside_a_fit(event):
+    "No step of the fit lacks its row"
+    def look(learn):
+        n = learn.n_epoch
+        learn.lr_find(num_it=20, show_plot=False)
+        learn.n_epoch,learn.training = n,True
+    fit = Now(event, look)
+    fit.where = fit.where and (True,3) # in the last batch, as it leaves the learner in no batch
+    assert len(log_of(fitted(get_learner().to_bf16(), 2, fit)))>=(5 if event=='after_batch' else 8)
 
 def exported(learn, path):
     learn.export(path)

@@ -219,6 +219,19 @@ def test_the_state_waits(tmp_path):
     assert scale_of(other.to_native_fp16())==64
     assert scale_of(other.load('again').to_fp32().to_fp16(headroom=None))==2**24
 
+@pytest.mark.parametrize('order', [0,20])
+def test_loaded_in_a_batch(order, tmp_path):
+    "Before our callback or after it, the state goes on from what was loaded, and half precision is off in the loss"
+    learn = saved(tmp_path)
+    learn.dls,n = make_dls(batches),learn.mixed_precision.state.steps
+    learn.mixed_precision.loss_scale = 4.
+    def _load(learn):
+        learn.load('model')
+        learn.model.train()
+    off = On('after_loss', lambda learn: assert_plain(learn.model))
+    learn.fit(1, cbs=[On('before_batch', _load, order, at=(1,)), off])
+    assert learn.mixed_precision.loss_scale==64 and learn.mixed_precision.state.steps==n+len(learn.dls.train)-1
+
 bounds = {(1,2**24):64, (1,32):32, (128,2**24):128} # of the precision that follows a scale of 64
 bounded = [(methodcaller(call, *first, min_loss_scale=lo, max_loss_scale=hi), want) for (lo,hi),want in bounds.items()
            for call,first in (('to_fp16',()), ('to_native_fp16',(hi,)))]

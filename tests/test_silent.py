@@ -69,6 +69,17 @@ def test_rounded_parameter(mode):
     _learner(keep='2').fit(1)
 
 @some_halves
+def test_rounded_in_a_cancelled_batch(mode):
+    "The error doesn't wait for a backward pass"
+    def _round_once(m, x):
+        if m.training and m.layer.weight.dtype==torch.float32: m.layer.half()
+        return m.layer(x.to(m.layer.weight.dtype)).float()
+    learn = in_mode(mode, Does(_round_once, layer=nn.Linear(8,1)), dict(measure=False) if mode=='bf16' else {})
+    told = pytest.raises(RuntimeError, match='turned the parameter layer.weight into')
+    with told: learn.fit(1, cbs=On('after_loss', raises(CancelBatchException)))
+    assert {p.dtype for p in learn.model.parameters()}=={torch.float32}
+
+@some_halves
 def test_encoder_with_a_mask(mode):
     "of padding, and PyTorch's defaults: trains and validates"
     def masked(m, x):

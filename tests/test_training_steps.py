@@ -111,6 +111,16 @@ def test_copied():
     assert other.step is None and other.state.steps==2 and steps.state.steps==3
     assert_clean(train(other, data[2:]).model)
 
+def test_installed_by_a_helper():
+    "A function that predicts in half precision leaves an open batch in it"
+    steps = make()
+    with steps.batch(*data[0]):
+        steps.half.install()
+        with torch.no_grad(): steps.model(data[0][0])
+        steps.half.remove()
+        assert 'forward' in vars(steps.model)
+    assert_plain(steps.model)
+
 def test_interrupted_at_each_line():
     "The float32 model, and a step that nobody has made is dropped, or can be: then nothing has changed"
     seen = set()

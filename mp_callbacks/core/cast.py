@@ -117,7 +117,7 @@ class CastLayer:
 def _unchanged(layer, state):
     "Are the parameters of `layer` what they were at `state`?"
     params = layer._parameters
-    if len(params)!=len(state): return False # a bias that is computed by hand is none of them
+    if len(params)!=len(state) or 'bias' in layer.__dict__: return False # a bias computed by hand
     for (name,p),(was,q,version,address) in zip(params.items(), state):
         if p is not q or name!=was: return False # pruning gives it another name
         if p is not None and not (p._version==version and p.data_ptr()==address and p.requires_grad): return False

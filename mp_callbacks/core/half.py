@@ -115,7 +115,7 @@ class half_precision:
     def set_installed(self,
         on:bool, # If not, it is removed
     ):
-        "`install` or `remove`, unless that was the last that was done"
+        "`install` or `remove`, unless that of the two was called last"
         if on!=self.by_install: (self.install if on else self.remove)()
 
     def __enter__(self):
@@ -267,9 +267,9 @@ def outdated(self:half_precision)->bool:
 def installed(self:half_precision,
     on:bool=True, # If not, it is removed
 ):
-    "Context manager: installed, or removed, and at its end as before"
+    "Context manager: installed, or removed, and at its end as before. Inside an open `with` it does nothing."
     before = self.by_install
-    self.set_installed(on)
+    if not self._open: self.set_installed(on)
     try: yield
     finally: self.set_installed(before)
 

@@ -60,8 +60,8 @@ class BufferCopies:
     "Copies of buffers from step to step: that of bools or integers serves again until they change"
     def __init__(self): self._last,self._now = {},{} # `id` of a buffer -> its version and address, and its copy
 
-    def next_step(self): # `remember`
-        "Forget the copies that the last step had no use for, and remember buffers for the next one"
+    def next_step(self): # `remember`, for the buffers of a step that begins
+        "Forget the copies that the last step had no use for"
         self._last,self._now = self._now,{}
         return self.remember
 

@@ -531,8 +531,8 @@ class CheckedSteps(StepSettings):
         return self.chosen.choose() if self.depth else self.choose_half()
 
     def choose_half(self)->half_precision:
-        "How the model computes in the batch that begins"
-        return self.chosen.choose(self.last_state)
+        "How the model computes in the batch that begins; in one inside another as there, unless the model was replaced"
+        return self.chosen.choose(self.last_state if self.depth<2 else None)
 
     @property
     def rescued(self)->list: # As `TrainingState.rescued`
@@ -632,10 +632,10 @@ def report_skips(
     raise FloatingPointError(story)
 
 def report_losses(
-    steps:CheckedSteps, # Of which the last was made
+    steps:CheckedSteps, # Of which the last was made, with a loss that is not finite
 ):
     "Warn, or rescue, after many steps in a row whose loss is not finite, though their gradients are"
-    if steps.step.stats.loss_finite or steps.last_state.bad_losses!=steps.warn_skips: return
+    if steps.last_state.bad_losses!=steps.warn_skips: return
     found = steps.unit.explain(steps.half, steps.step)
     one = "The loss of a step was not finite, though its gradients were, so the step was made."
     many = (f"The loss of {steps.warn_skips} steps in a row was not finite, though their gradients were, so these "
@@ -680,7 +680,7 @@ def guarded(
             if not depth and steps.step is not None and steps.step.outcome:
                 steps.step = None
                 remove_grads(steps.opt_params())
-            for half in {before,steps.chosen.half}.difference([None]): # two if somebody has replaced the model
+            for half in {before,steps.chosen.half}.difference([None]): # another if it was chosen anew
                 half.set_installed(on and half is before)
         finally: steps.depth = depth
 
@@ -738,7 +738,6 @@ def scaled(self:CheckedSteps,
 ): # It gives what to call `backward` of
     "Context manager around the backward pass of `loss`: all gradients are unscaled before and after it"
     step,state,params = self.step,self.last_state,self.params()
-    check_float32(self.model, step.full)
     others = self.other_leaves.reached(loss, batch, self.unit.predictions(), params)
     if others and is_sharded(self.model): others = [] # whole parameters, which stand in for its parts
     step.tensors += others
@@ -784,7 +783,7 @@ def made(self:CheckedSteps):
         return
     self.state = self.last_state.after(self.step.stats)
     if self.recent_skips is None and not self.last_state.scaling.wants_amax: self.recent_skips = 0
-    report_losses(self)
+    if not self.step.stats.loss_finite: report_losses(self)
 
 @patch
 def drop_step(self:CheckedSteps):
@@ -896,19 +895,17 @@ class TrainingSteps(CheckedSteps):
         with alone_in_batch(self), guarded(self):
             half = self.choose_half()
             if torch.is_grad_enabled(): ask_batch(self, batch)
-            half.refresh()
-            try:
-                half.install()
+            with half:
                 self.begin_batch()
                 self.step.batch = batch
                 yield
                 self.step.batch = None
-            finally: half.remove() # as `guarded` does, in which Ctrl-C may come
 
     def scaled(self, loss): # It gives what to call `backward` of
         "Context manager around the backward pass of `loss`, for code that calls `backward` itself"
         if not (self.step and self.step.batch):
             raise RuntimeError("The backward pass belongs into `with steps.batch():`.")
+        check_float32(self.model, self.step.full)
         return super().scaled(loss, self.step.batch)
 
     def backward(self, loss):

@@ -9,22 +9,19 @@ __all__ = ['of_all']
 
 # %% ../../nbs/learner/calls.ipynb #d8f2e6b1
 import torch
-from contextlib import ExitStack,contextmanager,nullcontext
+from contextlib import nullcontext
 from functools import wraps
 
 from fastai.learner import Learner
 from fastcore.basics import patch
 
 from ..core.devices import emulation,warn_caller
-from ..core.modules import compiled_parts,is_scripted
 from ..core.processes import is_sharded,reset_ddp,without_ddp
-from ..core.restore import as_float32
 from ..core.fp8 import Fp8
 from .callback import MixedPrecision,ModelToHalf,NativeMixedPrecision,options_of
 from ..core.training_steps import check_device,shared_options
 from .precision import fit_device,is_precision,precision_callback,refuse_within_batch
 from .fastai_internals import open_batch
-from .explain_skips import loss_modules
 from .opt_state import clear_state
 from .memory import check_memory
 from .recorder import PrecisionRecorder
@@ -163,23 +160,11 @@ def _wrap_method(
     method.plain = plain
     setattr(Learner, name, method)
 
-@contextmanager
-def _float32_loss(learn, cb):
-    "Inside a `with`, layers of the loss get float32, also from hooks that have kept activations for them"
-    def _cast(module, args, kwargs): return as_float32((args,kwargs))
-    modules = loss_modules(learn) if cb else []
-    # new hooks would compile again, and the model computes with layers that are its own, too
-    layers = {m for m in modules if m._parameters and not is_scripted(m)}
-    if layers: layers = layers.difference(learn.model.modules(), *map(compiled_parts, modules))
-    with ExitStack() as hooks:
-        for m in layers: hooks.enter_context(m.register_forward_pre_hook(_cast, with_kwargs=True))
-        yield
-
 def _one_batch(plain):
     def one_batch(self, *args, **kwargs):
         cb = precision_callback(self)
         try:
-            with nullcontext() if cb is None else cb.batch(*args, **kwargs), open_batch(self), _float32_loss(self, cb):
+            with nullcontext() if cb is None else cb.batch(*args, **kwargs), open_batch(self):
                 return plain(self, *args, **kwargs)
         except BaseException:
             reset_ddp(self.model) # in float32, too: a look at a batch would send its gradients

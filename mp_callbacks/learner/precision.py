@@ -28,11 +28,11 @@ from ..core.restore import BufferCopies
 from ..core.grads import prepare_grads
 from ..core.half import half_precision
 from ..core.measure import copy_batch,measure_batch,measure_gradients
-from ..core.training_steps import CheckedSteps,StepSettings,TrainUnit,ask_batch,check_device
+from ..core.training_steps import CheckedSteps,StepSettings,TrainUnit,ask_batch,check_device,check_float32
 from ..core.training_steps import guarded
 from .fastai_internals import LeanCallback,cancels,hand_over_loss,is_fastai_precision,is_dry_run,keep_average
 from .fastai_internals import reset_state,within_batch
-from .explain_skips import explain_step,loss_again,loss_modules,unchanged_learner,weights_since
+from .explain_skips import explain_step,float32_loss,loss_again,loss_modules,unchanged_learner,weights_since
 from .optimizers import steps_at_once
 from .memory import MemoryBudget,check_memory
 from .opt_state import clear_state,read_state,write_state
@@ -55,7 +55,7 @@ def keep_freed_memory():
 class LearnerUnit(TrainUnit):
     "A learner's model, optimizer and loss, as its training steps need them"
     cancels,measures = cancels,True
-    opts = () # nobody has to see whether one steps by itself: fastai's steps are inside a batch
+    opts = () # none is watched for steps beside `make`: fastai's own steps are inside the batch
     model,param_lists = property(attrgetter('cb.learn.model')),property(attrgetter('cb.learn.opt.param_lists'))
     def __init__(self, cb): self.cb = cb # `PrecisionCallback` of the learner
 
@@ -114,9 +114,13 @@ class LearnerSteps(CheckedSteps):
         self.last_state,self.last_numbers = state,state.numbers()
         self.unit.cb.on_state(state)
 
-    def choose_half(self):
-        "How the model computes in the batch that begins, for which a callback may have loaded a state"
+    def sync(self):
+        "Copy a state that a callback has loaded into the optimizer into `last_state`"
         if (state := self.state) is not self.last_state: self.remember(state)
+
+    def choose_half(self):
+        "The same, after `sync`"
+        if self.depth<2: self.sync()
         return super().choose_half()
 
     def drop_overflow(self):
@@ -253,7 +257,7 @@ def batch(self:PrecisionCallback,
     "Context manager around one batch of the learner"
     self.budget.batch = b
     try:
-        with guarded(self.steps, self.learn.training): yield
+        with guarded(self.steps, self.learn.training), float32_loss(self.learn): yield
     except CheckpointError as e:
         if hasattr(e, 'add_note'): e.add_note( # since Python 3.11
             "Checkpointing computes the forward pass again, in half precision only inside the learner's backward "
@@ -285,6 +289,7 @@ def after_pred(self:PrecisionCallback):
     if self.steps.depth:
         self.steps.chosen.half.remove()
         if self.budget.plan: self.budget.end()
+        if self.learn.training: check_float32(self.learn.model, self.steps.step.full)
     elif self.learn.training: raise RuntimeError(
         f"This batch isn't run by Learner.one_batch, so {type(self).__name__} can't train with it. If your class "
         "overrides one_batch, call super().one_batch(i, b). To train in plain float32, call learn.to_fp32().")
@@ -294,9 +299,10 @@ def after_pred(self:PrecisionCallback):
 @contextmanager
 def backward(self:PrecisionCallback):
     "Context manager around the backward pass of the learner's loss"
-    learn,loss = self.learn,self.learn.loss_grad
+    learn,steps,loss = self.learn,self.steps,self.learn.loss_grad
+    steps.sync()
     try:
-        with self.steps.scaled(loss, (learn.xb,learn.yb)) as learn.loss_grad: yield
+        with steps.scaled(loss, (learn.xb,learn.yb)) as learn.loss_grad: yield
     finally: learn.loss_grad = loss
 
 @patch

@@ -118,9 +118,9 @@ class PrecisionRecorder(LeanCallback):
         skipped:bool, # Was the step skipped?
     ):
         "Add a row for the step whose gradients were measured last, if it has none"
-        stats = getattr(self.learn, 'step_stats', None)
-        # no gradients were measured, the step has a row already, or everything is put back, so that it is no training
-        if stats is self._stats or self._dry_run: return
+        if self._dry_run: return # everything is put back, so it is no training
+        stats,self._gathers = getattr(self.learn, 'step_stats', None),False
+        if stats is self._stats: return # no gradients were measured, or the step has a row already
         name = '' if stats.finite else parameter_name(self.learn.model, stats.culprit) or '(outside the model)'
         self.rows.append(LogRow(*stats[:4], skipped, not stats.loss_finite, name))
         self._stats,self._new = stats,True
@@ -132,10 +132,7 @@ class PrecisionRecorder(LeanCallback):
         self._new = False
         if self.learn.training and not self._dry_run: self.batches += 1
 
-    def after_train(self):
-        if self._dry_run: return
-        step = (cb := precision_callback(self.learn)) and cb.steps.step
-        self._gathers = step is not None and bool(step.losses)
+    def after_fit(self): self._dry_run = False # `lr_find` may have run inside a fit
 
     def after_validate(self):
         if not self.columns or self._start is None or not hasattr(self.learn, 'recorder'): return
@@ -147,7 +144,9 @@ class PrecisionRecorder(LeanCallback):
 @patch
 @torch.no_grad()
 def after_backward(self:PrecisionRecorder): # later, a step that isn't finite has no gradients
-    if not self.tensors or len(self.rows)%self.tensors or self._dry_run: return
+    if self._dry_run: return
+    self._gathers = True
+    if not self.tensors or len(self.rows)%self.tensors: return
     if (cb := precision_callback(self.learn)) is None: return
     tiny = torch.finfo(cb.half_dtype).tiny/cb.loss_scale
     self._measured = [(p,p.detach().clone(),_numbers_of(p.grad, tiny)) for p in self.learn.model.parameters()

@@ -85,6 +85,15 @@ def test_backward_of_own_function(to, kind):
         with half_precision(model, torch.bfloat16): model(torch.ones(2,8)).sum().backward()
     assert note_of(by_hand, net(kind))==note
 
+@pytest.mark.parametrize('order', [-5,60])
+def test_error_after_the_step(order):
+    "What the optimizer has made counts, and keeps its buffers"
+    learn = get_learner(norm=True).to_fp16()
+    with pytest.raises(RuntimeError, match='as asked'):
+        learn.fit(1, cbs=On('after_step', raises(RuntimeError('as asked')), order, at=(1,)))
+    assert learn.mixed_precision.state.steps==learn.model[1].num_batches_tracked==2
+    assert all(p.grad is None for p in learn.model.parameters())
+
 def test_graph_from_before():
     "A backward pass over a buffer that the skipped step has changed, and that was put back, is PyTorch's error"
     def _decay(m, x):

@@ -336,10 +336,13 @@ def step(self:PrecisionCallback):
     try:
         clear_state(opt) # optimizers pass all hyper-parameters to their steppers, some of which refuse unknown ones
         with steps_at_once(opt): yield
-    finally: write_state(opt, self.steps.last_numbers)
+        if not self.steps.step.outcome: self.steps.made() # a batch inside this one may have made it
+    except BaseException:
+        write_state(opt, self.steps.last_numbers)
+        raise
 
 @patch
-def after_step(self:PrecisionCallback): # fastai calls it after a cancelled step, too
+def after_step(self:PrecisionCallback): # fastai calls it after a step that another callback has cancelled, too
     if not self.steps.step.outcome: self.steps.made()
 
 @patch

@@ -80,7 +80,7 @@ class PrecisionRecorder(LeanCallback):
     first_weight = None # largest absolute weight when training began
     first_row = 0 # of the last fit
     batches,_gathers = 0,False # of the last fit, in training; have they gradients of a step that isn't complete?
-    _dry_run = False # is the fit a look only, of which nothing is recorded?
+    _dry_run = False # does this batch belong to a look, of which nothing is recorded?
     # rows when fastai's events of a fit began; a validation has them, too, but doesn't train; has it not trained yet?
     _begin,_new_fit = 0,True
 
@@ -98,8 +98,7 @@ class PrecisionRecorder(LeanCallback):
             f"tensors={self.tensors} measures whole parameters, and with fully_shard (FSDP2) each process has parts. "
             "Use tensors=None.")
         self._begin,self._new_fit = len(self.rows),True
-        self._dry_run = is_dry_run(self.learn)
-        if self.first_weight is None and not self._dry_run:
+        if self.first_weight is None and not is_dry_run(self.learn):
             params = [p.detach() for p in self.learn.model.parameters() if p.is_floating_point()]
             self.first_weight = largest_number(params)
         if self.columns and hasattr(self.learn, 'recorder'): add_columns(self.learn.recorder, ['skipped','loss_scale'])
@@ -107,10 +106,12 @@ class PrecisionRecorder(LeanCallback):
     def before_epoch(self): self._start = None # `learn.validate()` calls it, too
     def before_train(self):
         self._start = len(self.rows)
+        self._dry_run = is_dry_run(self.learn)
         if self._dry_run: return
         if self._new_fit: self.batches,self._gathers = 0,False
         self.first_row,self._new_fit = self._begin,False
-    def before_batch(self): self._stats,self._new = getattr(self.learn, 'step_stats', None),False
+    def before_batch(self):
+        self._stats,self._new,self._dry_run = getattr(self.learn, 'step_stats', None),False,is_dry_run(self.learn)
     def after_cancel_step(self): self.add_row(True)
     def after_step(self): self.add_row(False)
 
@@ -132,7 +133,7 @@ class PrecisionRecorder(LeanCallback):
         self._new = False
         if self.learn.training and not self._dry_run: self.batches += 1
 
-    def after_fit(self): self._dry_run = False # `lr_find` may have run inside a fit
+    def after_fit(self): self._dry_run = False # `lr_find` may have run inside a batch
 
     def after_validate(self):
         if not self.columns or self._start is None or not hasattr(self.learn, 'recorder'): return

@@ -232,6 +232,28 @@ def test_loaded_in_a_batch(order, tmp_path):
     learn.fit(1, cbs=[On('before_batch', _load, order, at=(1,)), off])
     assert learn.mixed_precision.loss_scale==64 and learn.mixed_precision.state.steps==n+len(learn.dls.train)-1
 
+def test_loaded_and_validated_in_a_batch(tmp_path):
+    "What was rescued in the loaded state counts from the next batch on, and half precision is off in this one's loss"
+    learn = saved(tmp_path)
+    learn.dls = make_dls(batches)
+    cb = learn.mixed_precision
+    cb.state = cb.state._replace(rescued=(('0',0),))
+    learn.save('rescued')
+    cb.state = cb.state._replace(rescued=())
+    def _load(learn):
+        dl,i,n,xb,yb = learn.dl,learn.iter,learn.n_iter,learn.xb,learn.yb
+        learn.load('rescued')
+        learn.validate()
+        learn.dl,learn.iter,learn.n_iter,learn.xb,learn.yb,learn.training = dl,i,n,xb,yb,True
+        learn.model.train()
+    seen = []
+    def _look(learn):
+        seen.append(1)
+        assert_plain(learn.model)
+    looks = [On(o, _look, 30) for o in ('after_pred','after_loss','before_step')]
+    learn.fit(1, cbs=[Now('before_batch', _load, 20), *looks])
+    assert len(seen)>=len(looks)*len(learn.dls.train) and cb.rescued==[('0',0)]
+
 bounds = {(1,2**24):64, (1,32):32, (128,2**24):128} # of the precision that follows a scale of 64
 bounded = [(methodcaller(call, *first, min_loss_scale=lo, max_loss_scale=hi), want) for (lo,hi),want in bounds.items()
            for call,first in (('to_fp16',()), ('to_native_fp16',(hi,)))]

@@ -59,6 +59,34 @@ def test_a_with_is_for_the_model():
     with half(model), ThreadPoolExecutor(1) as pool:
         assert [pool.submit(rounded, o).result() for o in (model,copied)]==[100,0]
 
+def test_a_with_that_ends_in_the_backward_pass():
+    "of a learner, in another thread: checkpointed parts compute again as they did"
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8,1)
+        def block(self, x):
+            wrapped.append('forward' in vars(self.layer))
+            return self.layer(x)
+        def forward(self, x): return checkpoint(self.block, x.requires_grad_(), use_reentrant=True)
+    wrapped,learn = [],ask_nothing(get_learner(Net()).to_bf16())
+    opened,leave = threading.Event(),threading.Event()
+    def other():
+        with learn.mixed_precision.autocast:
+            opened.set()
+            leave.wait()
+    thread = threading.Thread(target=other)
+    def _open(learn):
+        thread.start()
+        opened.wait()
+        def _leave(grad):
+            leave.set()
+            thread.join()
+        learn.pred.register_hook(_leave)
+    learn.fit(1, cbs=On('before_backward', _open, 80, at=(0,)))
+    assert len(wrapped)>=8 and all(wrapped[:8])
+    assert_plain(learn.model)
+
 def test_predictions_while_a_learner_trains():
     "The training is what it is alone"
     learn,alone = (get_learner().to_bf16() for _ in range(2))

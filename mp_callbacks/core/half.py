@@ -267,9 +267,9 @@ def outdated(self:half_precision)->bool:
 def installed(self:half_precision,
     on:bool=True, # If not, it is removed
 ):
-    "Context manager: installed, or removed, and at its end as before. Inside an open `with` it does nothing."
+    "Context manager: installed, or removed, and at its end as before"
     before = self.by_install
-    if not self._open: self.set_installed(on)
+    self.set_installed(on)
     try: yield
     finally: self.set_installed(before)
 

@@ -176,7 +176,7 @@ def _no_gradient(model, scale):
 def scaled_backward(
     loss:torch.Tensor, # Loss of a batch
     scale:float, # Loss scale
-    half:half_precision, # How the model computes
+    model:nn.Module, # The model, in half precision: checkpointed parts compute again
     params, # Those whose gradients are multiplied
 ): # What to call `backward` of
     "Context manager around a backward pass, in which `loss` and all gradients have the scale"
@@ -189,8 +189,7 @@ def scaled_backward(
     if scale!=1 and loss.requires_grad: # what a hook returned, but for None, would be the gradient
         loss.register_hook(of_loss.append)
         scaled.register_hook(of_scaled.append)
-    try:
-        with half.installed(): yield scaled # checkpointed parts compute again
+    try: yield scaled
     finally:
         others = not of_scaled and any(p.grad is not g for p,g in zip(params, before))
         mul_grads(params, 1/scale)
@@ -199,7 +198,7 @@ def scaled_backward(
         "small. `with steps.scaled(loss) as scaled:` gives this loss, for scaled.backward() or torch.autograd.grad. In "
         "a _backward of your own, write self.loss_grad.backward(), not self.loss.backward().")
     none = scale!=1 and loss.grad_fn and all(p.grad is None for p in params) # a leaf is the loss of an empty batch
-    if none: raise RuntimeError(_no_gradient(half.model, scale))
+    if none: raise RuntimeError(_no_gradient(model, scale))
 
 # %% ../../nbs/core/training_steps.ipynb #9b00001c
 def name_culprit(
@@ -744,7 +743,7 @@ def scaled(self:CheckedSteps,
     told = self.tells(state.skips+1) or state.bad_losses+1==self.warn_skips or may_be_many(self)
     if told: step.batches.append(batch)
     step.losses.append(loss.detach())
-    return scaled_backward(loss, state.scaling.loss_scale, self.chosen.half, [*params,*others])
+    return scaled_backward(loss, state.scaling.loss_scale, self.chosen.half.model, [*params,*others])
 
 # %% ../../nbs/core/training_steps.ipynb #9b000045
 @patch

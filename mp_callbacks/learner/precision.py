@@ -302,7 +302,8 @@ def backward(self:PrecisionCallback):
     learn,steps,loss = self.learn,self.steps,self.learn.loss_grad
     steps.sync()
     try:
-        with steps.scaled(loss, (learn.xb,learn.yb)) as learn.loss_grad: yield
+        scaled = steps.scaled(loss, (learn.xb,learn.yb))
+        with scaled as learn.loss_grad, steps.chosen.half.installed(): yield # checkpointed parts compute again
     finally: learn.loss_grad = loss
 
 @patch

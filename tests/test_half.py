@@ -100,6 +100,12 @@ def test_model_changed(change):
         return batch(model, x, half if fresh else first)
     assert same(run(False), run(True))
 
+def test_moved_part():
+    "The layers that are cast together are chosen again, or an error says that it can't be computed"
+    half = unmeasured(net(), bf16)
+    half.model[3].to('meta')
+    with pytest.raises(ValueError, match="3.weight is on the device 'meta'"), half: pass
+
 def test_policy_inside():
     "A table that is asked for inside a `with`, after a module was replaced, leaves half precision on"
     model,(x,_) = net(),data()

@@ -193,7 +193,7 @@ def test_private_names_of_torch(name):
     private = r'(torch|nn|F)(\.\w+)*\.(_[^_]|jit\b)|from torch.*([. ]_|jit\b)'
     assert [o for o in found if re.match(private, o)]==[]
 
-taken_away = '_C.DisableTorchFunctionSubclass _C._functorch.peek_interpreter_stack _scaled_mm _foreach_ jit.is_tracing \
+taken_away = '_C.DisableTorchFunctionSubclass _C._are_functorch_transforms_active _scaled_mm _foreach_ jit.is_tracing \
     utils._foreach_utils._group_tensors_by_device_and_dtype utils._python_dispatch.TorchDispatchMode jit.ScriptModule \
     cpu._is_avx512_bf16_supported _C._len_torch_dispatch_stack'.split()
 

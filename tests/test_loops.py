@@ -352,6 +352,7 @@ def test_half_in_a_fit(part, mode):
     learn = in_mode(mode)
     learn.model[0].requires_grad_(False)
     fitted(learn, 1, On('after_batch', frozen, at=(1,))) # what isn't trained may be in half precision
+    assert 'float16' in learn.mixed_precision.half.ways['0'].why
 
 @some_modes
 def test_before_step_without_super(mode):

@@ -121,6 +121,15 @@ def test_installed_by_a_helper():
         assert 'forward' in vars(steps.model)
     assert_plain(steps.model)
 
+def test_new_modules_in_a_step():
+    "A skipped step puts back what buffers were before its first batch"
+    steps = make()
+    before = [b.clone() for b in steps.model.buffers()]
+    for batch in (data[0],infinite(*data[1])):
+        with steps.batch(*batch): steps.backward(mse(steps.model, *batch))
+        steps.model.append(nn.BatchNorm1d(1))
+    assert not steps.make().finite and same([*steps.model.buffers()][:len(before)], before)
+
 def test_interrupted_at_each_line():
     "The float32 model, and a step that nobody has made is dropped, or can be: then nothing has changed"
     seen = set()

@@ -10,8 +10,11 @@ __all__ = ['node_bytes', 'CastAll', 'has_plain_weights', 'is_selective', 'CastLa
 # %% ../../nbs/core/cast.ipynb #d24fa5c9
 import torch
 from contextlib import contextmanager
+from itertools import compress,islice
 from threading import get_ident
-from torch import nn
+from torch import float32,nn
+from torch.compiler import is_compiling
+from torch.nn import Parameter
 
 from .torch_internals import SelectiveMode,dispatch_depth,dispatch_modes,foreach_copy_,in_transform
 
@@ -26,38 +29,39 @@ class CastAll(torch.autograd.Function):
         # Of the nodes that are ready, the backward pass takes the one made last, by its number. This one is made first,
         # so it would wait for all others, and DDP with it. No public name sets the number.
         ctx._set_sequence_nr(2**62) # beyond all others but those of parameters, which have 2**64-1
-        return _cast_all(tensors, dtype)
+        # after a multiple of 64 numbers the next vector is aligned to 128 bytes
+        ctx.sizes = [n if t is not None and t.dim()==1 and (n := t.numel())%64==0 else 0 for t in tensors]
+        return _cast_all(tensors, dtype, ctx.sizes)
 
     @staticmethod
     def backward(ctx, *grads):
         # with a gradient penalty the backward pass is differentiated, too: then autograd casts each gradient itself
-        return None,*(grads if torch.is_grad_enabled() else _cast_all(grads, torch.float32))
+        return None,*(grads if torch.is_grad_enabled() else _cast_all(grads, float32, ctx.sizes))
 
-def _cast_all(tensors, dtype):
+def _cast_all(tensors, dtype, sizes):
     """`tensors` in `dtype`, each in its memory format, without a graph. A bias or a gradient may be None.
 
-    Most vectors are parts of one block of memory: to split it costs the host less than to allocate one for each."""
-    some = [t for t in tensors if t is not None]
-    if not some: return tensors
-    device = some[0].device # of all, unless a part of the model was moved after the nodes were made
-    # after a multiple of 64 numbers the next vector is aligned to 128 bytes
-    joins = [t is not None and t.dim()==1 and t.numel()%64==0 and t.device==device for t in tensors]
-    sizes = [t.numel() for t,joined in zip(tensors, joins) if joined]
-    # `split` would make views, with one version for all
-    parts = iter(torch.unsafe_split_with_sizes(torch.empty(sum(sizes), dtype=dtype, device=device), sizes))
-    res = [next(parts) if joined else None if t is None else torch.empty_like(t, dtype=dtype)
-           for t,joined in zip(tensors, joins)]
-    foreach_copy_([o for o in res if o is not None], some)
-    return tuple(res)
+    Those that have `sizes` are vectors, and parts of one block of memory: to split it costs the host less than to
+    allocate one for each."""
+    there = [t is not None for t in tensors]
+    if not any(there): return tensors
+    tensors,sizes = [*compress(tensors, there)],[*compress(sizes, there)]
+    block = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
+    parts = iter(torch.unsafe_split_with_sizes(block, [n for n in sizes if n])) # views would have one version for all
+    res = [next(parts) if n else torch.empty_like(t, dtype=dtype) for t,n in zip(tensors, sizes)]
+    foreach_copy_(res, tensors)
+    rest = iter(res)
+    return tuple([next(rest) if o else None for o in there])
 
 # %% ../../nbs/core/cast.ipynb #4d10716d
 def has_plain_weights(
     module:nn.Module, # Any module
 )->bool:
     "Are its parameters a weight, and perhaps a bias after it? Pruning and parametrizations compute these from others."
+    attrs = module.__dict__ # attributes of modules take longer to look up
     # a parametrization is a module inside; a bias computed by hand is an ordinary attribute
-    computed = module._modules or 'bias' in module.__dict__
-    return tuple(module._parameters) in (('weight',),('weight','bias')) and not computed
+    computed = attrs['_modules'] or 'bias' in attrs
+    return not computed and [*attrs['_parameters']] in (['weight'],['weight','bias'])
 
 def is_selective()->bool:
     "Does selective checkpointing keep some results of what is computed now?"
@@ -75,24 +79,27 @@ class CastLayer:
         kept:dict, # `CastLayer` -> the state of its parameters and their copies, for calls without gradients
     ):
         self.layer,self._dtype,self._calls,self._kept = layer,dtype,calls,kept
+        self._attrs = vars(layer) # to look it up in each call takes longer
         self.in_vain = False # no longer cast ahead: its copy was once unused, or stale
 
     def state(self)->list: # Names, parameters, versions, addresses; None unless all are plain, trained and float32
         """What identifies the layer's parameters: it differs once they have changed
 
-        Momentum encoders write frozen ones in the middle of a call, and one of inference mode has no version."""
+        Momentum encoders write frozen ones in the middle of a call."""
         if not has_plain_weights(self.layer): return None
         res = []
-        for name,p in self.layer._parameters.items():
-            if p is not None:
-                plain = type(p) is nn.Parameter and p.dtype is torch.float32 and not p.is_inference()
-                if not plain or not p.requires_grad: return None
-            res.append((name,p,0,0) if p is None else (name,p,p._version,p.data_ptr()))
+        try:
+            for name,p in self._attrs['_parameters'].items():
+                if p is None: res.append((name,p,0,0))
+                elif type(p) is Parameter and p.dtype is float32 and p.requires_grad:
+                    res.append((name,p,p._version,p.data_ptr()))
+                else: return None
+        except RuntimeError: return None # one of inference mode has no version
         return res
 
     def take(self)->tuple: # None: autocast is to cast
         "What the layer's parameters were cast to, if they are what they were then; with gradients for one use"
-        if torch.compiler.is_compiling(): return None
+        if is_compiling(): return None
         call,graph = self._calls.get(get_ident()),torch.is_grad_enabled()
         if call is None or graph is not call.graph or in_transform(): return None
         if not graph: return self._keep()
@@ -100,29 +107,29 @@ class CastLayer:
         call.used.add(self)
         state,copies = call.copies.pop(self, (None,None))
         if state is None: return None
-        if _unchanged(self.layer, state): return copies
+        if self._unchanged(state): return copies
         self.in_vain = True # and nothing later in this call: memory may come back at the same address
         return None
 
     def _keep(self):
         "Copies for all calls without gradients, cast again when the parameters have changed"
         state,copies = self._kept.get(self, (None,None))
-        if state is not None and _unchanged(self.layer, state): return copies
+        if state is not None and self._unchanged(state): return copies
         state = self.state()
         copies = state and tuple([p if p is None else p.to(dtype=self._dtype) for _,p,*_ in state])
         self._kept[self] = state,copies
         return copies
 
-# %% ../../nbs/core/cast.ipynb #4d1071s1
-def _unchanged(layer, state):
-    "Are the parameters of `layer` what they were at `state`?"
-    params = layer._parameters
-    if len(params)!=len(state) or 'bias' in layer.__dict__: return False # a bias computed by hand
-    for (name,p),(was,q,version,address) in zip(params.items(), state):
-        if p is not q or name!=was: return False # pruning gives it another name
-        if p is not None and not (p._version==version and p.data_ptr()==address and p.requires_grad): return False
-    return True
+    def _unchanged(self, state):
+        "Are the parameters what they were at `state`?"
+        params = self._attrs['_parameters']
+        if len(params)!=len(state) or 'bias' in self._attrs: return False # a bias computed by hand
+        for name,p,version,address in state:
+            if params.get(name) is not p: return False # pruning gives it another name
+            if p is not None and not (p._version==version and p.data_ptr()==address and p.requires_grad): return False
+        return True
 
+# %% ../../nbs/core/cast.ipynb #4d1071s1
 def _in_nodes(layers, dtype):
     "Lists of the `layers` that one node of the graph casts to `dtype`: `node_bytes` at most, or one layer"
     nodes,start = {},0
@@ -198,7 +205,6 @@ class OneCast:
         "Cast what the last call has used, and no call has cast without using it"
         for node in self._used:
             states = [(o,state) for o in node if not o.in_vain and (state := o.state())]
-            params = [p for _,state in states for _,p,*_ in state]
-            copies = CastAll.apply(self.dtype, *params) if params else ()
-            for o,state in states: call.copies[o],copies = (state,copies[:len(state)]),copies[len(state):]
-
+            params = [o[1] for _,state in states for o in state]
+            copies = iter(CastAll.apply(self.dtype, *params) if params else ())
+            for o,state in states: call.copies[o] = state,tuple(islice(copies, len(state)))

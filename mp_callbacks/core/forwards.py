@@ -35,6 +35,7 @@ class WrappedForward:
         around, # Function of the module's own `forward`, its arguments and its keyword arguments
     ):
         self.module,self.around = module,around
+        self.attrs = vars(module) # to look it up at each installation takes longer
         self.found = None # the `forward` that was in the module's `__dict__` when this one was installed
         self.replaced = None # what somebody else has put in place of the class's, below all that stand in
         self.on = False # is `around` called? If not, calls go through.
@@ -60,7 +61,7 @@ def install_forwards(
 ):
     "Let each replace the `forward` of its module. Idempotent."
     for o in wrapped: # in one loop: large models have hundreds, twice in each step
-        attrs = o.module.__dict__
+        attrs = o.attrs
         found = attrs.get('forward')
         if found is None: o.found = o.replaced = None
         elif found is not o:
@@ -74,7 +75,7 @@ def remove_forwards(
     "Restore the `forward` of each module, or call through from now on if something else is on top. Idempotent."
     for i,o in enumerate(wrapped):
         o.on = False
-        attrs = o.module.__dict__
+        attrs = o.attrs
         # installed above a function that calls it, it would call itself without end
         if attrs.get('forward') is not o:
             wrapped[i] = type(o).__new__(type(o))

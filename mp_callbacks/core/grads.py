@@ -11,7 +11,8 @@ __all__ = ['StepStats', 'prepare_grads', 'remove_grads', 'reached_leaves', 'chec
 import torch
 from math import hypot,inf,isfinite
 from numbers import Real
-from operator import attrgetter
+from operator import attrgetter,is_
+from types import NoneType
 from typing import NamedTuple
 from torch import nn
 
@@ -55,9 +56,11 @@ def prepare_grads(
     changed. The host waits once per device, twice if one is not. Raises `ValueError` for a `clip` that is not
     positive."""
     check_clip(clip)
-    params,values = _grads(params)
-    known = {*map(id, params)}
-    also,others = _grads([p for p in also if id(p) not in known])
+    first,also = _unique(params),[*also]
+    # mostly the optimizer has all parameters of the model, in this order; to compare ids takes longer
+    same = len(first)==len(also) and all(map(is_, first.values(), also))
+    params,values = _grads(first)
+    also,others = _grads({} if same else _unique([p for p in also if id(p) not in first]))
     carried = 1. if unscaled else scale
     *numbers,last = _numbers([values,others,losses[:-1],losses[-1:]])
     norm,of_others,of_losses = [hypot(*o) for o in numbers]
@@ -113,7 +116,7 @@ def mul_grads(
 ):
     "Multiply the gradients of `params`: in place, or as a part of the graph that `create_graph` has made"
     if by==1: return
-    params,grads = _grads(params)
+    params,grads = _grads(_unique(params))
     in_graph = [p for p,g in zip(params, grads) if g.requires_grad]
     for p in in_graph: p.grad = p.grad*by # that of a sparse one is not in `grads`
     if in_graph: grads = [g for g in grads if not g.requires_grad]
@@ -132,11 +135,16 @@ def largest_number(
     "The largest absolute number in `tensors`. The host waits once per device."
     return max(map(abs, _numbers([[o for o in tensors if o.numel()]], inf)[0]), default=0.)
 
-def _grads(params):
-    "The `params` that have a gradient, without repetitions, and the gradients, or the values of sparse gradients"
-    params = [*{id(p):p for p in params}.values()]
+def _unique(params):
+    "`id` -> parameter"
+    params = [*params]
+    return dict(zip(map(id, params), params)) # a set of tensors takes longer
+
+def _grads(unique):
+    "The parameters that have a gradient, and the gradients, or the values of sparse gradients"
+    params = [*unique.values()]
     grads = [*map(attrgetter('grad'), params)]
-    if any([g is None for g in grads]):
+    if NoneType in {*map(type, grads)}:
         params = [p for p,g in zip(params, grads) if g is not None]
         grads = [g for g in grads if g is not None]
     if not any(map(attrgetter('is_sparse'), grads)): return params,grads

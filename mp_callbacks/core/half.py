@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from glob import escape
 from inspect import getattr_static,signature
-from itertools import chain
+from operator import attrgetter
 from threading import RLock,current_thread,main_thread
 from weakref import WeakSet,ref
 from fastcore.basics import patch
@@ -217,8 +217,9 @@ def choose_ways(self:half_precision,
 
 @patch
 def _forget(self:half_precision):
-    self._chosen_for = None # device type, modules, their classes' forwards, compiled parts, dtypes of parameters
+    self._chosen_for = None # device type, modules, their classes' forwards, compiled parts; of parameters dtype, device
     self.device_type,self.modules,self.params = None,[],[] # of the model
+    self.full,self._inside = [],[] # its float32 parameters, and the modules in each of `modules`
     self.ways,self.checksum = {},0 # name of a module -> how it computes; a number for what isn't measured of this
     self.rounds = False # is there a way beyond autocast?
     self._cast,self._switch,self._without_gradients = OneCast(),Switch(),Switch()
@@ -226,11 +227,12 @@ def _forget(self:half_precision):
 
 @patch
 def refresh(self:half_precision):
-    "Choose again how modules compute if modules, their classes, or device or dtypes of parameters have changed"
+    "Choose again how modules compute if modules, their classes, or devices or dtypes of parameters have changed"
     device_type,modules,self.params = _device_type(self.model),[*self.model.modules()],[*self.model.parameters()]
+    self.full,self._inside = [p for p in self.params if p.dtype is torch.float32],_children(modules)
     forwards = {o:getattr_static(o, 'forward', None) for o in {*map(type, modules)}}
     compiled = compiled_parts(self.model)
-    now = device_type,modules,forwards,compiled,[p.dtype for p in self.params]
+    now = device_type,modules,forwards,compiled,[(p.dtype,p.device) for p in self.params]
     if now==self._chosen_for: return
     for o in (self._without_gradients,self._switch): o.turn_off()
     _check_model(self.model)
@@ -259,8 +261,10 @@ def refresh(self:half_precision):
 @patch(as_prop=True)
 def outdated(self:half_precision)->bool:
     "Have modules been added, removed or replaced since `refresh`? This takes less time."
-    inside = chain.from_iterable([m._modules.values() for m in self.modules])
-    return {None,*inside}!={None,*self.modules[1:]} # None: a module may be registered as None
+    return _children(self.modules)!=self._inside
+
+def _children(modules): # None for a module that isn't there
+    return [o for inside in filter(None, map(attrgetter('_modules'), modules)) for o in inside.values()]
 
 @patch
 @contextmanager

@@ -20,7 +20,7 @@ def _of_torch(name, without=None):
     except AttributeError: return without
 
 no_torch_function = _of_torch('_C.DisableTorchFunctionSubclass') # a context manager
-in_transform = _of_torch('_C._functorch.peek_interpreter_stack', lambda: True) # what `torch.func` computes now, or None
+in_transform = _of_torch('_C._are_functorch_transforms_active', lambda: True) # does `torch.func` compute now?
 dispatch_depth = _of_torch('_C._len_torch_dispatch_stack', lambda: 1) # how many modes are on
 dispatch_modes = _of_torch('utils._python_dispatch._get_current_dispatch_mode_stack', list) # those that are on
 SelectiveMode = _of_torch('utils.checkpoint._CachingTorchDispatchMode', ())

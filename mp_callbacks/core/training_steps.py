@@ -16,13 +16,14 @@ __all__ = ['default_max_skips', 'shared_options', 'many_skips', 'many_share', 'f
 import math,re,torch
 from contextlib import contextmanager,suppress
 from inspect import signature
+from itertools import chain
 from operator import attrgetter
 from numbers import Integral
 from typing import NamedTuple
 from weakref import WeakSet,finalize
 from fastcore.basics import patch
 from fastcore.meta import delegates
-from torch import nn
+from torch import float32,nn
 
 from .dtypes import half_dtypes,leaves
 from .devices import emulation,support,warn_caller
@@ -94,9 +95,8 @@ class PendingStep:
         others=(), # Modules beside the model, such as those of the loss
         copies=None, # `BufferCopies` of the steps before
     ):
-        self.modules,self.full = [],[] # of the model, and its float32 parameters
+        self.modules,self.buffers = [],[] # of the model, and what buffers were before the first batch
         self.others,self.copies = others,copies or BufferCopies()
-        self.known,self.buffers = set(),[] # modules whose buffers are remembered, and what these were
         self.batch = None # inputs and targets of the batch that is open, in a loop of one's own
         self.losses = [] # of its batches
         self.batches = [] # their inputs and targets, if the step may have to be explained
@@ -111,10 +111,9 @@ class PendingStep:
     ):
         "Remember what a batch may change, if it is the first one, or the model has other modules now"
         if self.modules is half.modules: return
-        self.modules,self.full = half.modules,[p for p in half.params if p.dtype==torch.float32]
-        new = {*self.modules,*self.others}.difference(self.known)
-        self.known |= new
-        self.buffers += remember_buffers(new, self.copies.next_step())
+        self.modules = half.modules
+        now = remember_buffers([*self.modules,*self.others], self.copies.next_step())
+        self.buffers = now+self.buffers # the first of several is restored last
 
     def watch(self,
         opts, # Optimizers
@@ -139,7 +138,7 @@ def check_float32(
     full:list, # Its float32 parameters before the forward pass
 ):
     "Raise a `RuntimeError` if the forward pass has rounded parameters for good"
-    changed = [p for p in full if p.dtype!=torch.float32]
+    changed = [p for p in full if p.dtype is not float32]
     if not changed: return
     name,dtype = parameter_name(model, changed[0]),changed[0].dtype
     for p in changed: p.data = p.data.float()
@@ -149,16 +148,19 @@ def check_float32(
                        f"rounded, too. It is float32 again, but this once it has been rounded. {way}.")
 
 def check_stayed_float32(
-    model:nn.Module, # The model
-    full:list, # Its float32 parameters in the last step
+    half:half_precision, # How the model computes; it chooses again if parameters have another dtype
+    full:list, # The model's float32 parameters in the last batch
 ):
     "Raise a `RuntimeError` if parameters that are trained have been rounded since"
-    changed = [p for p in full if p.dtype in half_dtypes and p.requires_grad]
-    names = [o for p in changed if (o := parameter_name(model, p))]
+    changed = [p for p in full if p.dtype is not float32]
+    if not changed: return
+    rounded = [p for p in changed if p.dtype in half_dtypes and p.requires_grad]
+    names = [o for p in rounded if (o := parameter_name(half.model, p))]
     if names: raise RuntimeError(
-        f"Since the last step the parameter {names[0]} has become {changed[0].dtype}, as model.half() does in place, "
+        f"Since the last step the parameter {names[0]} has become {rounded[0].dtype}, as model.half() does in place, "
         "and would be trained so. Call model.float(), and load weights from before, which aren't rounded. A copy in "
         "half precision is deepcopy(model).half().")
+    half.refresh()
 
 def _no_gradient(model, scale):
     "Why no parameter may have a gradient after a backward pass, and what to do"
@@ -455,7 +457,7 @@ class CheckedSteps(StepSettings):
     told = None # number of the step in which many of them were told
     last = None # `StepStats` of the last step that was checked
     depth = 0 # how many batches or steps are open, one in the other
-    full = () # the model's float32 parameters in the last step
+    full = () # the model's float32 parameters in the last batch
     def __init__(self,
         unit:TrainUnit, # What is trained
         scaling:StaticLossScale|DynamicLossScale, # Loss scale of the first step
@@ -713,7 +715,7 @@ def model_params(self:CheckedSteps)->list:
 @patch
 def opt_params(self:CheckedSteps)->list:
     "Parameters of the optimizer"
-    return [p for ps in self.unit.param_lists for p in ps]
+    return [*chain.from_iterable(self.unit.param_lists)]
 
 @patch
 def params(self:CheckedSteps)->list:
@@ -723,12 +725,13 @@ def params(self:CheckedSteps)->list:
 @patch
 def begin_batch(self:CheckedSteps):
     "Remember what the batch may change, and see whether an optimizer steps by itself"
+    half = self.chosen.half
     if self.step is None:
-        check_stayed_float32(self.model, self.full)
+        check_stayed_float32(half, self.full)
         self.step = PendingStep(self.unit.loss_modules(), self.copies)
         self.step.watch(self.unit.opts)
-    self.step.begin_batch(self.chosen.half)
-    self.full = self.step.full
+    self.step.begin_batch(half)
+    self.full = half.full
 
 @patch
 def scaled(self:CheckedSteps,
@@ -904,7 +907,7 @@ class TrainingSteps(CheckedSteps):
         "Context manager around the backward pass of `loss`, for code that calls `backward` itself"
         if not (self.step and self.step.batch):
             raise RuntimeError("The backward pass belongs into `with steps.batch():`.")
-        check_float32(self.model, self.step.full)
+        check_float32(self.model, self.full)
         return super().scaled(loss, self.step.batch)
 
     def backward(self, loss):

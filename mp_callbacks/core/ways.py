@@ -20,6 +20,7 @@ from fastcore.basics import flatten
 from fastcore.foundation import L
 from fastcore.imports import noop
 from torch import Tensor,nn
+from torch.compiler import is_compiling
 from torch.nn.utils import parametrize
 
 from .dtypes import as_dtype,cast_tree,dtype_name,hand_back,half_dtypes,replaced_parts
@@ -111,12 +112,13 @@ class Layer(Way):
         x:Tensor, # Its input
     )->Tensor:
         "What the layer returns"
-        half = layer.half
-        if torch.is_autocast_enabled(half.device_type):
-            # a part of the model may be under autocast to another dtype
-            params = layer.copies() if torch.get_autocast_dtype(half.device_type) is half.dtype else None
+        half,params = layer.half,None
+        in_half = x.dtype is half.dtype # autocast casts nothing then, and to ask whether it is on takes time
+        # a part of the model may be under autocast to another dtype
+        if torch.get_autocast_dtype(half.device_type) is half.dtype:
+            if in_half or torch.is_autocast_enabled(half.device_type): params = layer.copies()
         # with autocast off, but in half precision: a reversible layer computes again, in the backward pass
-        else: params = layer.cast_now() if x.dtype is half.dtype else None
+        if params is None and in_half and not torch.is_autocast_enabled(half.device_type): params = layer.cast_now()
         return layer.class_forward(x) if params is None else self.function(layer.module, x, *params)
 
 class WrappedLayer(WrappedForward):
@@ -183,7 +185,7 @@ class Norm(Layer):
     def compute(self, layer, x):
         "What the norm returns"
         half,params = layer.half,None
-        if x.dtype is half.dtype and not torch.compiler.is_compiling(): params = layer.copies() or layer.cast_now()
+        if x.dtype is half.dtype and not is_compiling(): params = layer.copies() or layer.cast_now()
         if params is None: return layer.class_forward(x)
         on = torch.is_autocast_enabled(half.device_type)
         torch.set_autocast_enabled(half.device_type, False) # `torch.autocast` would take as long as a small norm
@@ -260,7 +262,7 @@ class Float32(Way):
         "What `module` returns in float32; what it does to lists, dicts and tensors is done to those that it was given"
         given,n = [*args,*kwargs.values()],len(args)
         full = [cast_tree(o, torch.float32, half_dtypes) for o in given]
-        compiling = torch.compiler.is_compiling() # it can't follow lists and dicts
+        compiling = is_compiling() # it can't follow lists and dicts
         replaced = [] if compiling else replaced_parts(given, full)
         try:
             with torch.autocast(half.device_type, enabled=False):

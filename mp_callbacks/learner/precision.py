@@ -289,7 +289,7 @@ def after_pred(self:PrecisionCallback):
     if self.steps.depth:
         self.steps.chosen.half.remove()
         if self.budget.plan: self.budget.end()
-        if self.learn.training: check_float32(self.learn.model, self.steps.step.full)
+        if self.learn.training: check_float32(self.learn.model, self.steps.full)
     elif self.learn.training: raise RuntimeError(
         f"This batch isn't run by Learner.one_batch, so {type(self).__name__} can't train with it. If your class "
         "overrides one_batch, call super().one_batch(i, b). To train in plain float32, call learn.to_fp32().")

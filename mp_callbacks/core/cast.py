@@ -29,8 +29,8 @@ class CastAll(torch.autograd.Function):
         # Of the nodes that are ready, the backward pass takes the one made last, by its number. This one is made first,
         # so it would wait for all others, and DDP with it. No public name sets the number.
         ctx._set_sequence_nr(2**62) # beyond all others but those of parameters, which have 2**64-1
-        # after a multiple of 64 numbers the next vector is aligned to 128 bytes
-        ctx.sizes = [n if t is not None and t.dim()==1 and (n := t.numel())%64==0 else 0 for t in tensors]
+        sizes = [0 if t is None or t.dim()!=1 else t.numel() for t in tensors]
+        ctx.sizes = [0 if n%64 else n for n in sizes] # after a multiple of 64 numbers the next is aligned to 128 bytes
         return _cast_all(tensors, dtype, ctx.sizes)
 
     @staticmethod
@@ -41,7 +41,7 @@ class CastAll(torch.autograd.Function):
 def _cast_all(tensors, dtype, sizes):
     """`tensors` in `dtype`, each in its memory format, without a graph. A bias or a gradient may be None.
 
-    Those that have `sizes` are vectors, and parts of one block of memory: to split it costs the host less than to
+    Those whose size isn't 0 are vectors, and parts of one block of memory: to split it costs the host less than to
     allocate one for each."""
     there = [t is not None for t in tensors]
     if not any(there): return tensors
@@ -58,7 +58,7 @@ def has_plain_weights(
     module:nn.Module, # Any module
 )->bool:
     "Are its parameters a weight, and perhaps a bias after it? Pruning and parametrizations compute these from others."
-    attrs = module.__dict__ # attributes of modules take longer to look up
+    attrs = module.__dict__
     # a parametrization is a module inside; a bias computed by hand is an ordinary attribute
     computed = attrs['_modules'] or 'bias' in attrs
     return not computed and [*attrs['_parameters']] in (['weight'],['weight','bias'])
@@ -79,7 +79,7 @@ class CastLayer:
         kept:dict, # `CastLayer` -> the state of its parameters and their copies, for calls without gradients
     ):
         self.layer,self._dtype,self._calls,self._kept = layer,dtype,calls,kept
-        self._attrs = vars(layer) # to look it up in each call takes longer
+        self._attrs = vars(layer) # a module looks its attributes up in several places, which takes longer
         self.in_vain = False # no longer cast ahead: its copy was once unused, or stale
 
     def state(self)->list: # Names, parameters, versions, addresses; None unless all are plain, trained and float32
@@ -90,11 +90,11 @@ class CastLayer:
         res = []
         try:
             for name,p in self._attrs['_parameters'].items():
-                if p is None: res.append((name,p,0,0))
+                if p is None: res.append((name,None,0,0))
                 elif type(p) is Parameter and p.dtype is float32 and p.requires_grad:
                     res.append((name,p,p._version,p.data_ptr()))
                 else: return None
-        except RuntimeError: return None # one of inference mode has no version
+        except RuntimeError: return None # a parameter of inference mode has no version
         return res
 
     def take(self)->tuple: # None: autocast is to cast
@@ -205,6 +205,6 @@ class OneCast:
         "Cast what the last call has used, and no call has cast without using it"
         for node in self._used:
             states = [(o,state) for o in node if not o.in_vain and (state := o.state())]
-            params = [o[1] for _,state in states for o in state]
+            params = [p for _,state in states for _,p,_,_ in state]
             copies = iter(CastAll.apply(self.dtype, *params) if params else ())
             for o,state in states: call.copies[o] = state,tuple(islice(copies, len(state)))

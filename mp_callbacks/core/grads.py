@@ -56,11 +56,12 @@ def prepare_grads(
     changed. The host waits once per device, twice if one is not. Raises `ValueError` for a `clip` that is not
     positive."""
     check_clip(clip)
-    first,also = _unique(params),[*also]
-    # mostly the optimizer has all parameters of the model, in this order; to compare ids takes longer
+    first,also = _by_id(params),[*also]
+    # mostly they are the same parameters, in the same order, and to see that takes less time
     same = len(first)==len(also) and all(map(is_, first.values(), also))
+    new = {} if same else _by_id([p for p in also if id(p) not in first])
     params,values = _grads(first)
-    also,others = _grads({} if same else _unique([p for p in also if id(p) not in first]))
+    also,others = _grads(new)
     carried = 1. if unscaled else scale
     *numbers,last = _numbers([values,others,losses[:-1],losses[-1:]])
     norm,of_others,of_losses = [hypot(*o) for o in numbers]
@@ -116,7 +117,7 @@ def mul_grads(
 ):
     "Multiply the gradients of `params`: in place, or as a part of the graph that `create_graph` has made"
     if by==1: return
-    params,grads = _grads(_unique(params))
+    params,grads = _grads(_by_id(params))
     in_graph = [p for p,g in zip(params, grads) if g.requires_grad]
     for p in in_graph: p.grad = p.grad*by # that of a sparse one is not in `grads`
     if in_graph: grads = [g for g in grads if not g.requires_grad]
@@ -135,14 +136,14 @@ def largest_number(
     "The largest absolute number in `tensors`. The host waits once per device."
     return max(map(abs, _numbers([[o for o in tensors if o.numel()]], inf)[0]), default=0.)
 
-def _unique(params):
-    "`id` -> parameter"
+def _by_id(params):
+    "`id` -> parameter, so without repetitions; a set of tensors takes longer"
     params = [*params]
-    return dict(zip(map(id, params), params)) # a set of tensors takes longer
+    return dict(zip(map(id, params), params))
 
-def _grads(unique):
+def _grads(by_id):
     "The parameters that have a gradient, and the gradients, or the values of sparse gradients"
-    params = [*unique.values()]
+    params = [*by_id.values()]
     grads = [*map(attrgetter('grad'), params)]
     if NoneType in {*map(type, grads)}:
         params = [p for p,g in zip(params, grads) if g is not None]

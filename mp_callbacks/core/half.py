@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from glob import escape
 from inspect import getattr_static,signature
-from operator import attrgetter
+from operator import attrgetter,is_
 from threading import RLock,current_thread,main_thread
 from weakref import WeakSet,ref
 from fastcore.basics import patch
@@ -217,9 +217,9 @@ def choose_ways(self:half_precision,
 
 @patch
 def _forget(self:half_precision):
-    self._chosen_for = None # device type, modules, their classes' forwards, compiled parts; of parameters dtype, device
+    self._chosen_for = None # device type, modules, those inside, forwards, compiled parts; of parameters dtype, device
     self.device_type,self.modules,self.params = None,[],[] # of the model
-    self.full,self._inside = [],[] # its float32 parameters, and the modules in each of `modules`
+    self._inside = [] # the modules that `modules` have inside, one list for all
     self.ways,self.checksum = {},0 # name of a module -> how it computes; a number for what isn't measured of this
     self.rounds = False # is there a way beyond autocast?
     self._cast,self._switch,self._without_gradients = OneCast(),Switch(),Switch()
@@ -229,10 +229,9 @@ def _forget(self:half_precision):
 def refresh(self:half_precision):
     "Choose again how modules compute if modules, their classes, or devices or dtypes of parameters have changed"
     device_type,modules,self.params = _device_type(self.model),[*self.model.modules()],[*self.model.parameters()]
-    self.full,self._inside = [p for p in self.params if p.dtype is torch.float32],_children(modules)
     forwards = {o:getattr_static(o, 'forward', None) for o in {*map(type, modules)}}
-    compiled = compiled_parts(self.model)
-    now = device_type,modules,forwards,compiled,[(p.dtype,p.device) for p in self.params]
+    compiled,inside = compiled_parts(self.model),_inside(modules)
+    now = device_type,modules,inside,forwards,compiled,[(p.dtype,p.device) for p in self.params]
     if now==self._chosen_for: return
     for o in (self._without_gradients,self._switch): o.turn_off()
     _check_model(self.model)
@@ -254,16 +253,17 @@ def refresh(self:half_precision):
     self._switch = Switch(_wrapped_forwards(self, named, half), owners, find_stored(modules))
     casts = [] if self.rules else [way.wrap_forward(half, m) for m,way in layers.items() if m is not self.model]
     self._without_gradients = Switch(casts)
-    self._chosen_for,self.modules = now,modules
+    self._chosen_for,self.modules,self._inside = now,modules,inside
     self._update()
 
 # %% ../../nbs/core/half.ipynb #8a140b11
 @patch(as_prop=True)
 def outdated(self:half_precision)->bool:
-    "Have modules been added, removed or replaced since `refresh`? This takes less time."
-    return _children(self.modules)!=self._inside
+    "Have modules been added, removed, moved or replaced since `refresh`? This takes less time."
+    now = _inside(self.modules)
+    return len(now)!=len(self._inside) or not all(map(is_, now, self._inside)) # a module may have an `__eq__`
 
-def _children(modules): # None for a module that isn't there
+def _inside(modules): # a module may have None in place of another
     return [o for inside in filter(None, map(attrgetter('_modules'), modules)) for o in inside.values()]
 
 @patch

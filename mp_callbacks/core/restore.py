@@ -82,11 +82,10 @@ _no_tensors = frozenset([bool,int,float,str,type(None)])
 
 def find_stored(
     modules, # Modules, without those inside them
-)->list: # For `restore_float32`: pairs of a module's dict that may hold tensors, and names that aren't float32 state
+)->list: # For `restore_float32`: pairs of a module that may store tensors, and names that are not its float32 state
     "Where `modules` may store tensors from call to call. PyTorch's own modules store none."
-    places = [[vars(m),m._buffers] for m in modules if not of_pytorch(m)]
-    names = [_of_every_module.union(k for d in dicts for k,o in d.items() if _has_ours(o)) for dicts in places]
-    return [(d,o) for dicts,o in zip(places, names) for d in dicts]
+    places = [(m,[vars(m),m._buffers]) for m in modules if not of_pytorch(m)]
+    return [(m,_of_every_module.union(k for d in dicts for k,o in d.items() if _has_ours(o))) for m,dicts in places]
 
 def as_float32(
     tree, # Tensors in any structure, see `map_tensors`
@@ -104,10 +103,10 @@ def restore_float32(
     """Make what modules store `as_float32`, but for what belongs to an autograd graph
 
     Lists and dicts stay the same objects."""
-    for d,others in stored:
-        if not d: continue # most modules have no buffers
-        for k in d.keys()-others: # a set: most names are among the others, and this runs in each batch
-            if type(d[k]) not in _no_tensors and _has_ours(d[k]): d[k] = _in_float32(d[k])
+    for m,others in stored:
+        for d in filter(None, (m.__dict__,m._buffers)):
+            for k in d.keys()-others: # a set: most names are among the others, and this runs in each batch
+                if type(d[k]) not in _no_tensors and _has_ours(d[k]): d[k] = _in_float32(d[k])
 
 def _in_float32(tree):
     if isinstance(tree, list): tree[:] = map(_in_float32, tree)

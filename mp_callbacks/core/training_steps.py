@@ -6,7 +6,7 @@ Docs: https://example.github.io/mp_callbacks/core/training_steps.html.md"""
 
 # %% auto #0
 __all__ = ['default_max_skips', 'shared_options', 'many_skips', 'many_share', 'first_scale', 'TrainingState', 'PendingStep',
-           'check_float32', 'check_stayed_float32', 'scaled_backward', 'name_culprit', 'find_cure', 'losses_finite',
+           'check_float32', 'float32_params', 'scaled_backward', 'name_culprit', 'find_cure', 'losses_finite',
            'changed_weights', 'step_explainer', 'check_optimizers', 'TrainUnit', 'check_device', 'ChosenHalf',
            'check_bools', 'StepSettings', 'CheckedSteps', 'ask_batch', 'at_floor', 'may_be_many', 'told_of_many',
            'keep_from_now', 'report_skips', 'report_losses', 'note_closure', 'guarded', 'OtherLeaves', 'split_batch',
@@ -17,7 +17,7 @@ import math,re,torch
 from contextlib import contextmanager,suppress
 from inspect import signature
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter,is_
 from numbers import Integral
 from typing import NamedTuple
 from weakref import WeakSet,finalize
@@ -95,8 +95,9 @@ class PendingStep:
         others=(), # Modules beside the model, such as those of the loss
         copies=None, # `BufferCopies` of the steps before
     ):
-        self.modules,self.buffers = [],[] # of the model, and what buffers were before the first batch
+        self.modules = [] # of the model
         self.others,self.copies = others,copies or BufferCopies()
+        self.known,self.buffers = [],[] # modules whose buffers are remembered, and what these were
         self.batch = None # inputs and targets of the batch that is open, in a loop of one's own
         self.losses = [] # of its batches
         self.batches = [] # their inputs and targets, if the step may have to be explained
@@ -112,8 +113,10 @@ class PendingStep:
         "Remember what a batch may change, if it is the first one, or the model has other modules now"
         if self.modules is half.modules: return
         self.modules = half.modules
-        now = remember_buffers([*self.modules,*self.others], self.copies.next_step())
-        self.buffers = now+self.buffers # the first of several is restored last
+        new = [*self.modules,*self.others]
+        if self.known: new = {*new}.difference(self.known)
+        self.known += new
+        self.buffers += remember_buffers(new, self.copies.next_step())
 
     def watch(self,
         opts, # Optimizers
@@ -147,20 +150,23 @@ def check_float32(
     raise RuntimeError(f"The forward pass has turned the parameter {name} into {dtype}, and later steps would be "
                        f"rounded, too. It is float32 again, but this once it has been rounded. {way}.")
 
-def check_stayed_float32(
-    half:half_precision, # How the model computes; it chooses again if parameters have another dtype
-    full:list, # The model's float32 parameters in the last batch
-):
-    "Raise a `RuntimeError` if parameters that are trained have been rounded since"
-    changed = [p for p in full if p.dtype is not float32]
-    if not changed: return
-    rounded = [p for p in changed if p.dtype in half_dtypes and p.requires_grad]
+def float32_params(
+    half:half_precision, # How the model computes
+    before:list, # Its float32 parameters in the last batch
+)->list:
+    """The model's float32 parameters. If they are others than `before`, `half` chooses again how to compute.
+
+    Raises `RuntimeError` if parameters that are trained have been rounded since."""
+    full = [p for p in half.params if p.dtype is float32]
+    if len(full)==len(before) and all(map(is_, full, before)): return full
+    rounded = [p for p in before if p.dtype in half_dtypes and p.requires_grad]
     names = [o for p in rounded if (o := parameter_name(half.model, p))]
     if names: raise RuntimeError(
         f"Since the last step the parameter {names[0]} has become {rounded[0].dtype}, as model.half() does in place, "
         "and would be trained so. Call model.float(), and load weights from before, which aren't rounded. A copy in "
         "half precision is deepcopy(model).half().")
     half.refresh()
+    return full
 
 def _no_gradient(model, scale):
     "Why no parameter may have a gradient after a backward pass, and what to do"
@@ -726,12 +732,11 @@ def params(self:CheckedSteps)->list:
 def begin_batch(self:CheckedSteps):
     "Remember what the batch may change, and see whether an optimizer steps by itself"
     half = self.chosen.half
+    if self.step is None or self.step.modules is not half.modules: self.full = float32_params(half, self.full)
     if self.step is None:
-        check_stayed_float32(half, self.full)
         self.step = PendingStep(self.unit.loss_modules(), self.copies)
         self.step.watch(self.unit.opts)
     self.step.begin_batch(half)
-    self.full = half.full
 
 @patch
 def scaled(self:CheckedSteps,

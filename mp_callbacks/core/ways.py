@@ -112,13 +112,12 @@ class Layer(Way):
         x:Tensor, # Its input
     )->Tensor:
         "What the layer returns"
-        half,params = layer.half,None
-        in_half = x.dtype is half.dtype # autocast casts nothing then, and to ask whether it is on takes time
-        # a part of the model may be under autocast to another dtype
-        if torch.get_autocast_dtype(half.device_type) is half.dtype:
-            if in_half or torch.is_autocast_enabled(half.device_type): params = layer.copies()
+        half = layer.half
+        if torch.is_autocast_enabled(half.device_type):
+            # a part of the model may be under autocast to another dtype
+            params = layer.copies() if torch.get_autocast_dtype(half.device_type) is half.dtype else None
         # with autocast off, but in half precision: a reversible layer computes again, in the backward pass
-        if params is None and in_half and not torch.is_autocast_enabled(half.device_type): params = layer.cast_now()
+        else: params = layer.cast_now() if x.dtype is half.dtype else None
         return layer.class_forward(x) if params is None else self.function(layer.module, x, *params)
 
 class WrappedLayer(WrappedForward):

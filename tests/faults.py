@@ -3,7 +3,6 @@
 And what a learner has to be afterwards. A place is an event of training or of validation, before or after the callbacks
 that change precision; or the model, the loss, the backward pass, or the optimizer."""
 from functools import wraps
-from unittest.mock import patch as patched
 
 from mp_callbacks.learner import optimizers
 from learners import *

@@ -7,16 +7,21 @@ from copy import copy,deepcopy
 from dataclasses import dataclass,replace
 from types import SimpleNamespace
 from multiprocessing import get_context,set_forkserver_preload
+from tempfile import TemporaryDirectory
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from typing import Any
+from unittest.mock import patch as patched
 from weakref import ref
 
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai.callback.fp16 import MixedPrecision as FastaiPrecision
 from mp_callbacks.all import *
+from mp_callbacks.core.all import *
 from mp_callbacks.learner.precision import PrecisionCallback
+from mp_callbacks.look.plan import LiveBytes
 from cases import *
 from interpreters import cells_of,root
 from states import *
@@ -36,7 +41,9 @@ def one_by_one(opt_func):
         steppers[0].elementwise = False
         return opt
     return _make
+def off(got, want): return ((got.float()-want.float()).norm()/want.float().norm()).item()
 def roundoff(mode): return 2**-11 if 'fp16' in mode else 2**-8
+with_fp8 = {**modes, 'fp8': lambda learn, **kwargs: learn.to_fp8(emulate=True, **kwargs)}
 calls = 'to_fp16 to_bf16 to_native_fp16 to_native_bf16'.split()
 
 f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
@@ -87,11 +94,13 @@ def mlp(norm=False, n=16):
     return nn.Sequential(*layers)
 
 class Does(nn.Module):
-    "Computes `f` of itself and its inputs; `parts` are its attributes, tensors of them parameters"
+    "Computes `f` of itself and its inputs; `parts` are its attributes, tensors of them parameters, if not buffers"
     def __init__(self, f, /, **parts):
         super().__init__()
         self.function = f
-        for k,v in parts.items(): setattr(self, k, nn.Parameter(v) if type(v) is torch.Tensor else v)
+        for k,v in parts.items():
+            trained = type(v) is torch.Tensor and not isinstance(v, nn.Buffer)
+            setattr(self, k, nn.Parameter(v) if trained else v)
     def forward(self, *args, **kwargs): return self.function(self, *args, **kwargs)
 
 class Operations(TorchDispatchMode):
@@ -101,6 +110,15 @@ class Operations(TorchDispatchMode):
         res = func(*args, **(kwargs or {}))
         self.see(func, args, res)
         return res
+
+def mse_of(model, x, y): return F.mse_loss(model(x), y)
+
+def train_steps(steps, batches, loss=mse_of):
+    "`steps`, of `TrainingSteps`, after one with each of `batches`"
+    for o in batches:
+        with steps.batch(*o): steps.backward(loss(steps.model, *o))
+        steps.make()
+    return steps
 
 def returned(module):
     "A list, to which each call of `module` adds what it returns"
@@ -142,7 +160,7 @@ class Now(Callback):
 
 def raises(e):
     "A function that raises `e`"
-    def _raise(*args): raise e
+    def _raise(*args, **kwargs): raise e
     return _raise
 
 class On(Callback):
@@ -161,6 +179,14 @@ def overflow(*at, layer=0):
 def InfiniteAt(*at):
     "Infinite batches, those training batches `at`"
     return On('before_batch', lambda learn: setattr(learn, 'xb', (learn.x*math.inf,)), at=at)
+
+def beyond_float16(*args):
+    "A learner with a gain whose gradient float16 can't hold if inputs are `larger`: a sum, float32 under autocast"
+    torch.manual_seed(0)
+    model = Does(lambda m, x: m.lin(x.abs())*m.gain, lin=nn.Linear(8,16), gain=torch.ones(1))
+    with torch.no_grad(): model.lin.weight.abs_()
+    return get_learner(model, *args, loss_func=lambda pred, y: pred.sum(), lr=1e-9)
+def larger(at=None): return On('before_batch', lambda learn: setattr(learn, 'xb', (learn.x*100,)), at=at)
 
 class ScaledLoss(nn.Module):
     "A loss with a parameter"

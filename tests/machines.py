@@ -1,6 +1,4 @@
 "Machines that aren't here"
-from unittest.mock import patch as patched
-
 from learners import *
 from mp_callbacks.core import devices
 from mp_callbacks.core.devices import Machine

@@ -5,11 +5,9 @@ cases of a test run in the same processes, each in a new folder, because process
 no other case runs, as the other ranks wait for the one that has failed."""
 import traceback
 from datetime import timedelta
-from unittest.mock import patch as patched
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.nn.parallel import DistributedDataParallel
 
 from fastai.distributed import DistributedDL
 from learners import *

@@ -1,6 +1,5 @@
 "Batches that no loss scale can cure cost their steps and nothing else, and if there are many it is told"
-from mp_callbacks.core.grads import StepStats
-from mp_callbacks.core.training_steps import TrainingState,TrainingSteps
+from mp_callbacks.core.training_steps import TrainingState
 from mp_callbacks.core.loss_scale import loss_scale_presets
 from learners import *
 
@@ -71,10 +70,7 @@ def mean_loss(model, good): return tensor([F.mse_loss(model(x), y) for x,y in go
 def own_loop(data, epochs):
     "With a loss whose gradients are zero in float16 without a scale"
     steps = TrainingSteps(model := mlp(), small_adam(model.parameters()), measure=False)
-    for o in data*epochs:
-        with steps.batch(*o): steps.backward(tiny_loss(model, *o))
-        steps.make()
-    return model,steps.loss_scale
+    return model,train_steps(steps, data*epochs, tiny_loss).loss_scale
 
 def scaler_loop(data, epochs):
     model,scaler = mlp(),torch.amp.GradScaler('cpu')
@@ -168,10 +164,6 @@ def test_in_a_loop_of_ones_own():
     assert rates(train_steps, steps, (data*9+few)*2)==[] and steps.recent_skips<50
 
 def make_steps(**kwargs): return TrainingSteps(model := mlp(), small_adam(model.parameters()), **kwargs)
-def train_steps(steps, data):
-    for x,y in data:
-        with steps.batch(x, y): steps.backward(F.mse_loss(steps.model(x), y))
-        steps.make()
 
 @pytest.mark.parametrize('loss_scale', [None,DynamicLossScale(2.**24)])
 def test_no_search(loss_scale):
@@ -199,13 +191,8 @@ def test_smallest_scale():
 
 def test_measured_before_it_is_told():
     "Autocast could have trained what was skipped: it does so from then on, and nothing is told of the steps"
-    torch.manual_seed(0)
-    model = Does(lambda m, x: m.lin(x.abs())*m.gain, lin=nn.Linear(8,16), gain=torch.ones(1))
-    with torch.no_grad(): model.lin.weight.abs_()
-    learn = get_learner(model, as_dls(*numbers(1600)), loss_func=lambda pred, y: pred.sum(), lr=1e-9)
-    # the sum that is the gradient of the gain is beyond float16, and autocast leaves it in float32
-    larger = On('before_batch', lambda learn: setattr(learn, 'xb', (learn.x*100,)), at=range(1, 100, 10))
-    texts,e = heard(fitted, learn.to_fp16(dynamic=False, loss_scale=4), 1, larger)
+    learn = beyond_float16(as_dls(*numbers(1600))).to_fp16(dynamic=False, loss_scale=4)
+    texts,e = heard(fitted, learn, 1, larger(range(1, 100, 10)))
     assert learn.mixed_precision.state.measured.names==('',) and skipped(learn)==8
     assert not any('of this epoch' in o for o in texts) and learn.mixed_precision.steps.told is None
 

@@ -1,7 +1,6 @@
 "Which items of the data make a batch inf or nan: by the names that the user knows, or by batch and row"
 from fastai.tabular.all import TabularPandas
 from mp_callbacks.core.blame import each_bad
-from mp_callbacks.core.training_steps import TrainingSteps
 from mp_callbacks.look.nonfinite import BadItem
 from sick_models import *
 
@@ -65,9 +64,8 @@ def test_rows():
     assert learn.find_nonfinite().items==(BadItem('batch 2, row 5', 'data'),)
     df = pd.DataFrame(dict(a=x[:,0], b=x[:,1], y=y[:,0]), index=[f'id{i}' for i in range(64)])
     table = TabularPandas(df, cont_names=['a','b'], y_names='y', splits=([*range(64)],[*range(16)]))
-    class Table(nn.Linear):
-        def forward(self, cats, conts): return super().forward(conts)
-    learn = get_learner(Table(2,1), table.dataloaders(bs=16, device='cpu')).to_bf16()
+    model = Does(lambda m, cats, conts: m.layer(conts), layer=nn.Linear(2,1))
+    learn = get_learner(model, table.dataloaders(bs=16, device='cpu')).to_bf16()
     assert named(learn.find_nonfinite())=={'id37':'data'}
 
 def test_validation():
@@ -105,14 +103,9 @@ def test_own_loop():
     "The row, in what `explain` says and in the warning"
     model,(x,y) = mlp(),numbers(16)
     x[5,2] = 1e6
-    def compute_loss(model, x, y): return F.mse_loss(model(x), y)
-    steps = TrainingSteps(model, torch.optim.SGD(model.parameters(), .01), compute_loss=compute_loss, warn_skips=2)
+    steps = TrainingSteps(model, torch.optim.SGD(model.parameters(), .01), compute_loss=mse_of, warn_skips=2)
     assert steps.explain(x, y).items==(BadItem('row 5', 'precision'),)
-    def _train():
-        for _ in range(2):
-            with steps.batch(x, y): steps.backward(compute_loss(model, x, y))
-            steps.make()
-    told, = heard(_train)[0]
+    told, = heard(train_steps, steps, [(x,y)]*2)[0]
     assert 'Not finite by themselves: row 5 (precision).' in told
 
 def test_checkup():

@@ -4,7 +4,6 @@ It runs with each of our calls in this process and with each of fastai's in anot
 this file, run as a script. fastai's callbacks are as they are, but for the device: where they ask for 'cuda' they get
 the CPU. In the row `cpu` they don't."""
 import sys
-from tempfile import TemporaryDirectory
 from unittest.mock import MagicMock
 
 import fastai
@@ -12,7 +11,8 @@ from fastai.callback import fp16
 
 # The helpers for learners import mp_callbacks, which would change fastai: the script has nothing in its place
 if __name__=='__main__':
-    sys.modules |= {f'mp_callbacks{o}': MagicMock() for o in ('','.all','.learner','.learner.precision')}
+    mocked = ' .all .core .core.all .learner .learner.precision .look .look.plan'.split(' ')
+    sys.modules |= {f'mp_callbacks{o}': MagicMock() for o in mocked}
 from learners import *
 
 masters,natives = ('to_fp16', 'to_bf16'),('to_native_fp16', 'to_native_bf16')

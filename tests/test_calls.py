@@ -238,12 +238,9 @@ class Helper:
 def test_note_to_a_function_of_ones_own(f):
     "It names the module, however the function is reached; where it can't be known, the function"
     def model(**parts):
-        class Calls(nn.Module):
-            def __init__(self):
-                super().__init__()
-                for k,o in parts.items(): setattr(self, k, o)
-            forward = f
-        return nn.Sequential(nn.Linear(8,8), Calls(), nn.Linear(8,1))
+        inner = type('Calls', (nn.Module,), dict(forward=f))()
+        for k,o in parts.items(): setattr(inner, k, o)
+        return nn.Sequential(nn.Linear(8,8), inner, nn.Linear(8,1))
     parts = dict(f=Mixes, g=Mixes.apply, helper=Helper())
     note = note_of(get_learner(model(**parts)).to_bf16(measure=False).fit, 1)
     assert note.startswith("In the backward pass of Mixes, which 1 (Calls) uses, with operations in half precision:")
@@ -264,8 +261,7 @@ def test_note_beside_generated_code():
 @has_notes
 def test_no_note_to_an_error_of_another_kind():
     "Such as a key that is not there, though its text names dtypes"
-    def look_up(m, x): raise KeyError('expected scalar type Half but found Float')
-    net = Does(look_up, f=nn.Linear(8,8))
+    net = Does(raises(KeyError('expected scalar type Half but found Float')), f=nn.Linear(8,8))
     with pytest.raises(KeyError) as e, half_precision(net, bf16): net(torch.ones(2,8))
     assert not hasattr(e.value, '__notes__')
 
@@ -280,8 +276,7 @@ def test_autocast_alone_is_named(works):
     net,x = model(),torch.ones(4,8)
     def predict(**kwargs):
         with half_precision(net, bf16, **kwargs): return net(x)
-    with pytest.raises(RuntimeError) as e: predict(measure=False)
-    note, = e.value.__notes__
+    note = note_of(lambda: predict(measure=False))
     assert ('Autocast alone computes it: to_native_fp16() or to_native_bf16()' in note)==works
     assert net.norm.num_batches_tracked==0 and 'forward' not in vars(net)
     if works: predict(rules=False), predict()

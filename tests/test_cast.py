@@ -3,14 +3,11 @@
 Cases run several batches in one `with`, as the first call of a model casts nothing ahead, and are compared with
 autocast. Layers are 64 wide, so that their biases lie in one block of memory, as in most models."""
 from torch.func import functional_call,grad,jacfwd,jacrev,vmap
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize,prune
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy,checkpoint,create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy,create_selective_checkpoint_contexts
 
 from learners import *
 from mp_callbacks.core import cast
-from states import *
 from tracing import interrupted
 
 def data(): return torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
@@ -53,13 +50,12 @@ def check(make, run=backward, tol=.02, inference=True):
         want = grads(make(), around, run)[0]
         assert all(close(first[k], g, limit) for k,g in want.items()), (around,first,want)
 
-class Casts(TorchDispatchMode):
+class Casts(Operations):
     "Casts from float32 to half precision or back: how many tensors each common one has, and how many single ones"
-    def __init__(self): super().__init__(); self.together,self.single = [],0
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __init__(self): super().__init__(self.count); self.together,self.single = [],0
+    def count(self, func, args, res):
         if func.overloadpacket is torch.ops.aten._foreach_copy_: self.together.append(len(args[0]))
         if func.overloadpacket is torch.ops.aten._to_copy and args[0].dtype==torch.float32: self.single += 1
-        return func(*args, **(kwargs or {}))
 
 @pytest.mark.parametrize('node_bytes,nodes', [(2**25,[6]), (16640,[4,2])])
 def test_once(node_bytes, nodes, monkeypatch):

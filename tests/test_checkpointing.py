@@ -1,9 +1,8 @@
 """`checkpointing` and `memory=`: a batch fits into the memory that was given, as planned, and with the same bits"""
 from ranks import *
-from fastai.callback.rnn import ModelResetter
 from mp_callbacks.core.forwards import replaced_forward
+from mp_callbacks.learner.memory import free_gb
 from mp_callbacks.look.checkpointing import ChangedInput,Checkpoints,Segment,plan_checkpoints,share_left
-from mp_callbacks.look.plan import LiveBytes
 
 class Block(nn.Module):
     "A shortcut around layers that draw, normalize and count"
@@ -31,12 +30,10 @@ def assert_same(learn, other):
 
 pytestmark = pytest.mark.filterwarnings('ignore:Checkpoints|Without checkpoints')
 
-modes = {**modes, 'fp8':lambda learn, **kwargs: learn.to_fp8(emulate=True, **kwargs)}
-
-@pytest.mark.parametrize('mode', modes)
+@pytest.mark.parametrize('mode', with_fp8)
 def test_same_bits(mode):
     "As without a limit, in a fit with dropout, batch norm, a counter and a parameter of the blocks"
-    def _learner(**options): return modes[mode](get_learner(net(), big_dls()), **options)
+    def _learner(**options): return with_fp8[mode](get_learner(net(), big_dls()), **options)
     free = fitted(_learner(), 2)
     learn = _learner(memory=1e-3)
     with pytest.warns(UserWarning, match='Checkpoints'): fitted(learn, 2)
@@ -45,22 +42,15 @@ def test_same_bits(mode):
     assert [m.calls for m in learn.model[1:-1]]==[m.calls for m in free.model[1:-1]]
     assert log_of(learn).loss.tolist()==log_of(free).loss.tolist()
 
-class Halves(nn.Module):
+def halves(block, *, parts):
     "A dict in and a dict out, by keyword"
-    def __init__(self, n):
-        super().__init__()
-        self.a,self.b = nn.Linear(n,4*n),nn.Linear(4*n,n)
-    def forward(self, *, parts): return dict(x=parts['x']+self.b(F.gelu(self.a(parts['x']))), y=parts['y'])
+    return dict(x=parts['x']+block.b(F.gelu(block.a(parts['x']))), y=parts['y'])
 
-class Recurrent(nn.Module):
+def remembers(block, x):
     "It goes on from the state that the last batch has left"
-    def __init__(self, n):
-        super().__init__()
-        self.cell,self.out,self.hidden = nn.GRU(n,2*n,batch_first=True),nn.Linear(2*n,n),None
-    def forward(self, x):
-        res,hidden = self.cell(x[:,None].expand(-1,4,-1), self.hidden)
-        self.hidden = hidden.detach()
-        return x+self.out(F.gelu(res)).mean(1)
+    res,hidden = block.cell(x[:,None].expand(-1,4,-1), block.hidden)
+    block.hidden = hidden.detach()
+    return x+block.out(F.gelu(res)).mean(1)
 
 class Resets(nn.Sequential):
     def reset(self):
@@ -87,19 +77,15 @@ def shared(m, x):
     x = m.start(x)
     for _ in range(4): x = m.block(x)
     return m.end(x)
-class Rotary(nn.Module):
-    "Numbers that never change"
-    def __init__(self):
-        super().__init__()
-        self.register_buffer('cos', torch.linspace(0, 1, 32).cos())
 def rotary():
-    numbers = Rotary()
-    def _block(): return layers(lambda m, x: x+m.b(F.gelu(m.a(x*m.numbers.cos))), numbers=numbers)
-    return nn.Sequential(nn.Linear(8,32), *[_block() for _ in range(4)], nn.Linear(32,1))
+    "Blocks share numbers that never change"
+    numbers = Does(noop, cos=nn.Buffer(torch.linspace(0, 1, 32).cos()))
+    return of_blocks(lambda: layers(lambda m, x: x+m.b(F.gelu(m.a(x*m.numbers.cos))), numbers=numbers))()
 def wrapped():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     def _block(): return layers(lambda m, x: x+m.b(F.gelu(m.a(x))))
     return nn.Sequential(nn.Linear(8,32), checkpoint_wrapper(_block()), *[_block() for _ in range(4)], nn.Linear(32,1))
+def recurrent(): return Does(remembers, cell=nn.GRU(32,64,batch_first=True), out=nn.Linear(64,32), hidden=None)
 def ends(**parts): return dict(start=nn.Linear(8,32), end=nn.Linear(32,1), **parts)
 def normed(): return nn.utils.parametrizations.spectral_norm(nn.Linear(32,128))
 def of_blocks(make): return lambda: nn.Sequential(nn.Linear(8,32), *[make() for _ in range(4)], nn.Linear(32,1))
@@ -108,9 +94,9 @@ def chain():
     return nn.Sequential(nn.Linear(8,32), *[o for _ in range(4) for o in _part()], nn.Linear(32,1))
 
 kinds = dict(
-    dicts     = lambda: Does(in_dicts, **ends(blocks=nn.ModuleList([Halves(32) for _ in range(4)]))),
+    dicts     = lambda: Does(in_dicts, **ends(blocks=nn.ModuleList([layers(halves) for _ in range(4)]))),
     shared    = lambda: Does(shared, **ends(block=layers(lambda m, x: x+m.b(F.gelu(m.a(x)))))),
-    recurrent = lambda: Resets(*of_blocks(lambda: Recurrent(32))()),
+    recurrent = lambda: Resets(*of_blocks(recurrent)()),
     drawing   = of_blocks(lambda: layers(drawing)),
     twice     = of_blocks(lambda: layers(twice, gamma=torch.ones(32))),
     spectral  = of_blocks(lambda: Does(lambda m, x: x+m.b(F.gelu(m.a(x))), a=normed(), b=nn.Linear(128,32))),
@@ -155,8 +141,7 @@ def unfrozen(learn):
     fitted(learn, 1)
     for m in learn.model[:3]: m.requires_grad_(True)
     return fitted(learn, 1)
-uses = [with_accumulation,with_skips,with_looks,unfrozen]
-@pytest.mark.parametrize('use', uses)
+@pytest.mark.parametrize('use', [with_accumulation,with_skips,with_looks,unfrozen])
 def test_uses(use):
     "The same bits, whatever else happens in a fit"
     free,learn = use(limited(memory=None)),use(limited())
@@ -212,9 +197,7 @@ def in_ddp(rank, mode, engine):
         set_seed(rank)
         learn = get_learner(model, as_dls(*(rows(rank, 512) if engine=='hand' else all_rows(512)), bs=256))
         modes[mode](learn, **options)
-        with warnings.catch_warnings(), together(learn, rank, engine):
-            warnings.simplefilter('ignore')
-            learn.fit(2)
+        with together(learn, rank, engine): learn.fit(2)
         return learn
     free,learn = _fit(),_fit(memory=2e-4)
     assert segments(learn)
@@ -313,15 +296,11 @@ def test_sparse():
     "Sparse inputs of a block, as in a graph network, are left out of what it keeps"
     torch.manual_seed(0)
     adjacency = torch.eye(64).to_sparse()
-    class Graph(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a,self.b = nn.Linear(32,128),nn.Linear(128,32)
-        def forward(self, x, adjacency): return x+self.b(F.gelu(self.a(torch.sparse.mm(adjacency, x))))
+    def part(m, x, adjacency): return x+m.b(F.gelu(m.a(torch.sparse.mm(adjacency, x))))
     def graph(m, x):
         for o in m.blocks: x = o(x, adjacency)
         return x
-    model = Does(graph, blocks=nn.ModuleList([Graph() for _ in range(4)]))
+    model = Does(graph, blocks=nn.ModuleList([layers(part) for _ in range(4)]))
     def compute_loss(n): return model(torch.ones(64,32)*n).square().mean()
     plan = plan_checkpoints(model, compute_loss, torch.optim.SGD(model.parameters()), 64, 3e-4)
     assert plan.checkpoints.segments
@@ -371,7 +350,6 @@ def test_fits(name, share, opt_func, cbs):
 
 def test_free_on_a_gpu(monkeypatch):
     "`memory=True`: what is free, what PyTorch holds for nobody, and what model and optimizer have already"
-    from mp_callbacks.learner.memory import free_gb
     for name,gb in dict(mem_get_info=(6*2**30,16*2**30), memory_reserved=5*2**30, memory_allocated=2*2**30).items():
         monkeypatch.setattr(torch.cuda, name, lambda device, gb=gb: gb)
     learn = fitted(get_learner(opt_func=fused_adam))
@@ -421,20 +399,19 @@ def test_changed_later():
 
 def test_measured_before(monkeypatch):
     "The plan is made for modules that compute as the first batch has shown"
-    from mp_callbacks.learner import memory
     def _plan(model, compute_loss, opt, n, gb, half, others):
         asked.append((half.asks,half.answer))
         return plan_checkpoints(model, compute_loss, opt, n, gb, half, others)
     asked = []
-    monkeypatch.setattr(memory, 'plan_checkpoints', _plan)
+    monkeypatch.setattr('mp_callbacks.learner.memory.plan_checkpoints', _plan)
     learn = fitted(limited())
     assert asked==[(False,learn.mixed_precision.half.answer)] and asked[0][1].passes>0
 
 @has_notes
 def test_no_memory_to_plan(monkeypatch):
     "The error says so, and nothing is left"
-    from mp_callbacks.learner import memory
-    monkeypatch.setattr(memory, 'plan_checkpoints', raises(torch.OutOfMemoryError('no memory')))
+    no_memory = raises(torch.OutOfMemoryError('no memory'))
+    monkeypatch.setattr('mp_callbacks.learner.memory.plan_checkpoints', no_memory)
     learn = limited()
     assert 'plan of memory=' in note_of(learn.fit, 1, raises=torch.OutOfMemoryError)
     assert_same(learn, limited())

@@ -10,7 +10,7 @@ from test_looks import folder,untouched
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 titles = 'Machine,Versions,Precision,Modules,Measured,Last fit,Batches,Noise,Memory,Speed,To do'.split(',')
-all_modes = {'fp32':noop, **modes, 'fp8':lambda learn: learn.to_fp8(emulate=True)}
+all_modes = {'fp32':noop, **with_fp8}
 
 def lines(report):
     "Title -> text; for 'To do' heading -> text"

@@ -4,8 +4,6 @@ Each row of the table is a function here, of the name of what is tried. It is gi
 precision in question, and returns what has to be the same as in float32, and what has to be near it: within four times
 the roundoff of the half dtype, relative to its norm. For the reason why see `test_parity.py`. What fastai's loggers
 write is in `test_recorder.py`, `SaveModelCallback` in `test_resume.py`."""
-from tempfile import TemporaryDirectory
-
 from fastai.vision.augment import Flip
 from fastai.vision.core import PILImageBW
 from fastai.vision.learner import * # how images are shown with their losses
@@ -212,9 +210,8 @@ def test_lr_find_overflow(tmp_path):
     cancelled,bad = [],InfiniteAt(1,2,3) # as `lr_find` leaves no rows in the recorder
     learn = make(None, tmp_path, norm=True, cbs=[bad,On('after_cancel_step', cancelled.append)])
     ask_nothing(learn.to_fp16(max_loss_scale=2.**24, headroom=None)).create_opt()
-    before,scale = everything(learn),learn.mixed_precision.loss_scale
-    got = learn.lr_find(suggest_funcs=suggest_funcs, show_plot=False)
-    assert same(everything(learn), before) and learn.mixed_precision.loss_scale==scale
+    with stays(lambda: [everything(learn),learn.mixed_precision.loss_scale]):
+        got = learn.lr_find(suggest_funcs=suggest_funcs, show_plot=False)
     assert all(1e-7<=o<=10 for o in got) and len(learn.recorder.losses)>50, got
     assert len(cancelled)>3 and not len(learn.precision_recorder.log)
     learn.remove_cb(bad)

@@ -3,8 +3,6 @@
 Tests marked `results` look at numbers that the device has computed."""
 from functools import cache
 
-from torch.utils.checkpoint import checkpoint
-
 from learners import *
 from mp_callbacks.core.fp8 import fp8_linear,fp8_recipes
 from mp_callbacks.core.modules import named_modules
@@ -13,7 +11,6 @@ from test_policy import norm_errors,norm_of,norms
 
 pytestmark = pytest.mark.cuda
 results = pytest.mark.results
-modes = 'to_fp16 to_bf16 to_native_fp16 to_native_bf16'.split()
 
 @cache
 def computes():
@@ -73,7 +70,7 @@ def float32_loss():
     return fitted(get_learner().to_fp32(), 8).validate()[0]
 
 @results
-@pytest.mark.parametrize('mode', modes)
+@pytest.mark.parametrize('mode', calls)
 def test_learns_like_float32(mode):
     learn = getattr(get_learner(), mode)()
     first = learn.validate()[0]
@@ -135,7 +132,7 @@ def test_one_host_sync_per_step(mode, kwargs, opt):
     base,ours = syncs_per_batch('to_fp32', opt),syncs_per_batch(mode, opt, **kwargs)
     assert ours==base==[1]*6
 
-@pytest.mark.parametrize('mode', modes)
+@pytest.mark.parametrize('mode', calls)
 def test_host_syncs_of_others(mode):
     "`TerminateOnNaNCallback` reads the loss twice, and waits no more; between the batches of a step fastai reads it"
     kwargs = dict(plain)[mode]
@@ -148,7 +145,7 @@ def recurrent():
     return Does(lambda m, x: m.head(m.rnn(x.transpose(1,2).flatten(2))[0].mean(1)),
                 rnn=nn.LSTM(48, 32, 2, batch_first=True, bidirectional=True), head=nn.Linear(64,1))
 
-@pytest.mark.parametrize('mode', modes)
+@pytest.mark.parametrize('mode', calls)
 def test_recurrent_layers_compute_in_what_they_should(mode):
     "Autocast makes them float16 whatever it was asked for: beside bfloat16 they are float32"
     learn,seen = getattr(get_learner(recurrent), mode)(),[]
@@ -185,7 +182,7 @@ class Graphs:
 
 compile_ways = dict(wrapped=lambda m,**kw: torch.compile(m, **kw), in_place=lambda m,**kw: (m.compile(**kw), m)[1])
 
-@pytest.mark.parametrize('mode', modes)
+@pytest.mark.parametrize('mode', calls)
 @pytest.mark.parametrize('way,how', [('wrapped',dict(backend='cudagraphs')), ('in_place',dict(backend='cudagraphs')),
                                      pytest.param('wrapped', dict(mode='reduce-overhead'), marks=results)])
 def test_cuda_graphs(way, how, mode, monkeypatch):
@@ -204,7 +201,7 @@ def test_cuda_graphs(way, how, mode, monkeypatch):
     assert counts['stats']['unique_graphs']==2 and not counts['graph_break'] and not counts['recompiles']
 
 @results
-@pytest.mark.parametrize('mode', modes)
+@pytest.mark.parametrize('mode', calls)
 def test_cuda_graphs_learn_the_same(mode):
     def _loss(**how):
         torch._dynamo.reset()

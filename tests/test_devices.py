@@ -6,7 +6,6 @@ from machines import *
 from mp_callbacks.core.devices import Machine,emulation,known_faults,layers,support,why_unsupported
 from mp_callbacks.core.fp8 import fp8_recipes
 from mp_callbacks.core.restore import fork_rngs
-from mp_callbacks.core.training_steps import TrainingSteps
 from sick_models import Overflows
 
 fp8 = torch.float8_e4m3fn
@@ -102,9 +101,7 @@ def overflow(**kwargs):
     learn.to_native_fp16(8., warn_skips=2, **kwargs).fit(1)
 
 def one_of_several():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('mp_callbacks.core.training_steps.several_ranks', lambda: True)
-        overflow(rescue=True)
+    with patched('mp_callbacks.core.training_steps.several_ranks', lambda: True): overflow(rescue=True)
 
 def infinite_loss():
     model = nn.Linear(8,1)
@@ -140,11 +137,9 @@ def test_place_of_a_warning(kind):
 def test_refused(call):
     "A device that can't: an error, at the call, and nothing has changed"
     learn = get_learner()
-    before = [*learn.cbs]
-    match = r"device=cpu doesn't compute in .* Use learn.to_fp32\(\)"
-    with pretend(Fake('cpu', 'this CPU', no_dtype={f16,bf16})), pytest.raises(ValueError, match=match):
-        getattr(learn, call)()
-    assert [*learn.cbs]==before
+    told = pytest.raises(ValueError, match=r"device=cpu doesn't compute in .* Use learn.to_fp32\(\)")
+    neither = pretend(Fake('cpu', 'this CPU', no_dtype={f16,bf16}))
+    with stays(list, learn.cbs), neither, told: getattr(learn, call)()
 
 @pytest.mark.parametrize('error', [torch.OutOfMemoryError('full'), RuntimeError('MPS backend out of memory'),
                                    RuntimeError('CUBLAS_STATUS_ALLOC_FAILED')])
@@ -175,10 +170,9 @@ def test_whatever_is_on(inside):
     "The answer doesn't depend on where the question is asked first, and takes no random numbers"
     modules = [o(*layers[o][0]) for o in layers]
     def _answers(): return [support('cpu', bf16), *[why_unsupported('cpu', bf16, o) for o in modules]]
-    state = torch.get_rng_state()
-    with pretend(Machine()): want = _answers()
-    with pretend(Machine()), inside(): assert _answers()==want
-    assert torch.equal(state, torch.get_rng_state())
+    with stays(torch.get_rng_state):
+        with pretend(Machine()): want = _answers()
+        with pretend(Machine()), inside(): assert _answers()==want
 
 @pytest.mark.parametrize('dtype', [f16,bf16])
 @pytest.mark.parametrize('kind', rnns+convs)

@@ -3,15 +3,13 @@
 Also what one rank does alone, and what becomes of the others: an overflow, a fit, a question to the doctor, an
 exception. The page about several GPUs promises it. The file takes long because its cases train one after the other, in
 two processes that share the cores."""
-from mp_callbacks.core.grads import prepare_grads
 from mp_callbacks.learner.opt_state import read_state
-from mp_callbacks.core.training_steps import TrainingSteps
 from ranks import *
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 case = partial
 precisions = [o for o in modes if o!='fp16_static']
-modes = {**modes, 'fp8': lambda learn, **kwargs: learn.to_fp8(emulate=True, **kwargs)}
+modes = with_fp8
 
 def agreed(learn): agree(params(learn.model), read_state(learn.opt))
 
@@ -36,16 +34,15 @@ def own_steps(rank, dtype=torch.float16, net=Net, spoiled=2, **kwargs):
     torch.manual_seed(0)
     model,(x,y) = DistributedDataParallel(net()),rows(rank)
     if spoiled is None and rank==0: x = x*.01 # and so float16 can compute it
-    def compute_loss(model, xb, yb): return F.mse_loss(model(xb), yb)
-    steps = TrainingSteps(model, torch.optim.AdamW(model.parameters(), 1e-2), dtype, clip=1., compute_loss=compute_loss,
-                          **kwargs)
+    opt = torch.optim.AdamW(model.parameters(), 1e-2)
+    steps = TrainingSteps(model, opt, dtype, clip=1., compute_loss=mse_of, **kwargs)
     for i in range(8):
         xb,yb = x[i*8:i*8+8]*(torch.inf if (i,rank)==(spoiled,1) else 1),y[i*8:i*8+8]
         if i==5: # DDP forgets an interrupted backward pass
             hook = next(model.parameters()).register_hook(raises(KeyError()))
-            with pytest.raises(KeyError), steps.batch(xb, yb): steps.backward(compute_loss(model, xb, yb))
+            with pytest.raises(KeyError), steps.batch(xb, yb): steps.backward(mse_of(model, xb, yb))
             hook.remove()
-        with steps.batch(xb, yb): steps.backward(compute_loss(model, xb, yb))
+        with steps.batch(xb, yb): steps.backward(mse_of(model, xb, yb))
         finite = steps.make().finite
         if spoiled is not None: assert finite==(i!=spoiled), i
     assert finite and {p.dtype for p in model.parameters()}=={torch.float32}

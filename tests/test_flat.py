@@ -2,11 +2,10 @@
 
 Each test has twins: the same parameters and the same optimizer twice, one stepped by fastai, one in `steps_at_once`.
 Learners that train so, and what `flat_master=True` refuses, are in `test_parity.py`."""
-from fastai.optimizer import average_grad,l2_reg,sgd_step,weight_decay
+from fastai.optimizer import sgd_step,weight_decay
 from learners import *
 from mp_callbacks.learner import optimizers as module
-from mp_callbacks.learner.optimizers import TensorList,steps_at_once
-from mp_callbacks.look.plan import LiveBytes
+from mp_callbacks.learner.optimizers import steps_at_once
 from tracing import interrupted
 
 optimizers = dict(
@@ -368,13 +367,11 @@ def test_interrupt_anywhere():
         if done: break
     assert n>100
 
-precisions = {**modes, 'fp8':lambda learn: learn.to_fp8(emulate=True)}
-
-@pytest.mark.parametrize('mode', precisions)
+@pytest.mark.parametrize('mode', with_fp8)
 def test_each_call(mode, lists):
     "All precisions step at once, by default, and what is saved and resumed has the bits of fastai's own step"
     def _run(opt_func):
-        learn = precisions[mode](get_learner(opt_func=opt_func))
+        learn = with_fp8[mode](get_learner(opt_func=opt_func))
         learn.fit(1)
         state = deepcopy(learn.opt.state_dict())
         learn.create_opt()

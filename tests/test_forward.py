@@ -2,13 +2,11 @@
 
 And hooks of parameters see the gradients. Activations that a module stores stay in their graph."""
 from learners import *
-from states import *
 
 pytestmark = pytest.mark.filterwarnings('ignore')
-each_mode = pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','bf16','native_fp16')))
 halves = [o for o in modes if o!='fp16_static']
 
-@each_mode
+@pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','bf16','native_fp16')))
 def test_hooks(mode):
     "Hooks of parameters see one float32 gradient per parameter and batch, which carries the loss scale"
     learn,seen = modes[mode](get_learner()),[]
@@ -102,9 +100,9 @@ def keeps(kind):
         if m.training: keep(m, h.detach())
         return m.outer(h)
     torch.manual_seed(1)
-    m = Does(_forward, inner=nn.Linear(16,8), outer=nn.Linear(8,1), kept=kept)
+    scale = nn.Buffer(torch.ones(1, dtype=torch.float16))
+    m = Does(_forward, inner=nn.Linear(16,8), outer=nn.Linear(8,1), kept=kept, scale=scale)
     m.table = torch.ones(1, dtype=torch.bfloat16) # its author wants it so
-    m.register_buffer('scale', torch.ones(1, dtype=torch.float16))
     m.h = hold(torch.zeros(16,8))
     m.seen = m.h if kind in ('list','dict') else None # the same
     return m

@@ -3,8 +3,8 @@
 Also what is refused, and what an exception in the middle of a batch leaves. The page about several GPUs promises it.
 Taken over from the tests of PyTorch, `test/distributed/_composable/fsdp`: `test_gradient_scaler` of
 `test_fully_shard_grad_scaler.py`, `test_clip_grad_norm_1d` of `test_fully_shard_clip_grad_norm_.py`."""
-from mp_callbacks.core.grads import prepare_grads
 from ranks import *
+from torch.distributed.fsdp import FSDPModule,FullyShardedDataParallel,MixedPrecisionPolicy
 from test_distributed import case,modes,scale_kept,told,whole_batch
 
 pytestmark = pytest.mark.skipif(not fsdp2_runs, reason=no_fsdp2)
@@ -15,7 +15,6 @@ def new_learner(rank, mode, model=None, options={}, **kwargs):
 
 def trained(rank, mode, net={}, opt_func=adamw, policy=False, accumulate=None, **kwargs):
     "A batch that overflows on one rank is skipped by all; the state of the optimizer stays in parts"
-    from torch.distributed.fsdp import MixedPrecisionPolicy
     own = MixedPrecisionPolicy(torch.float16 if 'fp16' in mode else torch.bfloat16, torch.float32)
     cbs = [Spoil(),*([GradientAccumulation(accumulate)] if accumulate else [])]
     model = shard(Net(**net), **(dict(mp_policy=own) if policy else {}))
@@ -99,7 +98,6 @@ def checkpointed(rank, mode, before=False):
 
 def refused(rank, mode):
     "A look at a batch would wait for processes that don't look, and a file would have one part; FSDP1"
-    from torch.distributed.fsdp import FullyShardedDataParallel
     learn = new_learner(rank, mode, shard(Net()))
     for f in (learn.find_nonfinite,learn.precision_report):
         with pytest.raises(RuntimeError, match='waits for all processes'): f()
@@ -112,7 +110,6 @@ def refused(rank, mode):
 
 def recovers():
     "Can this PyTorch forget a batch that was interrupted? If not, there is a warning: see `interrupted_before`"
-    from torch.distributed.fsdp import FSDPModule
     return hasattr(FSDPModule, 'reset_iter_state')
 
 def unsent(rank, mode):
@@ -147,7 +144,6 @@ def interrupted(rank, mode, where, backward=True):
 
 def interrupted_before(rank):
     "A PyTorch that can't mend that: a warning"
-    from torch.distributed.fsdp import FSDPModule
     learn,stop = new_learner(rank, 'bf16'),Now('after_loss', raises(RuntimeError('as asked')))
     with pytest.MonkeyPatch.context() as m, pytest.warns(UserWarning, match="doesn't recover"):
         m.delattr(FSDPModule, 'reset_iter_state', raising=False)

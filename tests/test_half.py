@@ -1,15 +1,12 @@
 """`half_precision` in a loop written by hand: what a `with` does, and what is left after it, in any order, after an
 exception, in copies; how layers compute in it, and what it refuses"""
-import gc,weakref
+import weakref
 
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.nn.parallel import DistributedDataParallel
 
-from mp_callbacks.core.grads import prepare_grads
 from mp_callbacks.core.modules import parameter_name
 from mp_callbacks.core.ways import is_norm
 from learners import *
-from states import *
 
 class Block(nn.Sequential): pass
 

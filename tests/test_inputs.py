@@ -1,7 +1,6 @@
 "Odd models and data: what reaches model and loss, and the learner afterwards is an ordinary one in float32"
 import cloudpickle,learners
 from mp_callbacks.learner.optimizers import steps_at_once
-from mp_callbacks.core.grads import prepare_grads
 from interpreters import paste
 from learners import *
 
@@ -79,7 +78,6 @@ def test_outside_the_optimizer(mode):
     def run(mode, *cbs):
         learn = fitted(in_mode(mode, opt_func=SGD, lr=.05, splitter=lambda m: [params(m[-1])], cbs=[*cbs]))
         return learn.model[0].weight.grad,learn.model[-1].weight.detach()
-    def off(a, b): return ((a-b).norm()/b.norm()).item()
     for cbs in ([], [GradientClip(1.)]):
         (g,w),(g32,w32) = run(mode, *cbs),run(None, *cbs)
         assert off(g, g32)<.05 and off(w, w32)<.05

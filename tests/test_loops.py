@@ -4,10 +4,8 @@ Learners too: weights that become half in a fit, gradients of another loss, step
 from torch.optim.optimizer import _default_to_fused_or_foreach as at_once
 from learners import *
 from mp_callbacks.core.fp8 import Fp8
-from mp_callbacks.core.training_steps import TrainingSteps
 
 data = [*zip(*[o.split(16) for o in numbers()])]
-def mse(model, x, y): return F.mse_loss(model(x), y)
 def adam(model): return torch.optim.Adam(model.parameters(), 1e-2)
 
 def new(half=bf16, opt=adam, model=None, **kwargs):
@@ -15,13 +13,9 @@ def new(half=bf16, opt=adam, model=None, **kwargs):
     return TrainingSteps(model, opt(model), half, **{'measure':False, **kwargs})
 
 def batch(steps, x=data[0][0], y=data[0][1]):
-    with steps.batch(x, y): steps.backward(mse(steps.model, x, y))
+    with steps.batch(x, y): steps.backward(mse_of(steps.model, x, y))
 
-def train(steps, batches=data):
-    for o in batches:
-        batch(steps, *o)
-        steps.make()
-    return steps
+def train(steps, batches=data): return train_steps(steps, batches)
 
 def told(f, *args):
     "The warnings of `f`"
@@ -77,7 +71,7 @@ def test_two_around_one_backward_pass():
     b = new(model=a.model)
     told = pytest.raises(RuntimeError, match=r'TrainingSteps\(model, \[a, b')
     with stays(lambda: leaves(dict(a.model.state_dict()))), told:
-        with a.batch(), b.batch(): a.backward(mse(a.model, *data[0]))
+        with a.batch(), b.batch(): a.backward(mse_of(a.model, *data[0]))
     for o in (train(a),b): batch(o)
     a.make() # one after the other, as for a generator and a discriminator in one model
     with pytest.raises(RuntimeError, match=r'TrainingSteps\(model, \[a, b'): a.make()
@@ -137,7 +131,7 @@ def test_accelerate(half):
             made += accelerator.sync_gradients
             if half is None: opt.step(),opt.zero_grad()
             elif accelerator.sync_gradients or not line: steps.make()
-        return made if half is None else steps.state.steps,mse(model, x, y).item()
+        return made if half is None else steps.state.steps,mse_of(model, x, y).item()
     try:
         (made,loss),(wanted,full) = run(half),run(None)
         assert made==wanted==8 and abs(loss-full)<.001*full
@@ -149,10 +143,10 @@ def test_accelerate(half):
 @pytest.mark.parametrize('half', [f32,'float32',None])
 def test_float32(half):
     "The bits of a plain loop; it checks, skips and explains"
-    steps,plain = new(half, compute_loss=mse, measure=True, model=mlp(True)),mlp(True)
+    steps,plain = new(half, compute_loss=mse_of, measure=True, model=mlp(True)),mlp(True)
     opt = adam(plain)
     for o in data*2:
-        mse(plain, *o).backward()
+        mse_of(plain, *o).backward()
         opt.step()
         opt.zero_grad()
     bad = (data[0][0]*math.inf,data[0][1])
@@ -210,11 +204,11 @@ def of(which):
     def _step(steps):
         model,params = steps.model,[*steps.model.parameters()]
         with steps.batch():
-            loss = mse(model, *data[0])
+            loss = mse_of(model, *data[0])
             with steps.scaled(loss):
                 if which=='backward': loss.backward()
                 else:
-                    grads = torch.autograd.grad(mse(model, *data[0]) if which=='again' else loss, params)
+                    grads = torch.autograd.grad(mse_of(model, *data[0]) if which=='again' else loss, params)
                     for p,g in zip(params, grads): p.grad = g
         steps.make()
     return _step
@@ -245,10 +239,10 @@ def test_gradients_of_the_scaled_loss():
     "`torch.autograd.grad` of it is right, in `.grad`, and in a later batch without a backward pass they stay"
     steps,other = new(f16),new(f16)
     with steps.batch():
-        with steps.scaled(mse(steps.model, *data[0])) as scaled:
+        with steps.scaled(mse_of(steps.model, *data[0])) as scaled:
             grads = torch.autograd.grad(scaled, [*steps.model.parameters()])
             for p,g in zip(steps.model.parameters(), grads): p.grad = g
-    with steps.batch(), steps.scaled(mse(steps.model, *data[1])): pass
+    with steps.batch(), steps.scaled(mse_of(steps.model, *data[1])): pass
     batch(other)
     assert steps.make().norm==other.make().norm
 
@@ -260,7 +254,7 @@ def test_nothing_to_step_on(kind, half):
     def _steps(steps):
         for o in data:
             with steps.batch():
-                loss = mse(other if kind=='of a copy' else steps.model, *o)
+                loss = mse_of(other if kind=='of a copy' else steps.model, *o)
                 if kind!='no backward': steps.backward(loss)
             if kind=='zero_grad': steps.opt.zero_grad()
             assert steps.make().finite
@@ -312,7 +306,7 @@ def test_repr_of_stats():
     steps = new(model=mlp(n=64))
     assert 'culprit=None' in repr(train(steps).last)
     with steps.batch():
-        steps.backward(mse(steps.model, *data[0]))
+        steps.backward(mse_of(steps.model, *data[0]))
         steps.model[2].weight.grad.fill_(math.inf)
     text = repr(steps.make())
     assert 'culprit=2.weight of shape (64, 64)' in text and len(text)<250
@@ -322,7 +316,7 @@ def test_limits():
     "That the page names: what is silently as many times too large or too small"
     def norm(half, backward):
         steps = new(half, loss_scale=1024.)
-        with steps.batch(): backward(steps, mse(steps.model, *data[0]))
+        with steps.batch(): backward(steps, mse_of(steps.model, *data[0]))
         return steps.make().norm
     wanted = norm(f32, lambda steps, loss: steps.backward(loss))
     scaler = torch.amp.GradScaler('cpu')

@@ -3,12 +3,10 @@
 What it finds computes as under autocast from then on. The answer is kept, and asked for again where it may be
 another."""
 from collections import deque
-from tempfile import TemporaryDirectory
 
 from learners import *
 from mp_callbacks.core import measure,processes
 from mp_callbacks.core.measure import Measured,compare_with_autocast,first_items,most_tries
-from mp_callbacks.core.training_steps import TrainingSteps
 from measured_models import convolves,rows
 from mp_callbacks.core.ways import Way
 
@@ -25,8 +23,6 @@ def year_data(n=64):
     gen = torch.Generator().manual_seed(1)
     return torch.randint(80, (n,), generator=gen),torch.randn(n, 1, generator=gen)
 
-def as_dls(x, y, bs=16):
-    return DataLoaders.from_dsets(*[[*zip(x, y)]]*2, bs=bs, shuffle=False, num_workers=0, device='cpu')
 def year_learner(**kwargs): return get_learner(years(), as_dls(*year_data()), opt_func=SGD, **kwargs)
 def answer_of(learn): return learn.mixed_precision.state.measured
 
@@ -53,12 +49,8 @@ def told():
 def loop(model, x, y, n=4, **kwargs):
     "`TrainingSteps` after `n` steps"
     opt = torch.optim.SGD(model.parameters(), .01)
-    compute_loss = lambda model, x, y: F.mse_loss(model(x), y)
-    steps = TrainingSteps(model, opt, **{**dict(half=bf16, compute_loss=compute_loss), **kwargs})
-    for _ in range(n):
-        with steps.batch(x, y): steps.backward(compute_loss(model, x, y))
-        steps.make()
-    return steps
+    steps = TrainingSteps(model, opt, **{**dict(half=bf16, compute_loss=mse_of), **kwargs})
+    return train_steps(steps, [(x,y)]*n)
 
 # --- What it finds
 
@@ -272,18 +264,16 @@ def test_most_tries(n, cost):
 
 # --- Nothing else changes
 
-class Noisy(nn.Module):
+def remembers(m, x):
     "Draws from all generators, writes a parameter and a buffer, and remembers"
-    def __init__(self):
-        super().__init__()
-        self.lin,self.norm,self.out,self.calls = nn.Linear(8,16),nn.BatchNorm1d(16),nn.Linear(16,1),[]
-        self.book = nn.Parameter(torch.ones(4), requires_grad=False)
-    def forward(self, x):
-        self.calls.append(len(x))
-        with torch.no_grad(): self.book.mul_(.9)
-        self.last = self.norm(self.lin(x))
-        noise = random.random()+np.random.rand()+torch.rand(16)
-        return self.out(F.dropout(self.last*noise, .5))
+    m.calls.append(len(x))
+    with torch.no_grad(): m.book.mul_(.9)
+    m.last = m.norm(m.lin(x))
+    noise = random.random()+np.random.rand()+torch.rand(16)
+    return m.out(F.dropout(m.last*noise, .5))
+
+def noisy(): return Does(remembers, lin=nn.Linear(8,16), norm=nn.BatchNorm1d(16), out=nn.Linear(16,1), calls=[],
+                         book=nn.Parameter(torch.ones(4), requires_grad=False))
 
 class Counts(Callback):
     "Counts, in numbers, lists and dicts"
@@ -301,7 +291,7 @@ def test_bits(mode, cbs):
     "All is as without the measure: weights, state, random numbers, what model, callbacks and recorder have counted"
     def run(**options):
         set_seed(3)
-        learn = in_mode(mode, Noisy(), options=options, cbs=[Counts(),*cbs], opt_func=Adam)
+        learn = in_mode(mode, noisy(), options=options, cbs=[Counts(),*cbs], opt_func=Adam)
         with asked() as found: fitted(learn, 2)
         cb,model = learn.counts,learn.model
         state = {k:o for k,o in precision_state(learn).items() if not k.startswith('measured')}
@@ -337,7 +327,6 @@ def test_modules_are_put_back():
 
 def test_memory():
     "Two lists of gradients and a copy of the parameters, beside the parameters and what the cast needs"
-    from mp_callbacks.look.plan import LiveBytes
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(256,256) for _ in range(8)])
     n,x = sum(p.numel() for p in model.parameters()),torch.randn(2,256)
@@ -387,15 +376,9 @@ def test_a_batch_that_is_not_finite_says_nothing():
 
 def test_before_skipped_steps_are_told():
     "What autocast can train isn't skipped for ever, and nobody is told of the steps"
-    torch.manual_seed(0)
-    model = Does(lambda m, x: m.lin(x.abs())*m.gain, lin=nn.Linear(8,16), gain=torch.ones(1))
-    with torch.no_grad(): model.lin.weight.abs_()
-    learn = get_learner(model, loss_func=lambda pred, y: pred.sum(), lr=1e-9)
-    fitted(learn.to_fp16(dynamic=False, loss_scale=4, warn_skips=3))
+    learn = fitted(beyond_float16().to_fp16(dynamic=False, loss_scale=4, warn_skips=3))
     assert answer_of(learn).names==() and not skipped(learn)
-    larger = On('before_batch', lambda learn: setattr(learn, 'xb', (learn.x*100,)))
-    # the sum that is the gradient of the gain is beyond float16, and autocast leaves it in float32
-    with told() as said: texts,e = heard(fitted, learn, 3, larger)
+    with told() as said: texts,e = heard(fitted, learn, 3, larger())
     assert answer_of(learn).names==('',) and e is None and skipped(learn)==3 and not said
     text, = texts # which says nothing of steps
     assert text.startswith('Gradients of the first batch are an error or not finite by our rules')
@@ -582,18 +565,14 @@ def test_a_batch_of_its_own(forward, wrap, how):
 def test_a_graph_before_the_batch():
     "Isn't freed: an encoder of its own is trained with it"
     encoder,model,(x,y) = nn.Linear(8,8),mlp(),numbers(64)
-    compute_loss = lambda model, x, y: F.mse_loss(model(x), y)
-    steps = TrainingSteps(model, torch.optim.SGD(model.parameters(), .1), bf16, compute_loss=compute_loss)
-    z = encoder(x)
-    with steps.batch(z, y): steps.backward(compute_loss(model, z, y))
-    assert steps.make().finite and encoder.weight.grad is not None and steps.state.measured.why==''
+    steps = TrainingSteps(model, torch.optim.SGD(model.parameters(), .1), bf16, compute_loss=mse_of)
+    train_steps(steps, [(encoder(x),y)])
+    assert steps.last.finite and encoder.weight.grad is not None and steps.state.measured.why==''
 
-class Annealed(nn.Module):
+def annealed(m, pred, y):
     "A loss whose second part grows from step to step"
-    def __init__(self): super().__init__(); self.step = 0
-    def forward(self, pred, y):
-        self.step += 1
-        return F.mse_loss(pred, y)+min(1., self.step/9)*pred.square().mean()
+    m.step += 1
+    return F.mse_loss(pred, y)+min(1., m.step/9)*pred.square().mean()
 
 class WarmUp(Callback):
     "The same by a callback, which counts in a tensor, a deque and a set, too"
@@ -610,7 +589,7 @@ def test_what_loss_and_callbacks_count(way):
     "Is the same in each pass, so that no module is blamed for it, and afterwards"
     def run(**options):
         torch.manual_seed(0)
-        loss,cbs = (Annealed(),[]) if way=='loss' else (MSELossFlat(),[WarmUp()])
+        loss,cbs = (Does(annealed, step=0),[]) if way=='loss' else (MSELossFlat(),[WarmUp()])
         learn = fitted(get_learner(loss_func=loss, cbs=cbs).to_bf16(**options))
         if way=='loss': return learn,loss.step
         return learn,(cbs[0].n,cbs[0].t.item(),[*cbs[0].seen],cbs[0].kinds)

@@ -1,10 +1,9 @@
 "What training in half precision needs in memory beside float32 training: almost nothing. Counted is what tensors hold."
-import gc,platform
+import platform
 
 from learners import *
 from mp_callbacks.core import cast
 from mp_callbacks.learner.precision import keep_freed_memory
-from mp_callbacks.look.plan import LiveBytes
 
 def make_model(sizes=[256]*33, bias=True):
     return nn.Sequential(*[nn.Linear(*o, bias=bias) for o in zip(sizes, sizes[1:])])

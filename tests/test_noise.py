@@ -37,14 +37,12 @@ def deep(n=32):
     layers = [o for i in range(12) for o in (nn.Linear(n if i else 8, n), nn.LayerNorm(n), nn.GELU())]
     return nn.Sequential(*layers, nn.Linear(n, 1))
 
-def mse(model, x, y): return F.mse_loss(model(x), y)
-
 def measured(model, half, scale=1., batches=batches):
     "The sums after all of `batches`, with random numbers that `gradients` can draw, too"
     noise = BatchNoise(half, scale)
     for i,o in enumerate(batches):
         torch.manual_seed(i)
-        noise.add(lambda: mse(model, *o))
+        noise.add(lambda: mse_of(model, *o))
     return noise
 
 def gradients(model, half=None, scale=1.):
@@ -53,7 +51,7 @@ def gradients(model, half=None, scale=1.):
     for i,o in enumerate(batches):
         torch.manual_seed(i)
         model.zero_grad()
-        with half or nullcontext(): (mse(model, *o)*scale).backward()
+        with half or nullcontext(): (mse_of(model, *o)*scale).backward()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params(model)]
         rows.append(torch.cat([g.double().flatten()/scale for g in grads]))
     model.zero_grad()
@@ -116,37 +114,32 @@ def test_planted_rounding():
 def test_in_words():
     "The share is that of batches that are smaller, and too much from 5 % on"
     def todo(added):
-        with pytest.MonkeyPatch.context() as patch:
-            found = AddedNoise('float16', added)
-            patch.setattr('mp_callbacks.learner.checkup.batch_noise', lambda *args, **kwargs: found)
+        found = AddedNoise('float16', added)
+        with patched('mp_callbacks.learner.checkup.batch_noise', lambda *args, **kwargs: found):
             return lines(get_learner().to_bf16().precision_checkup())[1].get('Too much noise', '')
     assert todo(.25).startswith('float16 adds 25% to the noise of your batches, as if they were 20% smaller: ')
     assert todo(.05).startswith('float16 adds 5%') and todo(.0499)==todo(None)==''
 
-class Writes(nn.Module):
+def writes(m, x):
     "Changes a parameter, a buffer and an attribute, and draws random numbers"
-    def __init__(self):
-        super().__init__()
-        self.w,self.calls = nn.Parameter(torch.ones(16)),[]
-        self.register_buffer('seen', torch.zeros(()))
-    def forward(self, x):
-        with torch.no_grad(): self.w += .1
-        self.seen += 1
-        self.calls.append(random.random())
-        return F.dropout(x*self.w, .1)+np.random.rand()*.01
+    with torch.no_grad(): m.w += .1
+    m.seen += 1
+    m.calls.append(random.random())
+    return F.dropout(x*m.w, .1)+np.random.rand()*.01
 
 def test_model_is_as_before():
     "Parameters that `forward` writes, buffers, gradients, attributes and random numbers, whatever a batch raises"
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8,16), Writes(), nn.BatchNorm1d(16), nn.Linear(16,1))
+    inner = Does(writes, w=torch.ones(16), calls=[], seen=nn.Buffer(torch.zeros(())))
+    model = nn.Sequential(nn.Linear(8,16), inner, nn.BatchNorm1d(16), nn.Linear(16,1))
     for p in model.parameters(): p.grad = torch.ones_like(p)
     def world():
         modules = [attributes(m) for m in model.modules()]
         rng = torch.get_rng_state(),*np.random.get_state(),random.getstate()
         return modules,frozen([params(model),[p.grad for p in params(model)],rng])
     before,noise = world(),BatchNoise(half(model))
-    for o in batches: noise.add(lambda: mse(model, *o))
-    with pytest.raises(RuntimeError): noise.add(lambda: mse(model, batches[0][0][:,:3], batches[0][1]))
+    for o in batches: noise.add(lambda: mse_of(model, *o))
+    with pytest.raises(RuntimeError): noise.add(lambda: mse_of(model, batches[0][0][:,:3], batches[0][1]))
     assert world()==before and 0<noise.result.added<.01 and noise.result.batches==len(batches)
 
 @pytest.mark.parametrize('mode', modes)
@@ -200,8 +193,7 @@ def test_what_the_check_up_does_not_ask(monkeypatch):
     learn = get_learner().to_bf16()
     texts,_ = lines(report := learn.precision_checkup(learn.dls.one_batch()))
     assert texts['Noise'].startswith('Not measured: one batch has no noise') and report.noise is None
-    def no_memory(learn, seconds): raise torch.OutOfMemoryError('none left')
-    monkeypatch.setattr('mp_callbacks.learner.checkup.batch_noise', no_memory)
+    monkeypatch.setattr('mp_callbacks.learner.checkup.batch_noise', raises(torch.OutOfMemoryError('none left')))
     texts,todo = lines(learn.precision_checkup())
     assert texts['Noise']=='Not measured: a batch in float32 needs more memory than there is.'
     assert [*todo] in (['Nothing to do'],['Emulated']) # the latter on a CPU without bfloat16

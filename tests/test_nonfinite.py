@@ -277,8 +277,8 @@ def test_fresh_scale_hides_nothing():
 @pytest.mark.parametrize('number,where', [(torch.inf,'weights'), (-torch.inf,'forward')])
 def test_buffer(number, where):
     "A buffer that isn't finite is named as such; a mask of -inf isn't"
-    buffered = Does(lambda m, x: m.layer(x)+m.shift.max(), layer=nn.Linear(8,1))
-    buffered.register_buffer('shift', torch.tensor([number]*3))
+    shift = nn.Buffer(torch.tensor([number]*3))
+    buffered = Does(lambda m, x: m.layer(x)+m.shift.max(), layer=nn.Linear(8,1), shift=shift)
     found = get_learner(nn.Sequential(nn.Linear(8,8), buffered)).to_fp16().find_nonfinite()
     assert (found.where,found.module)==(where,'1')
     assert ('3 of its own weights or buffers are inf or nan' in str(found))==(where=='weights')

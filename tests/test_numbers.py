@@ -1,9 +1,7 @@
 """Numbers that mustn't be rounded: offsets, energies, states, positions, times and log-determinants in ordinary models
 
 Each model is computed in float32, under autocast and in half precision: its errors are autocast's, up to rounding."""
-from torch.utils.checkpoint import checkpoint
 from learners import *
-from states import without_gradients
 
 pytestmark = pytest.mark.filterwarnings('ignore:None of the inputs have requires_grad')
 

@@ -3,12 +3,10 @@
 Each case runs in float32, under autocast and in half precision, with float32 results and gradients whose error is at
 most three times autocast's. The database is a slow test, and makes the file take long."""
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 from learners import *
 from mp_callbacks.core.devices import support
 from mp_callbacks.core.dtypes import cast_tree,leaves
-from states import assert_plain,identical,seed_cpu
 
 ways = dict(float32=None, autocast=False, half=True)
 

@@ -1,6 +1,4 @@
 "What our part of a batch asks of Python and PyTorch grows no faster than the number of modules"
-import gc
-
 from learners import *
 
 @contextmanager
@@ -20,9 +18,8 @@ def calls(counts):
 
 def sub():
     "A module in another, with a parameter and a buffer besides"
-    res = Does(lambda m,x: x+m.lin(x)*m.gain+m.shift, lin=nn.Linear(8,8), gain=torch.ones(8))
-    res.register_buffer('shift', torch.zeros(8))
-    return res
+    return Does(lambda m,x: x+m.lin(x)*m.gain+m.shift, lin=nn.Linear(8,8), gain=torch.ones(8),
+                shift=nn.Buffer(torch.zeros(8)))
 
 def deep(n):
     "`n` modules of that kind, with norms, half of them in a module in a module"

@@ -21,8 +21,7 @@ def test_steppers_see_no_numbers_of_ours(mode, tmp_path):
     assert [o['steps'] for o in seen]==[0,1,1,2,2,3,3,4]
     learn.save('now')
     assert read_state(in_mode(mode, opt_func=strict, path=tmp_path).load('now').opt)==seen[-1]
-    def fails(p, **kwargs): raise KeyboardInterrupt
-    learn.opt.cbs = L(fails)
+    learn.opt.cbs = L(raises(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt): learn.fit(1)
     assert read_state(learn.opt)==seen[-1]
 

@@ -6,10 +6,8 @@ from torch._dynamo.utils import counters
 from torch.func import functional_call,grad,jacrev,vmap
 from learners import *
 from mp_callbacks.core.own import OwnParameter
-from states import assert_plain,identical,same,without_gradients
 
 def float32(model): return nullcontext()
-def off(got, want): return ((got.float()-want.float()).norm()/want.float().norm()).item()
 def close(got, want, tol=.02): return (got.float()-want.float()).norm()<=tol*want.float().norm()
 
 def meets(f, *shape): return Does(lambda m,x: f(x, m.w), w=torch.rand(shape)+.5)

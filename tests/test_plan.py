@@ -1,6 +1,6 @@
 "`plan`: the planned memory of a step is what training takes, and which batch size fits"
 from learners import *
-from mp_callbacks.look.plan import LiveBytes,plan_memory
+from mp_callbacks.look.plan import plan_memory
 
 sys.path.insert(0, str(root/'bench'))
 from models import GPT,Task,ViT,conv,loss_func,mlp as bench_mlp

@@ -8,7 +8,6 @@ from learners import *
 from machines import machine,pretend
 from mp_callbacks.core import devices
 from mp_callbacks.core.ways import Way,batch_norms,is_norm
-from states import assert_plain,leaves
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates', 'ignore:enable_nested_tensor')
 

@@ -7,7 +7,6 @@ from learners import *
 pytest.importorskip('hypothesis')
 from hypothesis import HealthCheck,assume,given,settings,strategies as st
 from mp_callbacks.core.dtypes import cast_tree
-from mp_callbacks.core.grads import prepare_grads
 
 def examples(n):
     return settings(max_examples=n, derandomize=True, deadline=None, database=None,

@@ -1,6 +1,5 @@
 "`skipped`: what the warning and the error after skipped steps say, and errors that come in the wrong place of a batch"
 from sick_models import *
-from mp_callbacks.core.training_steps import TrainingSteps
 
 pytestmark = pytest.mark.filterwarnings('ignore:32 steps in a row')
 
@@ -99,9 +98,7 @@ def test_graph_from_before():
     def _decay(m, x):
         with torch.no_grad(): m.rate.mul_(.5)
         return m.layer(x)*m.rate
-    model,x = Does(_decay, layer=nn.Linear(4,4), rate=torch.ones(4)),torch.ones(2,4)
-    del model.rate
-    model.register_buffer('rate', torch.ones(4))
+    model,x = Does(_decay, layer=nn.Linear(4,4), rate=nn.Buffer(torch.ones(4))),torch.ones(2,4)
     steps = TrainingSteps(model, torch.optim.SGD(model.parameters(), lr=.1), torch.bfloat16, measure=False)
     with steps.batch(x):
         out = model(x)

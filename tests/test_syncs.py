@@ -1,7 +1,6 @@
 "The host waits for the device once a step because of us: whatever reads a number from a tensor is counted, by who asks"
 import mp_callbacks.learner.fastai_internals as inside
 from mp_callbacks.core.dtypes import map_tensors
-from mp_callbacks.core.grads import prepare_grads
 from learners import *
 
 reads = 'cpu item tolist numpy __bool__ __float__ __int__'.split()

@@ -1,6 +1,5 @@
 "Threads: a second one damages no parameter, and each call computes what it would compute alone"
 from learners import *
-from states import *
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*only emulates')
 
@@ -61,15 +60,11 @@ def test_a_with_is_for_the_model():
 
 def test_a_with_that_ends_in_the_backward_pass():
     "of a learner, in another thread: checkpointed parts compute again as they did"
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8,1)
-        def block(self, x):
-            wrapped.append('forward' in vars(self.layer))
-            return self.layer(x)
-        def forward(self, x): return checkpoint(self.block, x.requires_grad_(), use_reentrant=True)
-    wrapped,learn = [],ask_nothing(get_learner(Net()).to_bf16())
+    def block(m, x):
+        wrapped.append('forward' in vars(m.layer))
+        return m.layer(x)
+    def net(m, x): return checkpoint(partial(block, m), x.requires_grad_(), use_reentrant=True)
+    wrapped,learn = [],ask_nothing(get_learner(Does(net, layer=nn.Linear(8,1))).to_bf16())
     opened,leave = threading.Event(),threading.Event()
     def other():
         with learn.mixed_precision.autocast:

@@ -1,26 +1,18 @@
 """Training steps without fastai: the same as a learner's, skipped without a trace, resumed bit for bit
 
 Any optimizer of `torch.optim`; accumulation; Ctrl-C at any line; warnings, errors and rescue. DDP: test_distributed."""
-from mp_callbacks.core.training_steps import TrainingSteps
 from learners import *
 from sick_models import Softmax,net
 from tracing import interrupted
 
 data = [*zip(*[o.split(16) for o in numbers()])]
-def mse(model, x, y): return F.mse_loss(model(x), y)
 def adamw(params): return torch.optim.AdamW(params, 1e-2)
 
 def make(opt=adamw, model=None, half=torch.float16, scale=1024., **kwargs):
     model = mlp(True) if model is None else model
-    return TrainingSteps(model, opt(model.parameters()), half, scale, compute_loss=mse, **kwargs)
+    return TrainingSteps(model, opt(model.parameters()), half, scale, compute_loss=mse_of, **kwargs)
 
 def state(steps): return leaves([dict(steps.model.state_dict()),steps.opt.state_dict()['state'],steps.state_dict()])
-
-def train(steps, batches):
-    for batch in batches:
-        with steps.batch(*batch): steps.backward(mse(steps.model, *batch))
-        steps.make()
-    return steps
 
 def infinite(x, y): return x*math.inf,y
 
@@ -29,7 +21,7 @@ def test_as_a_learner(half):
     "The same bits, the same scale, and the same skipped step"
     learn = get_learner(norm=True, opt_func=partial(OptimWrapper, opt=torch.optim.AdamW), cbs=InfiniteAt(2))
     fitted((learn.to_fp16 if half=='float16' else learn.to_bf16)(clip=1.), lr=1e-2, wd=.01)
-    steps = train(make(half=half, scale=None, clip=1.), [infinite(*o) if i==2 else o for i,o in enumerate(data)])
+    steps = train_steps(make(half=half, scale=None, clip=1.), [infinite(*o) if i==2 else o for i,o in enumerate(data)])
     assert same(leaves(dict(learn.model.state_dict())), leaves(dict(steps.model.state_dict())))
     assert learn.mixed_precision.state.numbers()==steps.state_dict() and steps.last[:4]==learn.step_stats[:4]
 
@@ -39,7 +31,7 @@ optimizers = [o for o in dir(torch.optim) if isinstance(getattr(torch.optim, o),
 def test_any_optimizer(name):
     "A skipped step is as if it had not been: with all but those for sparse gradients, closures and matrices"
     opt,with_bad = partial(getattr(torch.optim, name), lr=1e-3),[*data[:2],infinite(*data[0]),*data[2:]]
-    good,bad = [train(make(opt, scale=StaticLossScale(64.)), o) for o in (data,with_bad)]
+    good,bad = [train_steps(make(opt, scale=StaticLossScale(64.)), o) for o in (data,with_bad)]
     assert same(*[leaves([dict(o.model.state_dict()),o.opt.state_dict()]) for o in (good,bad)])
     assert (good.state.steps,bad.state.steps)==(4,5) and bad.state.skips==0
     assert_clean(bad.model)
@@ -51,12 +43,12 @@ def test_gradients_in_one_buffer():
     buffer = torch.zeros(sum(p.numel() for p in ps))
     for p,o in zip(ps, buffer.split([p.numel() for p in ps])): p.grad = o.view_as(p)
     for batch in (data[0],infinite(*data[1])):
-        train(steps, [batch])
+        train_steps(steps, [batch])
         assert all(p.grad is not None and p.grad._base is buffer for p in ps) and not buffer.any()
 
 def accumulated(steps, batches):
     for batch in batches:
-        with steps.batch(*batch): steps.backward(mse(steps.model, *batch)/len(batches))
+        with steps.batch(*batch): steps.backward(mse_of(steps.model, *batch)/len(batches))
     return steps.make()
 
 def test_accumulation():
@@ -65,7 +57,7 @@ def test_accumulation():
     stats = accumulated(whole, [numbers()]),accumulated(parts, data)
     assert abs(stats[0].norm/stats[1].norm-1)<.01
     for at in range(4):
-        steps = train(make(), data)
+        steps = train_steps(make(), data)
         before = state(steps)
         assert not accumulated(steps, [infinite(*o) if i==at else o for i,o in enumerate(data)]).finite
         assert same(state(steps)[:-7], before[:-7]) and steps.state.skips==1
@@ -75,41 +67,41 @@ def test_own_backward():
     "`scaled` is for code that calls `backward` itself"
     one = make()
     for x,y in data:
-        with one.batch(x, y), one.scaled(mse(one.model, x, y)) as scaled: scaled.backward()
+        with one.batch(x, y), one.scaled(mse_of(one.model, x, y)) as scaled: scaled.backward()
         one.make()
-    assert same(state(one), state(train(make(), data)))
+    assert same(state(one), state(train_steps(make(), data)))
 
 def test_tensors_of_nobody():
     "Inputs that require gradients get them unscaled"
     steps,(x,y) = make(),data[0]
     x = x.clone().requires_grad_()
-    with steps.batch(x, y): steps.backward(mse(steps.model, x, y))
+    with steps.batch(x, y): steps.backward(mse_of(steps.model, x, y))
     got,full = x.grad.clone(),mlp(True)
     x.grad = None
-    mse(full, x, y).backward()
+    mse_of(full, x, y).backward()
     assert (got-x.grad).norm()<.02*x.grad.norm()
 
 @pytest.mark.parametrize('at', [1,3,6])
 def test_resumed(at, tmp_path):
     "Goes on bit for bit, in the middle of growing and skipping"
     def new(): return make(scale=DynamicLossScale(2.**22, period=3))
-    whole,first = train(new(), data*2),train(new(), (data*2)[:at])
+    whole,first = train_steps(new(), data*2),train_steps(new(), (data*2)[:at])
     torch.save([first.model.state_dict(),first.opt.state_dict(),first.state_dict()], tmp_path/'steps.pt')
     then = new()
     for o,saved in zip((then.model,then.opt,then), torch.load(tmp_path/'steps.pt', weights_only=True)):
         o.load_state_dict(saved)
-    assert same(state(train(then, (data*2)[at:])), state(whole)) and whole.loss_scale<2.**22
+    assert same(state(train_steps(then, (data*2)[at:])), state(whole)) and whole.loss_scale<2.**22
 
 def test_copied():
     "A copy in the middle of a step begins that step anew"
-    steps = train(make(), data[:2])
-    with steps.batch(*data[2]): steps.backward(mse(steps.model, *data[2]))
+    steps = train_steps(make(), data[:2])
+    with steps.batch(*data[2]): steps.backward(mse_of(steps.model, *data[2]))
     other = deepcopy(steps)
     for p in other.model.parameters(): p.grad = None
     other.opt.zero_grad()
     steps.make()
     assert other.step is None and other.state.steps==2 and steps.state.steps==3
-    assert_clean(train(other, data[2:]).model)
+    assert_clean(train_steps(other, data[2:]).model)
 
 def test_installed_by_a_helper():
     "A function that predicts in half precision leaves an open batch in it"
@@ -134,63 +126,63 @@ def test_interrupted_at_each_line():
     "The float32 model, and a step that nobody has made is dropped, or can be: then nothing has changed"
     seen = set()
     for n in itertools.count(1):
-        steps = train(make(), data[:1])
+        steps = train_steps(make(), data[:1])
         before = state(steps)
-        if not interrupted(lambda: train(steps, data[1:2]), n, 'training_steps.py'): break
+        if not interrupted(lambda: train_steps(steps, data[1:2]), n, 'training_steps.py'): break
         assert_plain(steps.model, n)
         assert all(b.isfinite().all() for b in steps.model.buffers()), n
         seen.add(steps.state.steps)
         if steps.step is not None: steps.drop_step() # it came between batch and step
         if steps.opt.state_dict()['state'][0]['step']==1:
             assert same(state(steps), before) and all(p.grad is None for p in steps.model.parameters()), n
-        train(steps, data[1:])
+        train_steps(steps, data[1:])
     assert n>50 and seen=={1,2}
 
 @pytest.mark.parametrize('when', ['forward','backward','loss','step'])
 def test_error(when):
     "Leaves what was before the step, and the next one is as if it had not been"
     model,e = mlp(True),ValueError('as asked')
-    steps,twin = [train(make(model=o), data[:2]) for o in (model,deepcopy(model))]
+    steps,twin = [train_steps(make(model=o), data[:2]) for o in (model,deepcopy(model))]
     hooks = dict(forward=model[2].register_forward_hook, backward=model[0].weight.register_hook)
     if when in hooks: hook = hooks[when](raises(e))
     if when=='step': steps.opt.step = raises(e)
     with stays(state, steps), pytest.raises(ValueError, match='as asked'):
         for batch in data[:2]: # the first of two batches is dropped, too
             with steps.batch(*batch):
-                loss = mse(model, *batch)
+                loss = mse_of(model, *batch)
                 if when=='loss': raise e
                 steps.backward(loss)
         steps.make()
     assert_clean(steps.model)
     if when in hooks: hook.remove()
     vars(steps.opt).pop('step', None)
-    assert same(state(train(steps, data)), state(train(twin, data)))
+    assert same(state(train_steps(steps, data)), state(train_steps(twin, data)))
 
 def test_warns_and_stops():
     "With the cause if it can be computed again, else with the gradient; then from the beginning"
     bad = [infinite(*data[0])]*9
     steps = make(warn_skips=3, max_skips=5)
-    (text,),e = heard(train, steps, bad)
+    (text,),e = heard(train_steps, steps, bad)
     start = 'steps in a row were skipped, since step 0, because gradients were not finite. The inputs of this batch'
     assert text.startswith(f'3 {start}') and str(e).startswith(f'5 {start}') and 'weights have not changed' in str(e)
     assert (steps.state.steps,steps.state.skips,steps.loss_scale)==(5,0,1024.) and not steps.last.finite
-    assert_clean(train(steps, data).model)
+    assert_clean(train_steps(steps, data).model)
     steps.unit.explainer = None
-    (text,),_ = heard(train, steps, bad[:3])
+    (text,),_ = heard(train_steps, steps, bad[:3])
     assert 'The loss was inf or nan before it was scaled: look at the data of this batch. Pass compute_loss=' in text
     for o,why in ((bad[0], 'The inputs of this batch have inf or nan, 128 in all'),
                   ((data[0][0],data[0][1]*math.inf), 'Looking for the cause failed: MemoryError: full')):
         steps = make(warn_skips=1, max_skips=9)
         steps.unit.explainer.compute_loss = raises(MemoryError('full'))
-        (text,),_ = heard(train, steps, [o])
+        (text,),_ = heard(train_steps, steps, [o])
         assert text.startswith(f'Step 0 was skipped, because gradients were not finite. {why}.')
-    with pytest.raises(FloatingPointError, match='^Step 0 was skipped, because'): train(make(max_skips=1), bad)
+    with pytest.raises(FloatingPointError, match='^Step 0 was skipped, because'): train_steps(make(max_skips=1), bad)
 
 def test_rescues():
     "As a learner: the module stays in float32, also after a restart"
     def new(**kwargs): return make(model=net(Softmax), scale=None, **kwargs)
     steps = new(rescue=True, warn_skips=6)
-    (text,),e = heard(train, steps, data*4)
+    (text,),e = heard(train_steps, steps, data*4)
     assert e is None and "Kept in float32 from step 6: ['1']. To do so from the start: keep='1'." in text
     assert steps.rescued==[('1',6)] and steps.last.finite and steps.state.skips==0
     assert steps.policy().set_index('module').why['1']=='rescued, step 6'
@@ -212,12 +204,12 @@ def test_what_is_explained():
     with pytest.raises(ValueError, match='give TrainingSteps compute_loss='): without.explain(x, y)
 
 def backward_alone(steps):
-    with steps.batch(*data[0]): mse(steps.model, *data[0]).backward()
+    with steps.batch(*data[0]): mse_of(steps.model, *data[0]).backward()
     steps.make()
 
 def make_inside(steps):
     with steps.batch(*data[0]):
-        steps.backward(mse(steps.model, *data[0]))
+        steps.backward(mse_of(steps.model, *data[0]))
         steps.make()
 
 def no_batch(steps):
@@ -235,7 +227,7 @@ def test_refused(f, e, match):
     steps = make()
     with pytest.raises(e, match=match): f(steps)
     if steps.step is not None: steps.drop_step()
-    assert same(state(train(steps, data)), state(train(make(), data)))
+    assert same(state(train_steps(steps, data)), state(train_steps(make(), data)))
 
 def test_nothing_to_do():
     "A batch without a loss is a step without gradients"
@@ -246,12 +238,12 @@ def test_nothing_to_do():
 
 def test_loaded_in_the_middle():
     "Nothing of the step that was begun gets into the next one"
-    steps,twin = [train(make(), data[:2]) for _ in range(2)]
+    steps,twin = [train_steps(make(), data[:2]) for _ in range(2)]
     saved,buffers = steps.state_dict(),[b.clone() for b in steps.model.buffers()]
-    with steps.batch(*data[2]): steps.backward(mse(steps.model, *infinite(*data[2])))
+    with steps.batch(*data[2]): steps.backward(mse_of(steps.model, *infinite(*data[2])))
     for b,o in zip(steps.model.buffers(), buffers): b.copy_(o)
     steps.load_state_dict(saved)
-    assert same(state(train(steps, data)), state(train(twin, data)))
+    assert same(state(train_steps(steps, data)), state(train_steps(twin, data)))
 
 @pytest.mark.parametrize('kwargs,need', [
     (dict(warn_skips=0), 'must be'), (dict(warn_skips=True), 'must be'), (dict(max_skips=1.5), 'must be'),

@@ -5,9 +5,7 @@ Models are small and have linear layers, which are fast in emulated half precisi
 import torch._dynamo
 from learners import *
 from interpreters import launch
-from mp_callbacks.core.grads import prepare_grads
 from mp_callbacks.look.nonfinite import diagnose
-from mp_callbacks.core.training_steps import TrainingSteps
 
 some_modes = pytest.mark.parametrize('mode', ['fp16','native_bf16'])
 
@@ -223,15 +221,12 @@ def test_notebook_launcher(tmp_path):
     lines = re.findall('^process .*', res.stdout, re.M)
     assert len(lines)==2 and len({*lines})==1 and lines[0].startswith('process 2 23 '), res.stdout
 
-class Lora(nn.Module):
+def lora(layer):
     "A frozen layer, and beside it a product of two small float32 matrices, as of peft"
-    def __init__(self, layer):
-        super().__init__()
-        x = torch.zeros(1, 32, dtype=layer.weight.dtype)
-        self.layer,self.a = layer,nn.Linear(32, 4, bias=False)
-        self.b = nn.Linear(4, layer(x).shape[1], bias=False)
-        nn.init.zeros_(self.b.weight)
-    def forward(self, x): return self.layer(x)+self.b(self.a(x.to(self.a.weight.dtype)))
+    x = torch.zeros(1, 32, dtype=layer.weight.dtype)
+    narrow = dict(a=nn.Linear(32, 4, bias=False), b=nn.Linear(4, layer(x).shape[1], bias=False))
+    nn.init.zeros_(narrow['b'].weight)
+    return Does(lambda m, x: m.layer(x)+m.b(m.a(x.to(m.a.weight.dtype))), layer=layer, **narrow)
 
 def transformer(name):
     "A model made of a configuration, and the name of the layers that get weights beside them"
@@ -247,27 +242,25 @@ def transformer(name):
                  hidden_dropout_prob=0., attention_probs_dropout_prob=0.)
     return t.BertModel(t.BertConfig(**sizes)), 'query'
 
-class Tuned(nn.Module):
+def tuned(name, dtype):
     "A frozen `body` in `dtype`, with float32 weights beside some of its layers, and a float32 head"
-    def __init__(self, name, dtype):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body,beside = transformer(name)
-        self.body = self.body.to(bf16).to(dtype).requires_grad_(False)
-        for k in [k for k,_ in self.body.named_modules() if k.endswith(beside)]:
-            self.body.set_submodule(k, Lora(self.body.get_submodule(k)))
-        self.head = nn.Linear(32, 1)
-    def forward(self, x):
-        h = self.body(x)
+    def _forward(m, x):
+        h = m.body(x)
         h = getattr(h, 'last_hidden_state', h)
-        return self.head(h.flatten(1, -2).mean(1) if h.dim()>2 else h)
+        return m.head(h.flatten(1, -2).mean(1) if h.dim()>2 else h)
+    torch.manual_seed(0)
+    body,beside = transformer(name)
+    body = body.to(bf16).to(dtype).requires_grad_(False)
+    for k in [k for k,_ in body.named_modules() if k.endswith(beside)]:
+        body.set_submodule(k, lora(body.get_submodule(k)))
+    return Does(_forward, body=body, head=nn.Linear(32, 1))
 
 @pytest.mark.parametrize('mode', ['fp16','bf16','native_fp16','native_bf16'])
 @pytest.mark.parametrize('name', ['bert','gpt2','vit'])
 def test_body_in_half_precision(name, mode):
     "Frozen weights that were bfloat16 before, as transformers loads them, with float32 weights beside them: as float32"
     x = torch.randn(64,3,8,8) if name=='vit' else torch.randint(0, 50, (64,8))
-    def learner(mode, dtype): return in_mode(mode, Tuned(name, dtype), dls=as_dls(x, torch.randn(64,1)+1), lr=.01)
+    def learner(mode, dtype): return in_mode(mode, tuned(name, dtype), dls=as_dls(x, torch.randn(64,1)+1), lr=.01)
     learn,full = learner(mode, bf16),fitted(learner(None, f32), 2)
     before = [p.clone() for p in learn.model.body.parameters() if p.dtype==bf16]
     learn.fit(2)

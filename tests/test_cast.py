@@ -316,6 +316,16 @@ def computes_biases(m, x):
     m.b.bias = bias
     return res
 
+def test_written_with_autocast_off():
+    "What is written through `.data` counts, as the layer casts its weights itself"
+    def _zeroes(m, x):
+        m.lin.weight.data.zero_()
+        with torch.autocast('cpu', enabled=False): return m.lin(x.bfloat16())
+    half = unmeasured(Does(_zeroes, lin=nn.Linear(8,8,bias=False)), bf16)
+    for _ in range(3):
+        half.model.lin.weight.data.fill_(1.)
+        with half: assert not half.model(torch.ones(2,8)).any()
+
 def in_float64():
     m = net(lambda m,x: m.c(m.b(m.a(x).tanh().double()).float().tanh()))
     m.b.double()

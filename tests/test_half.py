@@ -97,11 +97,17 @@ def test_model_changed(change):
         return batch(model, x, half if fresh else first)
     assert same(run(False), run(True))
 
-def test_moved_part():
-    "The layers that are cast together are chosen again, or an error says that it can't be computed"
-    half = unmeasured(net(), bf16)
-    half.model[3].to('meta')
-    with pytest.raises(ValueError, match="3.weight is on the device 'meta'"), half: pass
+def test_outdated():
+    "A module that is equal to the one before is another; and after an error it still is so"
+    class Equal(nn.Linear):
+        __hash__ = nn.Linear.__hash__
+        def __eq__(self, other): return type(other) is Equal
+    half = unmeasured(nn.Sequential(nn.Linear(4,4), Equal(4,4)), bf16)
+    half.model[1] = Equal(4,4)
+    assert half.outdated
+    half.model[0].to('meta')
+    with pytest.raises(ValueError, match="0.weight is on the device 'meta'"), half: pass
+    assert half.outdated
 
 def test_policy_inside():
     "A table that is asked for inside a `with`, after a module was replaced, leaves half precision on"

@@ -347,6 +347,8 @@ def test_half_in_a_fit(part, mode):
     learn.model[0].requires_grad_(False)
     fitted(learn, 1, On('after_batch', frozen, at=(1,))) # what isn't trained may be in half precision
     assert 'float16' in learn.mixed_precision.half.ways['0'].why
+    def trained(o): (o.model[0].float if o.iter==0 else o.model[0].half)().requires_grad_() # and then rounded
+    with told: learn.fit(1, cbs=On('after_batch', trained, at=(0,1)))
 
 @some_modes
 def test_before_step_without_super(mode):

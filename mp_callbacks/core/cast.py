@@ -29,24 +29,26 @@ class CastAll(torch.autograd.Function):
         # Of the nodes that are ready, the backward pass takes the one made last, by its number. This one is made first,
         # so it would wait for all others, and DDP with it. No public name sets the number.
         ctx._set_sequence_nr(2**62) # beyond all others but those of parameters, which have 2**64-1
-        sizes = [0 if t is None or t.dim()!=1 else t.numel() for t in tensors]
+        # of all, unless a part of the model was moved after the nodes were made
+        ctx.device = device = next((t.device for t in tensors if t is not None), None)
+        sizes = [t.numel() if t is not None and t.dim()==1 and t.device==device else 0 for t in tensors]
         ctx.sizes = [0 if n%64 else n for n in sizes] # after a multiple of 64 numbers the next is aligned to 128 bytes
-        return _cast_all(tensors, dtype, ctx.sizes)
+        return _cast_all(tensors, dtype, ctx.sizes, device)
 
     @staticmethod
     def backward(ctx, *grads):
         # with a gradient penalty the backward pass is differentiated, too: then autograd casts each gradient itself
-        return None,*(grads if torch.is_grad_enabled() else _cast_all(grads, float32, ctx.sizes))
+        return None,*(grads if torch.is_grad_enabled() else _cast_all(grads, float32, ctx.sizes, ctx.device))
 
-def _cast_all(tensors, dtype, sizes):
+def _cast_all(tensors, dtype, sizes, device):
     """`tensors` in `dtype`, each in its memory format, without a graph. A bias or a gradient may be None.
 
-    Those whose size isn't 0 are vectors, and parts of one block of memory: to split it costs the host less than to
-    allocate one for each."""
+    Those whose size isn't 0 are vectors on `device`, and parts of one block of memory: to split it costs the host less
+    than to allocate one for each."""
     there = [t is not None for t in tensors]
     if not any(there): return tensors
     tensors,sizes = [*compress(tensors, there)],[*compress(sizes, there)]
-    block = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
+    block = torch.empty(sum(sizes), dtype=dtype, device=device)
     parts = iter(torch.unsafe_split_with_sizes(block, [n for n in sizes if n])) # views would have one version for all
     res = [next(parts) if n else torch.empty_like(t, dtype=dtype) for t,n in zip(tensors, sizes)]
     foreach_copy_(res, tensors)

@@ -5,6 +5,7 @@ from collections import Counter,OrderedDict,namedtuple
 from contextlib import contextmanager,nullcontext
 from copy import copy,deepcopy
 from dataclasses import dataclass,replace
+from importlib import import_module
 from types import SimpleNamespace
 from multiprocessing import get_context,set_forkserver_preload
 from tempfile import TemporaryDirectory
@@ -149,9 +150,9 @@ before_the_step = 'before_batch after_pred after_loss before_backward after_back
 in_batch = before_the_step+'after_step after_batch'.split()
 
 class Now(Callback):
-    "Call `f` with the learner in `event`, once; in the second batch, of training or else validation, if one of a batch"
-    def __init__(self, event, f, order=80, training=True):
-        self.f,self.order,self.where = f,order,(training,1) if event in in_batch else None
+    "Call `f` with the learner in `event`, once; in the batch `at`, of training or else validation, if one of a batch"
+    def __init__(self, event, f, order=80, training=True, at=1):
+        self.f,self.order,self.where = f,order,(training,at) if event in in_batch else None
         setattr(self, event, self._now)
     def _now(self):
         if self.where and self.where!=(self.training,self.iter): return

@@ -41,9 +41,7 @@ def train(name, mode=None):
     learn = quiet(f())
     if mode: modes[mode](learn)
     set_seed(0)
-    before = places(learn.model)
-    learn.fit(epochs, lr)
-    assert places(learn.model)==before # tied weights are tied, and buffers have their dtypes
+    with stays(places, learn.model): learn.fit(epochs, lr) # tied weights are tied, and buffers have their dtypes
     return learn.recorder.losses[0],learn.recorder.losses[-1],learn
 
 digit_images,digit_labels = load_digits(return_X_y=True)

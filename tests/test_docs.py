@@ -3,7 +3,6 @@
 README itself is compared by `make check`, which `make test` begins with. Cells are run by `nbdev-test` and
 `test_notebooks.py`; here, that no name in them comes from a hidden cell."""
 import ast,builtins
-from importlib import import_module
 from typing import NamedTuple
 
 from fastcore.nbio import read_nb

@@ -2,7 +2,6 @@
 
 Each test has twins: the same parameters and the same optimizer twice, one stepped by fastai, one in `steps_at_once`.
 Learners that train so, and what `flat_master=True` refuses, are in `test_parity.py`."""
-from fastai.optimizer import sgd_step,weight_decay
 from learners import *
 from mp_callbacks.learner import optimizers as module
 from mp_callbacks.learner.optimizers import steps_at_once

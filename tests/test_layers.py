@@ -5,7 +5,6 @@ imports. Only one module changes fastai, a class stands in one module, no module
 unpickles. Lines are short, in the tests, too, and functions, classes and cells are small. What a module imports,
 anywhere in it, is found by grimp, the library below import-linter."""
 import ast,tokenize
-from importlib import import_module
 
 import yaml
 from interpreters import forking,paste

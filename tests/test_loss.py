@@ -203,10 +203,10 @@ class Auxiliary(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad): return grad,torch.ones((), device=grad.device)
 
-class Routed(nn.Module):
+def gated():
     "A gate that only the loss of its own trains"
-    def __init__(self): super().__init__(); self.net,self.gate = mlp(),nn.Linear(8,4)
-    def forward(self, x): return Auxiliary.apply(self.net(x), self.gate(x).softmax(-1).square().mean())
+    def _forward(m, x): return Auxiliary.apply(m.net(x), m.gate(x).softmax(-1).square().mean())
+    return Does(_forward, net=mlp(), gate=nn.Linear(8,4))
 
 def clamped():
     model = mlp()
@@ -225,7 +225,7 @@ def first_gradient(model, find, mode):
 def test_own_gradient(kind, mode):
     """Of a function, or what a hook makes of one: without the loss scale it is as many times too small, as with any
     GradScaler, and the report finds no cure in `keep`. In bfloat16 it is right."""
-    model,find = dict(auxiliary=(Routed,lambda m: m.gate.weight), clamped=(clamped,lambda m: m[0].weight))[kind]
+    model,find = dict(auxiliary=(gated,lambda m: m.gate.weight), clamped=(clamped,lambda m: m[0].weight))[kind]
     (got,scale),(want,_) = [first_gradient(model, find, o) for o in (mode,None)]
     assert (got*scale-want).norm()<.05*want.norm() and scale==(1 if mode=='bf16' else 1024)
     torch.manual_seed(2)

@@ -73,9 +73,8 @@ def test_lr_find_inside_a_fit(event):
         n = learn.n_epoch
         learn.lr_find(num_it=20, show_plot=False)
         learn.n_epoch,learn.training = n,True
-    fit = Now(event, look)
-    fit.where = fit.where and (True,3) # in the last batch, as it leaves the learner in no batch
-    assert len(log_of(fitted(get_learner().to_bf16(), 2, fit)))>=(5 if event=='after_batch' else 8)
+    last = Now(event, look, at=3) # as it leaves the learner in no batch
+    assert len(log_of(fitted(get_learner().to_bf16(), 2, last)))>=(5 if event=='after_batch' else 8)
 
 def exported(learn, path):
     learn.export(path)

@@ -247,12 +247,10 @@ def test_loaded_and_validated_in_a_batch(tmp_path):
         learn.dl,learn.iter,learn.n_iter,learn.xb,learn.yb,learn.training = dl,i,n,xb,yb,True
         learn.model.train()
     seen = []
-    def _look(learn):
-        seen.append(1)
-        assert_plain(learn.model)
-    looks = [On(o, _look, 30) for o in ('after_pred','after_loss','before_step')]
+    def _look(learn): seen.append(assert_plain(learn.model))
+    looks = [On(o, _look, 30) for o in ('after_pred','after_loss','before_step')] # the last one not in a skipped step
     learn.fit(1, cbs=[Now('before_batch', _load, 20), *looks])
-    assert len(seen)>=len(looks)*len(learn.dls.train) and cb.rescued==[('0',0)]
+    assert len(seen)>=2*len(learn.dls.train) and cb.rescued==[('0',0)]
 
 bounds = {(1,2**24):64, (1,32):32, (128,2**24):128} # of the precision that follows a scale of 64
 bounded = [(methodcaller(call, *first, min_loss_scale=lo, max_loss_scale=hi), want) for (lo,hi),want in bounds.items()

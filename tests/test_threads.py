@@ -65,20 +65,11 @@ def test_a_with_that_ends_in_the_backward_pass():
         return m.layer(x)
     def net(m, x): return checkpoint(partial(block, m), x.requires_grad_(), use_reentrant=True)
     wrapped,learn = [],ask_nothing(get_learner(Does(net, layer=nn.Linear(8,1))).to_bf16())
-    opened,leave = threading.Event(),threading.Event()
-    def other():
-        with learn.mixed_precision.autocast:
-            opened.set()
-            leave.wait()
-    thread = threading.Thread(target=other)
+    half = learn.mixed_precision.autocast
     def _open(learn):
-        thread.start()
-        opened.wait()
-        def _leave(grad):
-            leave.set()
-            thread.join()
-        learn.pred.register_hook(_leave)
-    learn.fit(1, cbs=On('before_backward', _open, 80, at=(0,)))
+        pool.submit(half.__enter__).result()
+        learn.pred.register_hook(lambda grad: pool.submit(half.__exit__).result())
+    with ThreadPoolExecutor(1) as pool: learn.fit(1, cbs=On('before_backward', _open, 80, at=(0,)))
     assert len(wrapped)>=8 and all(wrapped[:8])
     assert_plain(learn.model)
 

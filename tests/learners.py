@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from typing import Any
 from unittest.mock import patch as patched
 from weakref import ref
 
@@ -217,13 +216,13 @@ Named = namedtuple('Named', 'a b')
 
 @dataclass
 class Data:
-    a:Any
-    b:Any=None
+    a:object
+    b:object=None
 
 @dataclass(frozen=True)
 class Frozen:
-    a:Any
-    b:Any=None
+    a:object
+    b:object=None
 
 has_notes = pytest.mark.skipif(not hasattr(Exception, 'add_note'), reason='Exceptions have notes since Python 3.11')
 

@@ -56,12 +56,9 @@ def prepare_grads(
     changed. The host waits once per device, twice if one is not. Raises `ValueError` for a `clip` that is not
     positive."""
     check_clip(clip)
-    first,also = _by_id(params),[*also]
-    # mostly they are the same parameters, in the same order, and to see that takes less time
-    same = len(first)==len(also) and all(map(is_, first.values(), also))
-    new = {} if same else _by_id([p for p in also if id(p) not in first])
+    first = _by_id(params)
     params,values = _grads(first)
-    also,others = _grads(new)
+    also,others = _grads(_new_by_id(also, first))
     carried = 1. if unscaled else scale
     *numbers,last = _numbers([values,others,losses[:-1],losses[-1:]])
     norm,of_others,of_losses = [hypot(*o) for o in numbers]
@@ -124,6 +121,18 @@ def mul_grads(
     if not grads: return
     with torch.no_grad(): _mul(grads, by)
 
+def _by_id(params):
+    "`id` -> parameter, so without repetitions; a set of tensors takes longer"
+    params = [*params]
+    return dict(zip(map(id, params), params))
+
+def _new_by_id(params, known):
+    "The same without those that are `known`"
+    params = [*params]
+    # mostly they are the same ones, in the same order, and to see that takes less time
+    if len(params)==len(known) and all(map(is_, params, known.values())): return {}
+    return _by_id([p for p in params if id(p) not in known])
+
 def _mul(grads, by):
     for device,dtype,group in _kinds(grads):
         # On a CPU, PyTorch turns a number into a tensor for each gradient, which takes longer than the product
@@ -135,11 +144,6 @@ def largest_number(
 )->float: # 0 if there is none
     "The largest absolute number in `tensors`. The host waits once per device."
     return max(map(abs, _numbers([[o for o in tensors if o.numel()]], inf)[0]), default=0.)
-
-def _by_id(params):
-    "`id` -> parameter, so without repetitions; a set of tensors takes longer"
-    params = [*params]
-    return dict(zip(map(id, params), params))
 
 def _grads(by_id):
     "The parameters that have a gradient, and the gradients, or the values of sparse gradients"

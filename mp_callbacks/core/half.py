@@ -219,7 +219,7 @@ def choose_ways(self:half_precision,
 def _forget(self:half_precision):
     self._chosen_for = None # device type, modules, those inside, forwards, compiled parts; of parameters dtype, device
     self.device_type,self.modules,self.params = None,[],[] # of the model
-    self._inside = [] # the modules that `modules` have inside, one list for all
+    self._inside = [] # the modules that each of `modules` had inside, one after the other
     self.ways,self.checksum = {},0 # name of a module -> how it computes; a number for what isn't measured of this
     self.rounds = False # is there a way beyond autocast?
     self._cast,self._switch,self._without_gradients = OneCast(),Switch(),Switch()
@@ -263,7 +263,7 @@ def outdated(self:half_precision)->bool:
     now = _inside(self.modules)
     return len(now)!=len(self._inside) or not all(map(is_, now, self._inside)) # a module may have an `__eq__`
 
-def _inside(modules): # a module may have None in place of another
+def _inside(modules): # with None, which a module may have in place of another
     return [o for inside in filter(None, map(attrgetter('_modules'), modules)) for o in inside.values()]
 
 @patch

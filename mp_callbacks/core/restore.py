@@ -104,7 +104,7 @@ def restore_float32(
 
     Lists and dicts stay the same objects."""
     for m,others in stored:
-        for d in filter(None, (m.__dict__,m._buffers)):
+        for d in filter(None, (m.__dict__,m._buffers)): # most have no buffers
             for k in d.keys()-others: # a set: most names are among the others, and this runs in each batch
                 if type(d[k]) not in _no_tensors and _has_ours(d[k]): d[k] = _in_float32(d[k])
 

@@ -81,7 +81,7 @@ class CastLayer:
         kept:dict, # `CastLayer` -> the state of its parameters and their copies, for calls without gradients
     ):
         self.layer,self._dtype,self._calls,self._kept = layer,dtype,calls,kept
-        self._attrs = vars(layer) # a module looks its attributes up in several places, which takes longer
+        self._attrs = vars(layer) # an attribute of a module takes longer to look up than one of this dict
         self.in_vain = False # no longer cast ahead: its copy was once unused, or stale
 
     def state(self)->list: # Names, parameters, versions, addresses; None unless all are plain, trained and float32

@@ -35,7 +35,7 @@ class WrappedForward:
         around, # Function of the module's own `forward`, its arguments and its keyword arguments
     ):
         self.module,self.around = module,around
-        self.attrs = vars(module) # where it is put, twice in each step: to look this up takes longer
+        self.attrs = vars(module) # to look it up twice in each step takes longer
         self.found = None # the `forward` that was in the module's `__dict__` when this one was installed
         self.replaced = None # what somebody else has put in place of the class's, below all that stand in
         self.on = False # is `around` called? If not, calls go through.

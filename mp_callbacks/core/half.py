@@ -263,7 +263,7 @@ def outdated(self:half_precision)->bool:
     now = _inside(self.modules)
     return len(now)!=len(self._inside) or not all(map(is_, now, self._inside)) # a module may have an `__eq__`
 
-def _inside(modules): # with None, which a module may have in place of another
+def _inside(modules): # with None, where a module is registered as None
     return [o for inside in filter(None, map(attrgetter('_modules'), modules)) for o in inside.values()]
 
 @patch

@@ -160,9 +160,9 @@ def float32_params(
     full = [p for p in half.params if p.dtype is float32]
     if len(full)==len(before) and all(map(is_, full, before)): return full
     rounded = [p for p in before if p.dtype in half_dtypes and p.requires_grad]
-    names = [o for p in rounded if (o := parameter_name(half.model, p))]
-    if names: raise RuntimeError(
-        f"Since the last step the parameter {names[0]} has become {rounded[0].dtype}, as model.half() does in place, "
+    named = [(name,p.dtype) for p in rounded if (name := parameter_name(half.model, p))]
+    if named: raise RuntimeError(
+        f"Since the last step the parameter {named[0][0]} has become {named[0][1]}, as model.half() does in place, "
         "and would be trained so. Call model.float(), and load weights from before, which aren't rounded. A copy in "
         "half precision is deepcopy(model).half().")
     half.refresh()

@@ -29,8 +29,10 @@ test: check  ## everything that can be tested here; FLAGS="cuda slow" adds those
 set: .sets/$(SET)/ready  ## the tests with other versions: SET=lower-bounds (the oldest), kaggle or colab
 	.sets/$(SET)/bin/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --flags "$(FLAGS)"
 
-check: .venv/ready  ## make modules and README again from the notebooks, and fail if that changed something
+check: .venv/ready  ## make modules and README again from the notebooks, fail if that changed something; then ruff and import-linter
 	$(BIN)/python .ci/generate.py
+	$(BIN)/ruff check --no-cache
+	$(BIN)/lint-imports --no-cache --no-logo
 
 outputs: .venv/ready  ## run PAGE=nbs/…ipynb, and save outputs that have changed; ARGS=--all saves pictures and varying ones, too
 	@test -n "$(PAGE)" || $(call stop,make outputs needs a page: say PAGE=nbs/howto/keep.ipynb)

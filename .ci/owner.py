@@ -1,4 +1,4 @@
-"""Write the owner of the repository on GitHub into pyproject.toml, notebooks, modules and pages: python .ci/owner.py OWNER
+"""Write the owner of the repository on GitHub into all files that name it: python .ci/owner.py OWNER
 
 The present one is read from pyproject.toml. `make check` then makes what follows from the notebooks."""
 import re,subprocess,sys
@@ -7,7 +7,8 @@ from pathlib import Path
 root = Path(__file__).resolve().parent.parent
 
 def main(new):
-    old = re.search(r'^Repository = "https://github.com/([^/]+)/', (root/'pyproject.toml').read_text(encoding='utf-8'), re.M)[1]
+    project = (root/'pyproject.toml').read_text(encoding='utf-8')
+    old = re.search(r'^Repository = "https://github.com/([^/]+)/', project, re.M)[1]
     files = subprocess.run(['git', 'ls-files', '-z'], cwd=root, check=True, capture_output=True, text=True).stdout
     for o in filter(None, files.split('\0')):
         try: text = (root/o).read_text(encoding='utf-8')

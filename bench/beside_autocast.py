@@ -68,7 +68,8 @@ class Recurrence(nn.Module):
     def __init__(self, count, width=64):
         super().__init__()
         self.count = count
-        self.body = nn.Sequential(*[o for _ in range(4) for o in (nn.Linear(width, width),nn.LayerNorm(width),nn.GELU())])
+        layers = [(nn.Linear(width, width),nn.LayerNorm(width),nn.GELU()) for _ in range(4)]
+        self.body = nn.Sequential(*[o for layer in layers for o in layer])
         self.a,self.b,self.g,self.c = [nn.Parameter(torch.randn(width)*.1) for _ in range(4)]
 
     def forward(self, x):

@@ -1,7 +1,7 @@
 """What sending gradients in half precision changes in the weights: torchrun --nproc-per-node 2 bench/compression.py
 
-Trains `examples/distributed.py` in each precision, with communication hooks of PyTorch and without, from the same weights
-and with the same batches. Prints a Markdown table."""
+Trains `examples/distributed.py` in each precision, with communication hooks of PyTorch and without, from the same
+weights and with the same batches. Prints a Markdown table."""
 import os,sys,tempfile
 from importlib.util import module_from_spec,spec_from_file_location
 from pathlib import Path
@@ -41,13 +41,15 @@ def main():
     teardown_distrib()
     if rank_distrib(): return
     print(f'`torchrun --nproc-per-node 2 bench/compression.py`: {machine()}, 2 processes, gloo.\n')
-    print('| computes in | sends | bytes per step | gradients, step 1 | weights, epoch 1 | weights, epoch 5 | accuracy |')
+    print('| computes in | sends | bytes per step | gradients, step 1 | weights, epoch 1 | weights, epoch 5 '
+          '| accuracy |')
     print('|---|---|---|---|---|---|---|')
     start = runs['fp32','no'][0].weights[0]
     for (p,s),(rec,acc) in runs.items():
         ref = runs['fp32' if s=='no' else p, 'no'][0]
         diffs = off(rec.grads, ref.grads),*(off(rec.weights[i], ref.weights[i], start) for i in (1,epochs))
         size = len(start)*(4 if s=='no' else 2)
-        print(f'| {p} | {"float32" if s=="no" else s} | {size} | '+' | '.join(f'{o:.2g}' for o in diffs)+f' | {acc:.3f} |')
+        numbers = ' | '.join(f'{o:.2g}' for o in diffs)
+        print(f'| {p} | {"float32" if s=="no" else s} | {size} | {numbers} | {acc:.3f} |')
 
 if __name__=='__main__': main()

@@ -15,6 +15,7 @@ from common import *
 from host import Laps,build_timed,tasks
 from loops import Variant
 from models import Task,Weights
+from mp_callbacks.core.backward import other_leaves
 from mp_callbacks.core.grads import reached_leaves
 
 class Search(Callback):
@@ -24,7 +25,7 @@ class Search(Callback):
     def before_backward(self):
         steps,loss,batch = self.mixed_precision.steps,self.learn.loss_grad,(self.learn.xb,self.learn.yb)
         params = steps.params()
-        def _search(): steps.other_leaves.reached(loss, batch, steps.unit.predictions(), params)
+        def _search(): other_leaves(loss, batch, steps.predictions(), params, steps._expects_leaves)
         _search() # the first of an epoch looks at all
         self.found.append([timeit(f, timer=thread_time, number=20)/20*1e6 for f in (
             _search, lambda: reached_leaves(loss))])

@@ -1,6 +1,7 @@
 """How long `make demo` and `make test` take in a fresh clone, and how large .venv becomes
 
-Nothing is there before: neither .venv nor a cache of packages. Clones the commit, so what isn't committed isn't measured."""
+Nothing is there before: neither .venv nor a cache of packages. Clones the commit, so what isn't committed isn't
+measured."""
 import os,subprocess
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -23,8 +23,9 @@ from mp_callbacks.look.fp8_report import Fp8Report,measure_fp8
 from mp_callbacks.core.half import half_precision
 
 recipes = [*fp8_recipes]
-shapes = [(12608,768,3072), (12608,3072,768), (12608,1024,4096), (16384,2048,8192), (16384,8192,2048), (16384,4096,4096),
-          (12600,1024,4096)] # rows, in, out: of ViT-B, ViT-L and a GPT; the last one's rows are no multiple of 16
+shapes = [(12608,768,3072), (12608,3072,768), (12608,1024,4096), (16384,2048,8192), (16384,8192,2048),
+          (16384,4096,4096), (12600,1024,4096)] # rows, in, out: of ViT-B, ViT-L and a GPT
+# The last one's rows are no multiple of 16
 fp8_only = lambda recipe: Variant('ours', 'fused', f'fp8-{recipe}')
 
 # --- Products
@@ -46,7 +47,8 @@ def kernels(shape, dev):
     x,weight,grad = factors(*shape, dev)
     exact = products(F.linear, *[t.detach().float().requires_grad_() for t in (x,weight)], grad.float())
     for recipe in recipes:
-        got,want = (products(partial(fp8_linear, recipe=recipe, emulate=o), x, weight, grad) for o in (emulated(dev),True))
+        linears = [partial(fp8_linear, recipe=recipe, emulate=o) for o in (emulated(dev),True)]
+        got,want = (products(o, x, weight, grad) for o in linears)
         for name,*ts in zip(('output','input','weight'), got, want, exact):
             a,b,c = [t.float() for t in ts]
             yield fp8_only(recipe),1,f'{name}: to emulation',((a-b).norm()/b.norm()).item(),''
@@ -57,7 +59,8 @@ def torchao_linear(recipe):
     try: from torchao.float8.float8_linear import Float8LinearConfig,Float8Linear
     except ImportError: return
     def _linear(x, weight):
-        module = Float8Linear.from_float(nn.Linear(1, 1, bias=False, device='meta'), Float8LinearConfig.from_recipe_name(recipe))
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        module = Float8Linear.from_float(nn.Linear(1, 1, bias=False, device='meta'), config)
         module.weight = nn.Parameter(weight.detach())
         return module(x)
     return _linear
@@ -70,7 +73,8 @@ def product_times(shape, dev, turns, recipes=recipes):
     timed = {Variant('eager', '', 'bf16'):F.linear, Variant('compiled', '', 'bf16'):compiled(F.linear)}
     for recipe in recipes:
         linear = partial(fp8_linear, recipe=recipe, emulate=emulated(dev))
-        timed |= {Variant('eager', '', f'fp8-{recipe}'):linear, Variant('compiled', '', f'fp8-{recipe}'):compiled(linear)}
+        timed[Variant('eager', '', f'fp8-{recipe}')] = linear
+        timed[Variant('compiled', '', f'fp8-{recipe}')] = compiled(linear)
         if emulated(dev): continue # its emulation is a test's
         if theirs := torchao_linear(recipe): timed[Variant('torchao', '', f'fp8-{recipe}')] = compiled(theirs)
     for i in range(turns+1):
@@ -94,7 +98,8 @@ def text_data(length, bs, steps, dev):
 
 def train(dls, model, seed, call, lr):
     set_seed(seed)
-    learn = Learner(dls, model(), loss_func=CrossEntropyLossFlat(), opt_func=partial(OptimWrapper, opt=torch.optim.AdamW))
+    adamw = partial(OptimWrapper, opt=torch.optim.AdamW)
+    learn = Learner(dls, model(), loss_func=CrossEntropyLossFlat(), opt_func=adamw)
     learn = call(learn)
     with learn.no_bar(),learn.no_logging(): learn.fit_one_cycle(1, lr)
     return learn
@@ -177,13 +182,16 @@ def main():
     p.add_argument('--only', nargs='*', default=parts, help=f'parts [{" ".join(parts)}]; none: write the tables again')
     args,dev,results = start(p, 'fp8_{dev}')
     if emulated(dev) and not args.tiny and {*args.only}-{'report'}:
-        raise SystemExit(f'{dev} has no FP8. Use --only report, which is emulated, or --tiny, to see whether this works.')
+        raise SystemExit(f'{dev} has no FP8. Use --only report, which is emulated, or --tiny, to see whether this '
+                         'works.')
     few,turns = (dict(turns=1, turn=.001),1) if args.tiny else ({},5)
     if args.tiny: loops.backend = 'aot_eager' # starts at once
     for shape in [(24,32,16)] if args.tiny else shapes:
         name = '×'.join(map(str, shape))
         if 'kernels'  in args.only: results.measure('kernels',  name, 0, kernels(shape, dev))
-        if 'products' in args.only: results.measure('products', name, 0, product_times(shape, dev, turns, recipes[:1] if args.tiny else recipes))
+        if 'products' in args.only:
+            times = product_times(shape, dev, turns, recipes[:1] if args.tiny else recipes)
+            results.measure('products', name, 0, times)
     for task in tasks(args.tiny):
         def _turns(variants, **kwargs): return take_turns(task, variants, dev, **{**kwargs, **few})
         if 'steps' in args.only: results.measure('steps', task.name, task.batch, _turns(variants(args.tiny)))

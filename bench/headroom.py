@@ -22,7 +22,9 @@ def hf(kind, head, **config):
 def gpt2(): return hf('GPT2', 'LMHeadModel', n_embd=64, n_layer=3, n_head=4, n_positions=64)
 def t5(): return hf('T5', 'ForConditionalGeneration', d_model=64, d_ff=256, d_kv=16, num_layers=3, num_heads=4)
 def vit(): return timm.models.VisionTransformer(16, 4, num_classes=10, embed_dim=64, depth=3, num_heads=4)
-def swin(): return timm.models.SwinTransformer(16, 2, num_classes=10, embed_dim=32, depths=(2,2), num_heads=(2,4), window_size=2)
+def swin():
+    sizes = dict(embed_dim=32, depths=(2,2), num_heads=(2,4), window_size=2)
+    return timm.models.SwinTransformer(16, 2, num_classes=10, **sizes)
 
 def bert(): return hf('Bert', 'ForSequenceClassification', hidden_size=128, num_hidden_layers=4, intermediate_size=512)
 def llama(): return hf('Llama', 'ForCausalLM')
@@ -46,7 +48,9 @@ def call(model, x):
     return model(x).logits if isinstance(model, transformers.PreTrainedModel) else model(x)
 
 def target(x, n_out):
-    "Something to learn: the word plus one, the half of the vocabulary that the first word is in, or the largest of the first numbers"
+    """Something to learn
+
+    The word plus one, the half of the vocabulary that the first word is in, or the largest of the first numbers."""
     if x.is_floating_point(): return x.flatten(1)[:,:n_out].argmax(1)
     return (x+1)%n_out if n_out==1000 else x[:,0]*n_out//1000
 

@@ -157,7 +157,8 @@ goals = [("native, and fastai's autocast",                  ('ours',*fused),    
 def ratios(df, metric):
     """A row for each model, dtype and goal: the median of the `metric` of ours over that of the other
 
-    Beside a loop by hand, ours is less what a `Learner` takes: the difference between autocast in fastai and by hand."""
+    Beside a loop by hand, ours is less what a `Learner` takes: the difference between autocast in fastai and by
+    hand."""
     took,rows = df[df.metric==metric].groupby(['case','loop','opt','precision'], sort=False).value.median(),[]
     for case in took.index.unique('case'):
         for dtype in ('fp16','bf16'):

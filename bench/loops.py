@@ -9,7 +9,7 @@ from fastai.callback import fp16 as theirs
 from fastai.learner import Learner
 from fastai.optimizer import Adam,OptimWrapper
 
-import mp_callbacks.all # adds `to_fp16` and its kin to `Learner`
+import mp_callbacks.all # noqa: F401, as it adds `to_fp16` and its kin to `Learner`
 from mp_callbacks.core.loss_scale import DynamicLossScale
 from models import loss_func
 
@@ -20,9 +20,12 @@ init_scale = 2.**16
 backend = 'inductor' # of compiled loops
 
 class Variant(NamedTuple):
-    loop:str       # hand: a plain PyTorch loop; bare: forward and backward only; fastai: its own callbacks; ours; compiled: ours; singly: ours without the one cast
+    # hand: a plain PyTorch loop; bare: forward and backward only; fastai: its own callbacks; ours; compiled: ours;
+    # singly: ours without the one cast
+    loop:str
     opt:str        # fused: torch's AdamW; fastai: fastai's Adam; flat: the same with flat_master=True
-    precision:str  # fp32; tf32; autocast-fp16, autocast-bf16; fp16, bf16: half-precision copies of float32 weights; fp8-RECIPE
+    # fp32; tf32; autocast-fp16, autocast-bf16; fp16, bf16: half-precision copies of float32 weights; fp8-RECIPE
+    precision:str
     @property
     def dtype(self): return fp16 if 'fp16' in self.precision else bf16 if 'bf16' in self.precision else torch.float32
 
@@ -132,7 +135,7 @@ class Fastai:
 
 def without_one_cast(loop):
     "`loop` of ours, in which autocast casts each weight on its own"
-    loop.learn.mixed_precision.half._cast._nodes.clear()
+    loop.learn.mixed_precision.half._chosen.cast._nodes.clear()
     return loop
 
 def build(v, model):

@@ -1,16 +1,17 @@
 """Loops in processes of their own, several for each
 
-How long a step takes on a CPU may depend on what its process allocated before: glibc gives memory at the end of its heap
-back to the system, and each page of it that is asked for again is a page fault. So a median of one process says little.
+How long a step takes on a CPU may depend on what its process allocated before: glibc gives memory at the end of its
+heap back to the system, and each page of it that is asked for again is a page fault. So a median of one process says
+little.
 
-In a round, a new Python process imports everything, and each loop gets a fork of it. Python's random hashes make the heap
-of each round another one."""
+In a round, a new Python process imports everything, and each loop gets a fork of it. Python's random hashes make the
+heap of each round another one."""
 import json,multiprocessing,resource
 from subprocess import PIPE,Popen
 from time import process_time
 
 from common import *
-from loops import Variant,build
+from loops import Variant
 from peers import build_any
 
 class ProcessClock(Clock):
@@ -52,7 +53,7 @@ def run_loop(connection, task, v, dev, turn):
             connection.recv()
 
 def serve(args, tasks):
-    """Be the process of a round: fork one for each loop in `args.serve`, and pass on the turns of those that stdin names
+    """Be the process of a round: fork one for each loop in `args.serve`, and pass on the turns of those in stdin
 
     Nothing may use CUDA before: a fork of a process that does can't."""
     case,dev,turn,*loops = json.loads(args.serve)
@@ -71,7 +72,7 @@ def serve(args, tasks):
         print(json.dumps(connections[i].recv()), flush=True)
 
 class Round:
-    "A process of the script that runs, with the package of the checkout at `path`, and a fork of it for each of `loops`"
+    "A process of the script that runs, with the package of the checkout at `path`, and forks of it for `loops`"
     def __init__(self, case, dev, turn, loops, args, path):
         cmd = [sys.executable, '-W', 'ignore', sys.argv[0], '--serve', json.dumps([case, dev, turn, *loops])]
         if args.tiny: cmd.append('--tiny')
@@ -94,11 +95,10 @@ class Round:
         self.process.wait()
 
 def in_processes(case, sides, args, dev, turns, turn):
-    """Measure the `sides`, which are (name in the results, variant, path of a checkout), on `dev`: rows of (name, number
-    of the process, metric, value, note)
+    """Measure the `sides` on `dev`: rows of (name, number of the process, metric, value, note)
 
-    In each round every side has a process, and takes turns with the others. A row is the median of the turns of one
-    process."""
+    A side is (name in the results, variant, path of a checkout). In each round every side has a process, and takes
+    turns with the others. A row is the median of the turns of one process."""
     for i in range(1, args.processes+1):
         loops = {path:[v for _,v,o in sides if o==path] for *_,path in sides}
         rounds = {path:Round(case, dev, turn, vs, args, path) for path,vs in loops.items()}

@@ -47,7 +47,7 @@ def same(a, b):
     return a[::2]==b[::2] and all(map(close, a[1::2], b[1::2]))
 
 def ran(fn, flags=()):
-    "Run the notebook at `fn`, and yield its cells, with outputs that are new, what was saved, and the error if one fails"
+    "Run the notebook at `fn`, and yield its cells, with new outputs, what was saved, and the error if one fails"
     torch.set_num_threads(1) # sums have one order
     bars.NO_BAR,bars.WRITER_FN = True,lambda *args, **kwargs: None # nor the tables that bars print in a terminal
     os.chdir(fn.parent)

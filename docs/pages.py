@@ -17,7 +17,6 @@ from textwrap import dedent,indent
 
 from latex2mathml.converter import convert as mathml
 
-from mp_callbacks import moved
 from fastcore.docments import docments,docstring
 from fastcore.nbio import read_nb
 from nbdev.config import get_config,nbpath2html
@@ -35,8 +34,9 @@ sidebar = {k: v if isinstance(v, list) else [v] for part in yaml.safe_load((here
            for k,v in part.items()}
 generated,root_files = 'names.md',['CONTRIBUTING.md','CHANGELOG.md'] # pages that come from no notebook
 # modules that hold the package together: no user needs a name of theirs
-internals = {*'core.own core.modules core.processes core.restore core.forwards core.error_notes core.cast core.blame core.measure '
-             'learner.fastai_internals learner.explain_skips learner.opt_state learner.precision demo'.split()}
+internals = {*'core.own core.modules core.processes core.restore core.forwards core.error_notes core.cast core.blame '
+             'core.measure learner.fastai_internals learner.explain_skips learner.opt_state learner.precision '
+             'demo'.split()}
 
 # --- What the pages are made of, in three dialects of Markdown
 
@@ -328,12 +328,6 @@ def site_page(title, desc, md, links=''):
     links,desc = links and f'{links}\n{{ .links data-search-exclude=1 }}',desc and f'{desc}\n{{ .lead }}'
     return '\n\n'.join(o for o in (f'---\n{meta}---', f'# {title}', links, desc, md) if o)
 
-def moved_page(new):
-    "What stands at the old address of the page `new`: it leads there, also to a heading"
-    return (f'<!doctype html><meta charset="utf-8"><title>Moved to {new}</title><link rel="canonical" href="{base}{new}">'
-            f'<meta http-equiv="refresh" content="0; url={new}">'
-            f'<script>location.replace("{new}"+location.hash)</script><a href="{new}">{new}</a>\n')
-
 def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding='utf-8')
@@ -351,10 +345,6 @@ def pages(dest):
         write(plain, f'# {title}\n\n> {desc}\n\n{md}')
     for name in root_files:
         write(dest/'pages'/name, site_page(*convert_file(cfg.config_path/name, Site(Path(name)))))
-    for old,new in moved.items():
-        new = f"{new.replace('.', '/')}.html"
-        write(dest/'pages'/f'{old}.html', moved_page(new))
-        write(dest/'md'/f'{old}.html.md', f'Moved to {base}{new}.md\n')
     write(dest/'pages'/generated, site_page(*name_index(Site(Path(generated)))))
     shutil.copytree(here/'assets', dest/'pages', dirs_exist_ok=True)
     site = dict(INHERIT=os.path.relpath(here/'mkdocs.yml', dest), site_name=cfg.title, site_url=base,

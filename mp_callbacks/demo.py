@@ -258,8 +258,8 @@ def main(
              f'torch {torch.__version__}, fastai {fastai.__version__}, '
              f"mp_callbacks {sys.modules['mp_callbacks'].__version__}")
     print(title)
-    for does,answer in (('only emulates','emulated'), ("can't compute",'no')):
-        found = [o for o in how if how[o]==answer]
+    for does,word in (('only emulates','emulated'), ("can't compute",'no')):
+        found = [o for o in how if how[o]==word]
         if found: print(f"{name[0].upper()}{name[1:]} {does} {', '.join(found)}", flush=True)
     runs = []
     with warnings.catch_warnings():

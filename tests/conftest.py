@@ -1,5 +1,7 @@
 import os,random,signal,sys,threading
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
+from multiprocessing import get_context
 
 import numpy as np,pytest,torch
 
@@ -73,6 +75,16 @@ def seed():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    "An empty folder to be in: `whole_world` of test_looks reads all files in that of the learner"
+    monkeypatch.chdir(tmp_path)
+
+@pytest.fixture(scope='module')
+def pool():
+    "A process that forks for notebooks"
+    with ProcessPoolExecutor(1, get_context('spawn')) as res: yield res
 
 @pytest.fixture(scope='module')
 def forked():

@@ -53,7 +53,7 @@ def unmeasured(*args, **kwargs):
     return half_precision(*args, measure=False, **kwargs)
 def ask_nothing(learn):
     "`learn`, whose model isn't called in its first batch to measure: for who counts calls, or what is seen in them"
-    if cb := getattr(learn, 'mixed_precision', None): cb.half.asks = False
+    if cb := getattr(learn, 'mixed_precision', None): cb.half = cb.half.without_measure()
     return learn
 def half(model, **kwargs): return unmeasured(model, bf16, **kwargs)
 

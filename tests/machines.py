@@ -15,7 +15,7 @@ class Fake(Machine):
     def __init__(self,
         kind, # Of its devices; 'rocm' ones have the type 'cuda'
         name, # Of each device
-        capability=(), # As from `Machine.capability`
+        capability=(), # As from `Machine.capability`: a version, names of instructions, or None
         no_dtype=(), # Dtypes that it can't compute in at all
         no_forward={}, # Layer -> dtypes of the input that its forward pass raises for
         no_backward={}, # Layer -> dtypes that its backward pass raises for
@@ -69,6 +69,7 @@ machines = {
     'MPS':      lambda: Fake('mps', 'this MPS'),
     'MPS, macOS 13': lambda: Fake('mps', 'this MPS', no_dtype={bf16}),
     'XPU':      lambda: Fake('xpu', 'this XPU'),
+    'HPU':      lambda: Fake('hpu', 'this HPU', None, times={f16:50.}), # of a kind that nobody here knows
     'AVX2':     lambda: Fake('cpu', 'this CPU', **avx2),
     'AVX2-VNNI-2': lambda: Fake('cpu', 'this CPU', {'avx2','avx_vnni','avx_ne_convert'}, times={f16:9.,bf16:9.},
                                 no_backward={o:{f16,bf16} for o in convs}),

@@ -11,7 +11,6 @@ import torch.multiprocessing as mp
 
 from fastai.distributed import DistributedDL
 from learners import *
-from sick_models import Softmax,net
 
 def everywhere(x):
     "`x` of all ranks, in a list"

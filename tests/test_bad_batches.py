@@ -1,5 +1,5 @@
 "Batches that no loss scale can cure cost their steps and nothing else, and if there are many it is told"
-from mp_callbacks.core.training_steps import TrainingState
+from mp_callbacks.core.training_state import TrainingState
 from mp_callbacks.core.loss_scale import loss_scale_presets
 from learners import *
 
@@ -33,7 +33,7 @@ def test_counters_and_measured_scales():
 def test_in_checkpoints(cut):
     "A run that goes on from numbers has the same scales"
     whole = after(dynamic(), '.xii.i.')
-    saved = dynamic(period=2000).loaded(whole[cut].numbers())
+    saved = dynamic(period=2000).loaded(whole[cut].as_dict())
     assert after(saved, '.xii.i.'[cut:])==whole[cut:]
 
 @pytest.mark.parametrize('name', loss_scale_presets)
@@ -129,7 +129,7 @@ def test_told_once(call):
     learn = ask_nothing(getattr(get_learner(dls=as_dls(*rows())), call)())
     told, = rates(learn.fit, 2)
     assert told.startswith('8 of the steps of this epoch were skipped because gradients were not finite. The inputs')
-    step,said = learn.mixed_precision.steps.told,learn.precision_recorder.summary()
+    step,said = learn.mixed_precision.steps.recent.warned_at,learn.precision_recorder.summary()
     assert step<80 and f'That many steps were skipped was told in step {step}.' in said
     assert 'The loss of 20 of them was inf or nan before' in said
     # the scale is put back 20 times, and that of `to_fp16` is found
@@ -161,7 +161,7 @@ def test_in_a_loop_of_ones_own():
     assert told.startswith('50 of the last 1,000 steps were skipped because gradients were not finite. The loss was')
     steps,data = make_steps(),[*zip(*[o.split(16) for o in rows(1600, every=20)])]
     few = data[:2]+[o for i,o in enumerate(data) if i%20!=1]+data[:1]*8
-    assert rates(train_steps, steps, (data*9+few)*2)==[] and steps.recent_skips<50
+    assert rates(train_steps, steps, (data*9+few)*2)==[] and steps.recent.count<50
 
 def make_steps(**kwargs): return TrainingSteps(model := mlp(), small_adam(model.parameters()), **kwargs)
 
@@ -170,7 +170,7 @@ def test_no_search(loss_scale):
     "The search for the first scale is not told"
     x,y = numbers(16)
     steps = make_steps(loss_scale=loss_scale)
-    assert rates(train_steps, steps, [(x,y*100)]*50)==[] and steps.recent_skips<8 and steps.state.steps==50
+    assert rates(train_steps, steps, [(x,y*100)]*50)==[] and steps.recent.count<8 and steps.state.steps==50
 
 def test_smallest_scale():
     "A step that is skipped with a finite loss at a scale of 1, once one has been made, and none with an infinite loss"
@@ -194,10 +194,10 @@ def test_measured_before_it_is_told():
     learn = beyond_float16(as_dls(*numbers(1600))).to_fp16(dynamic=False, loss_scale=4)
     texts,e = heard(fitted, learn, 1, larger(range(1, 100, 10)))
     assert learn.mixed_precision.state.measured.names==('',) and skipped(learn)==8
-    assert not any('of this epoch' in o for o in texts) and learn.mixed_precision.steps.told is None
+    assert not any('of this epoch' in o for o in texts) and learn.mixed_precision.steps.recent.warned_at is None
 
 def test_not_in_a_look():
     "`lr_find` goes on until training diverges, and tells nothing of many skips"
     learn = ask_nothing(get_learner(cbs=overflow(*range(3, 16))).to_fp16(max_loss_scale=2., headroom=None))
-    assert rates(learn.lr_find, show_plot=False, num_it=16)==[] and learn.mixed_precision.steps.told is None
+    assert rates(learn.lr_find, show_plot=False, num_it=16)==[] and learn.mixed_precision.steps.recent.warned_at is None
     assert skipped(learn)==0 and rates(learn.fit, 2)!=[] # it is at its smallest there

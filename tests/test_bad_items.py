@@ -1,7 +1,7 @@
 "Which items of the data make a batch inf or nan: by the names that the user knows, or by batch and row"
 from fastai.tabular.all import TabularPandas
 from mp_callbacks.core.blame import each_bad
-from mp_callbacks.look.nonfinite import BadItem
+from mp_callbacks.core.nonfinite import BadItem
 from sick_models import *
 
 factors = {20:1e6, 75:math.nan, 127:math.inf, 150:5e7} # the first and the last are finite in float32

@@ -251,6 +251,14 @@ def test_note_to_a_function_of_ones_own(f):
                          'Mixes in float32.')
 
 @has_notes
+def test_note_without_the_function():
+    "Where PyTorch doesn't tell whose backward pass it is"
+    learn = get_learner(nn.Sequential(nn.Linear(8,8), Does(lambda m, x: mix(x)), nn.Linear(8,1)))
+    with patched('mp_callbacks.core.error_notes.function_of', lambda node: None):
+        note = note_of(learn.to_bf16(measure=False).fit, 1)
+    assert note.startswith('In the backward pass, with operations') and 'detect_anomaly() shows which' in note
+
+@has_notes
 def test_note_beside_generated_code():
     "The functions of `torch.fx` belong to no module"
     traced = torch.fx.symbolic_trace(nn.Linear(8,8))

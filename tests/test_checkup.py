@@ -6,9 +6,9 @@ from mp_callbacks.learner.checkup import Checkup,Line
 from mp_callbacks.core.devices import emulation
 from mp_callbacks.learner.looks import BatchTimes
 from sick_models import Overflows
-from test_looks import folder,untouched
+from test_looks import untouched
 
-pytestmark = pytest.mark.filterwarnings('ignore')
+pytestmark = [pytest.mark.filterwarnings('ignore'),pytest.mark.usefixtures('folder')]
 titles = 'Machine,Versions,Precision,Modules,Measured,Last fit,Batches,Noise,Memory,Speed,To do'.split(',')
 all_modes = {'fp32':noop, **with_fp8}
 
@@ -214,8 +214,8 @@ def test_slow(about, text, make, times):
 
 def test_tf32_is_on(monkeypatch):
     "Or the GPU has none: nothing is said"
-    for name,precision in (('H100','high'), ('T4','highest')):
-        monkeypatch.setattr(torch, 'get_float32_matmul_precision', lambda: precision)
+    for name,set_to in (('H100','high'), ('T4','highest')):
+        monkeypatch.setattr(torch, 'get_float32_matmul_precision', lambda: set_to)
         with on_gpu(name): assert 'TF32' not in lines(checkup.precision_checkup(fast()))[1]
 
 @pytest.mark.parametrize('threads,cores,has', [(1,2,False),(1,4,True),(4,8,False),(8,8,False)])

@@ -17,7 +17,7 @@ expected = { # answers for float16, bfloat16 and FP8
     'GTX 1660': 'native emulated no',     'GTX 1080': 'native emulated no',
     'ROCm': 'native native no',           'RTX 4090': 'native native native',
     'MPS': 'native native no',            'MPS, macOS 13': 'native no no',
-    'XPU': 'native native no',
+    'XPU': 'native native no',            'HPU': 'native native no',
     'AVX2': 'emulated emulated no',       'AVX2-VNNI-2': 'emulated emulated no',
     'AVX512': 'emulated emulated no',     'AVX512-BF16': 'emulated native no',
     'EPYC': 'emulated native no',
@@ -31,6 +31,27 @@ def test_support(name):
         assert support(device_of(name), f32)=='native'
         other = 'cuda' if device_of(name)=='cpu' else 'cpu'
         assert {support(other, o) for o in (f32,f16,bf16,fp8)}=={'no'}
+
+@pytest.mark.parametrize('entries,want', [
+    ({}, 'native native no'), ({f16:'never'}, 'emulated native no'),
+    ({f16:'never',bf16:'never'}, 'emulated emulated no')])
+def test_another_kind_of_device(entries, want, monkeypatch):
+    "It needs no entry, or 'never' for what it only emulates; the instructions of the CPU beside it say nothing of it"
+    for dtype,need in entries.items(): monkeypatch.setitem(devices.native_with, ('hpu',dtype), need)
+    with pretend(machine('HPU')):
+        assert [support('hpu', o) for o in (f16,bf16,fp8)]==want.split()
+        assert emulation('hpu', f16).endswith({'emulated native no':'Use to_bf16() or to_native_bf16().',
+                                               'emulated emulated no':'Use to_fp32().'}.get(want, ''))
+    assert [Machine().capability(torch.device(o)) for o in ('hpu','mps','xpu')]==[None]*3
+
+@pytest.mark.parametrize('need', [(2,0), {'bf16'}, set()])
+@pytest.mark.parametrize('name', ['HPU','T4','AMX'])
+def test_entry_of_another_kind(name, need, monkeypatch):
+    "An entry that asks for what PyTorch doesn't tell of a kind of device is an error that says what to write"
+    monkeypatch.setitem(devices.native_with, (device_of(name),bf16), need)
+    told = pytest.raises(ValueError, match=r"native_with\['.*', torch.bfloat16\] = .* Use 'never', or no entry")
+    fits = type(need) is type(machine(name).has)
+    with pretend(machine(name)), nullcontext() if fits else told: support(device_of(name), bf16)
 
 gaps = { # (machine, dtype) -> layers that stay in float32, and a part of the reason
     **{(o,bf16): ((nn.LSTM,), 'no bfloat16 LSTM on this CPU') for o in ('AVX2','AVX512-BF16, forbidden')},
@@ -101,7 +122,7 @@ def overflow(**kwargs):
     learn.to_native_fp16(8., warn_skips=2, **kwargs).fit(1)
 
 def one_of_several():
-    with patched('mp_callbacks.core.training_steps.several_ranks', lambda: True): overflow(rescue=True)
+    with patched('mp_callbacks.core.checked_steps.several_ranks', lambda: True): overflow(rescue=True)
 
 def infinite_loss():
     model = nn.Linear(8,1)

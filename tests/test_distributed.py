@@ -5,6 +5,7 @@ exception. The page about several GPUs promises it. The file takes long because 
 two processes that share the cores."""
 from mp_callbacks.learner.opt_state import read_state
 from ranks import *
+from sick_models import Softmax,net
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 case = partial

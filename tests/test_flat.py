@@ -194,6 +194,8 @@ def shared(i, j):
         return SGD(groups, lr=.1, mom=.9, wd=.1)
     return _make
 
+def halve(p, **kwargs): p.data.mul_(.5)
+
 class OwnStep(Optimizer):
     def step(self, closure=None): super().step(closure)
 
@@ -207,7 +209,8 @@ def wrapped_step(opt):
 
 alone = dict(
     larc = lambda ps: Larc(ps, lr=.1), lamb = lambda ps: Lamb(ps, lr=.1), overlap = shared(5, 4), same = shared(8, 0),
-    own = lambda ps: OwnStep(ps, [sgd_step], lr=.1), instance = lambda ps: wrapped_step(SGD(ps, lr=.1)),
+    own = lambda ps: OwnStep(ps, [sgd_step], lr=.1), unmarked = lambda ps: Optimizer(ps, [halve,sgd_step], lr=.1),
+    instance = lambda ps: wrapped_step(SGD(ps, lr=.1)),
     tensor = lambda ps: with_hyper(SGD(ps, lr=.1), 'lr', torch.tensor(.1)))
 
 @pytest.mark.parametrize('name', alone)
@@ -250,28 +253,28 @@ def extremes(p, largest=None, **kwargs):
     return {'largest': largest}
 def shape(p, **kwargs): return {'dims': p.grad.dim()} # what follows has no list either
 def norm(p, **kwargs): return {'norm': p.grad.norm()}
-def clamped(p, count=None, **kwargs):
-    if count is not None: p.data.clamp_(-1, 1) # in the second step only
-    return {'count': 1}
-def kind(p, **kwargs): return {'is_tensor': float(isinstance(p, torch.Tensor))}
-def truth(p, **kwargs): p.data.mul_(p.grad.data==0)
+def equal(p, **kwargs): p.data.mul_(p.grad.data==0)
+def truth(p, **kwargs): p.data.mul_(1. if p.grad else 0.)
 def counter(p, count=None, **kwargs):
     if count is None: count = torch.zeros(())
     count += 1
     return {'count': count}
-listed,unlisted = (ema,extremes,counter),(shape,norm,kind,truth)
-for f in (*listed,*unlisted,clamped): f.elementwise = True
+listed,unlisted = (ema,extremes,counter),(shape,norm,equal,truth)
+for f in (*listed,*unlisted): f.elementwise = True
 
-@pytest.mark.parametrize('f', [*listed,*unlisted,clamped], ids=lambda f: f.__name__)
+@pytest.mark.parametrize('f', listed, ids=lambda f: f.__name__)
 def test_own_stepper(f, lists, recwarn):
-    "It does what it does in fastai, in one call if a list has what it asks for, and the same comes out"
+    "One that is marked does what it does in fastai, in one call, and the same comes out"
     twins = Twins(of(f), [[nn.Parameter(torch.randn(o)) for o in (3,5,(2,2),7)]])
     twins.steps(4)
-    of_all = [o for o in lists if len(o)==4] # others are copies that it is tried on
-    assert len(of_all)==(4 if f in listed else f is clamped)
-    tried = sum(len(o)==2 for o in lists)
-    assert tried==(1 if f is shape else 2) if f not in unlisted else tried<=2 # without a state, and with one
-    assert not [o for o in recwarn if 'mp_callbacks' in str(o.filename)]
+    assert [*map(len, lists)]==[4]*4 and not [o for o in recwarn if 'mp_callbacks' in str(o.filename)]
+
+@pytest.mark.parametrize('f', unlisted, ids=lambda f: f.__name__)
+def test_asks_for_more(f):
+    "What a list doesn't have is an error in the first step, which names the way out"
+    opt = of(f)([nn.Parameter(torch.randn(3)) for _ in range(2)])
+    new_grads(opt)
+    with pytest.raises(AttributeError, match=r'has no \S+\. Set elementwise=False on the stepper'): step_at_once(opt)
 
 def test_state_of_a_stepper():
     "New tensors, numbers, and tensors of another shape that are there already"

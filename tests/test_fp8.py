@@ -272,7 +272,7 @@ def test_the_cause_names_the_call():
 @each_emulation
 def test_plan(emulate):
     "FP8 keeps less for the backward pass"
-    with kernels, patched('mp_callbacks.core.training_steps.check_fp8'):
+    with kernels, patched('mp_callbacks.core.half.check_fp8'):
         table = learner(mlp(n=256), dls=get_dls(64)).to_fp8(emulate=emulate).precision_plan().table
     row = 'fp8, emulated' if emulate else 'fp8'
     assert [*table.index]==['float32','to_bf16','to_native_bf16',row]

@@ -242,6 +242,32 @@ def test_attention_of_its_own(grad):
     with grad(), torch.autocast('cpu', torch.bfloat16): want = model(x)
     with grad(), unmeasured(model, torch.bfloat16, rules=False): assert torch.equal(model(x), want)
 
+def with_pos(m, x): return m.body(x)+m.pos
+
+def reached(o):
+    "All objects that `o` leads to, but for modules of Python, classes and what these lead to"
+    found,todo = {},[o]
+    while todo:
+        o = todo.pop()
+        if id(o) in found or isinstance(o, (type,type(sys))): continue
+        found[id(o)] = o
+        todo += [v for v in gc.get_referents(o) if not (inspect.isfunction(o) and v is o.__globals__)]
+    return [*found.values()]
+
+@pytest.mark.parametrize('how', [deepcopy,by_pickle])
+def test_copied_while_held(how):
+    "A copy of a model, or of a part of it, leads to nothing of this package and to nothing of the original"
+    model = Does(with_pos, body=net(), pos=torch.zeros(1))
+    half,mine = unmeasured(model, bf16),{id(o) for o in (*model.parameters(),*model.modules())}
+    half.hold('somebody')
+    with torch.no_grad(): model(data()[0])
+    copies = how(model.body),how(model)
+    half.release('somebody')
+    for o in copies:
+        found = reached(o)
+        assert not mine & {*map(id, found)}
+        assert [v for v in found if str(type(v).__module__).startswith('mp_callbacks')]==[]
+
 @pytest.mark.parametrize('how', [deepcopy,by_pickle])
 def test_copied_inside(how):
     "A copy made inside the `with` is an ordinary float32 model with its own parameters, and computes as any other"
@@ -260,9 +286,9 @@ def test_copied_inside(how):
     assert_plain(other)
     with unmeasured(model, bf16, keep='3') as half: again = how(half) # with its model, and switched off
     assert torch.equal(again.model(x), want)
-    again.install()
+    again.hold(0)
     assert not torch.equal(again.model(x), want) and again.policy().equals(half.policy())
-    again.remove()
+    again.release(0)
     assert_plain(again.model)
 
 keeps = dict(

@@ -6,16 +6,11 @@ from fastai.text.all import AWD_LSTM,LMDataLoader,awd_lstm_lm_config,get_languag
 from learners import *
 from mp_callbacks.core.forwards import WrappedForward
 
-pytestmark = pytest.mark.filterwarnings('ignore')
+pytestmark = [pytest.mark.filterwarnings('ignore'),pytest.mark.usefixtures('folder')]
 modes = {'fp32': noop, **modes}
 looks = dict(report=lambda learn: learn.precision_report(batches=2), find=lambda learn: learn.find_nonfinite(),
              plan=lambda learn: learn.precision_plan())
 each_look = pytest.mark.parametrize('look', looks)
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    "An empty folder to be in: `whole_world` reads all files in that of the learner"
-    monkeypatch.chdir(tmp_path)
 
 def frozen(o):
     "A copy of `o` that compares with =="

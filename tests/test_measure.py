@@ -24,7 +24,7 @@ def year_data(n=64):
     return torch.randint(80, (n,), generator=gen),torch.randn(n, 1, generator=gen)
 
 def year_learner(**kwargs): return get_learner(years(), as_dls(*year_data()), opt_func=SGD, **kwargs)
-def answer_of(learn): return learn.mixed_precision.state.measured
+def measured_of(learn): return learn.mixed_precision.state.measured
 
 @contextmanager
 def asked():
@@ -34,7 +34,7 @@ def asked():
         found.append(plain(*args, **kwargs))
         return found[-1]
     with pytest.MonkeyPatch.context() as patch:
-        for o in ('learner.precision','look.explain','core.half'):
+        for o in ('core.checked_steps','core.half'):
             patch.setattr(f'mp_callbacks.{o}.measure_gradients', _measure)
         yield found
 
@@ -72,7 +72,7 @@ def test_learner(call):
     "It is asked once, and says at the caller's line how far, which module, and a line with which nothing is said"
     with told() as said: learn = fitted(getattr(year_learner(), call)())
     found, = said
-    text,ours = str(found.message),answer_of(learn)
+    text,ours = str(found.message),measured_of(learn)
     assert ours.names==('0',) and ours.error>.05>3*ours.autocast and found.filename==inspect.getfile(fitted)
     assert f"{ours.error:.2%} off float32's by our rules, and {ours.autocast:.2%} off under autocast" in text
     assert text.endswith("0. To begin so: keep={'0': 'autocast'}.")
@@ -80,7 +80,7 @@ def test_learner(call):
     assert (row.way,row.why)==('autocast','measured')
     assert str(ours) in repr(ours) and 'As under autocast: 0.' in repr(ours)
     with told() as said: again = fitted(getattr(year_learner(), call)(keep={'0':'autocast'}))
-    assert not said and answer_of(again).names==() and answer_of(again).error is None
+    assert not said and measured_of(again).names==() and measured_of(again).error is None
     assert again.mixed_precision.policy().set_index('module').loc['0'].why=='keep'
 
 def test_as_exact_as_autocast():
@@ -112,7 +112,7 @@ def own_gain():
 def test_the_model_itself():
     "Parameters in no layer: the name is '', for that module alone"
     with told() as said: learn = fitted(in_mode('bf16', own_gain()))
-    assert answer_of(learn).names==('',)
+    assert measured_of(learn).names==('',)
     assert str(said[0].message).endswith("the model itself. To begin so: keep={'': 'autocast'}.")
     ways = half_precision(own_gain(), bf16, keep={'':'autocast'}).ways
     assert (ways[''].name,ways['inp'].name)==('autocast','layer')
@@ -128,8 +128,8 @@ def error_by_rules():
 def test_an_error_that_autocast_does_not_raise(mode):
     "Is infinitely far"
     learn = fitted(in_mode(mode, error_by_rules()))
-    assert answer_of(learn).names==('',) and answer_of(learn).error==math.inf
-    assert 'an error or not finite by our rules' in str(answer_of(learn))
+    assert measured_of(learn).names==('',) and measured_of(learn).error==math.inf
+    assert 'an error or not finite by our rules' in str(measured_of(learn))
 
 def nested(f, *args): return again(lambda *args: 1*again(f, *args), *args)
 def on_cpu(f, *args):
@@ -143,7 +143,7 @@ def test_checkpointed_arguments(how):
     model = Does(lambda m,x: m.out(how(torch.mul, m.inp(x), m.gain)), inp=nn.Linear(8,16), out=nn.Linear(16,1),
                  gain=torch.linspace(.5, 1.5, 16))
     learn = fitted(in_mode('bf16', model))
-    assert answer_of(learn).names==('',) and answer_of(learn).error==math.inf and log_of(learn).finite.all()
+    assert measured_of(learn).names==('',) and measured_of(learn).error==math.inf and log_of(learn).finite.all()
 
 def zeros_like(h): return torch.zeros(h.shape)
 def index(h): return torch.arange(len(h))[:,None].expand(h.shape)
@@ -163,22 +163,22 @@ def test_what_only_float32_can_write(write, rows_from):
     else: model = Does(lambda m, i: m.out(writes[write](m.rows(i))), rows=nn.Embedding(80,16), out=nn.Linear(16,1))
     learn = get_learner(model, as_dls(*year_data()), opt_func=SGD).to_bf16()
     assert log_of(fitted(learn)).finite.all()
-    assert answer_of(learn).error==math.inf and answer_of(learn).names==(('',) if rows_from=='own' else ('rows',))
+    assert measured_of(learn).error==math.inf and measured_of(learn).names==(('',) if rows_from=='own' else ('rows',))
 
 def test_a_way_of_ones_own():
     "Is in question, too"
     class Coarse(Way):
         def around(self, half, module, forward, args, kwargs): return forward(*args, **kwargs)*1.2
     learn = get_learner().to_bf16(way=lambda name, m: Coarse() if name=='2' else None)
-    assert answer_of(fitted(learn)).names==('2',)
+    assert measured_of(fitted(learn)).names==('2',)
 
 def cnn(): return nn.Sequential(nn.Unflatten(1, (2,4)), nn.Conv1d(2,4,3), nn.Flatten(), nn.Linear(8,1))
 
 @pytest.mark.parametrize('make', [mlp,cnn])
 def test_an_ordinary_model_is_measured(make):
     with asked() as found,told() as said: learn = fitted(get_learner(make()).to_bf16())
-    assert len(found)==1 and not said and answer_of(learn).names==() and answer_of(learn).passes==3
-    assert re.fullmatch(r"Gradients of the first batch are within 0\.\d\d% of autocast's\.", str(answer_of(learn)))
+    assert len(found)==1 and not said and measured_of(learn).names==() and measured_of(learn).passes==3
+    assert re.fullmatch(r"Gradients of the first batch are within 0\.\d\d% of autocast's\.", str(measured_of(learn)))
 
 def test_sparse_gradients():
     "As of `nn.Embedding(…, sparse=True)`"
@@ -200,7 +200,7 @@ def test_nothing_to_measure():
     learns = [get_learner(nothing).to_bf16(),get_learner().to_native_bf16(),get_learner().to_bf16(measure=False),
               get_learner(mlp(16)).to_fp8(emulate=True)]
     with asked() as found:
-        for learn in learns: assert answer_of(fitted(learn)) is None
+        for learn in learns: assert measured_of(fitted(learn)) is None
     assert not found
 
 def recur(m, x):
@@ -225,7 +225,7 @@ def test_loops(steps, loops, of):
     else:
         with half, torch.no_grad(): half.model(x)
     own = half.policy().iloc[0]
-    assert half.answer.loops==half.as_measured==loops and half.answer.of==of and not half.answer.names
+    assert half.measured.loops==half.measured.as_autocast==loops and half.measured.of==of and not half.measured.names
     assert (own.way,own.why)==(('autocast','more than 32 operations in a call') if loops else
                                ('own parameters','rounded where they meet activations'))
 
@@ -244,7 +244,7 @@ def test_loops_of_a_learner():
         plain = get_learner(recurrence(9), dls).to_bf16(measure=False)
         plain.fit(1)
     assert [len(found),len(again),len(warned)]==[1,0,0]
-    assert answer_of(learn).loops==other.mixed_precision.half.as_measured==('',)
+    assert measured_of(learn).loops==other.mixed_precision.half.measured.as_autocast==('',)
     assert 'own parameters' in [*plain.mixed_precision.policy().way]
 
 @pytest.mark.parametrize('n,cost', [(64,2*6+1), (3,2*2+1)])
@@ -256,7 +256,7 @@ def test_most_tries(n, cost):
         def run(half):
             if half is None or not half.rules: return [torch.ones(1)]
             tries.append(half)
-            return [torch.ones(1)*(1+len(bad-{*half.as_measured}))]
+            return [torch.ones(1)*(1+len(bad-{*half.measured.as_autocast}))]
         found = compare_with_autocast(half, run, measure.gradients_apart)
         assert len(tries)<=most_tries+2 and {*found.names}>=bad
         if len(bad)==1: assert {*found.names}==bad and len(tries)<=cost+2
@@ -304,14 +304,14 @@ def test_bits(mode, cbs):
 
 def test_tensors_elsewhere():
     "Inputs that want gradients, and parameters of a loss, keep theirs; no hook of an optimizer steps"
-    learn,x = get_learner(loss_func=ScaledLoss()),None
+    learn = get_learner(loss_func=ScaledLoss())
     learn.loss_func.w.grad = torch.tensor(7.)
     seen = []
     def look(learn):
         seen.append((learn.loss_func.w.grad.item(), learn.x.grad))
     def want(learn): learn.xb = (learn.x.clone().requires_grad_(),)
     fitted(learn.to_bf16(), 1, On('before_batch', want, at=[0]), On('before_backward', look, 90, at=[0]))
-    assert seen==[(7.,None)] and answer_of(learn).why==''
+    assert seen==[(7.,None)] and measured_of(learn).why==''
 
 def test_modules_are_put_back():
     "After an error in the middle, too"
@@ -323,7 +323,7 @@ def test_modules_are_put_back():
     learn = in_mode('bf16', Does(forward, body=model))
     with pytest.raises(KeyboardInterrupt): learn.fit(1)
     assert_plain(learn.model)
-    assert answer_of(learn) is None and answer_of(fitted(learn)).names==()
+    assert measured_of(learn) is None and measured_of(fitted(learn)).names==()
 
 def test_memory():
     "Two lists of gradients and a copy of the parameters, beside the parameters and what the cast needs"
@@ -335,7 +335,7 @@ def test_memory():
         for p in model.parameters(): live.add(p)
         half.measure(lambda: model(x).square().mean())
         gc.collect()
-    assert half.answer.why=='' and max(live.log)<=(4*4+2+.5)*n # float32 four times, and half precision
+    assert half.measured.why=='' and max(live.log)<=(4*4+2+.5)*n # float32 four times, and half precision
     assert live.now<4.1*n
 
 # --- Asked again
@@ -348,7 +348,7 @@ def test_once():
     with asked() as found,TemporaryDirectory() as tmp:
         learn = year_learner(path=tmp).to_bf16()
         learn.lr_find(show_plot=False, num_it=20)
-        assert len(found)==1 and answer_of(learn).names==('0',)
+        assert len(found)==1 and measured_of(learn).names==('0',)
         fitted(learn)
         assert len(found)==1
 
@@ -372,14 +372,14 @@ def test_a_batch_that_is_not_finite_says_nothing():
     "The next one is asked, until a step has been made"
     bad = On('before_batch', lambda learn: setattr(learn, 'yb', (learn.y*math.inf,)), at=[0,1])
     with asked() as found: learn = fitted(year_learner(cbs=bad).to_bf16())
-    assert len(found)==1 and answer_of(learn).names==('0',) and skipped(learn)==2
+    assert len(found)==1 and measured_of(learn).names==('0',) and skipped(learn)==2
 
 def test_before_skipped_steps_are_told():
     "What autocast can train isn't skipped for ever, and nobody is told of the steps"
     learn = fitted(beyond_float16().to_fp16(dynamic=False, loss_scale=4, warn_skips=3))
-    assert answer_of(learn).names==() and not skipped(learn)
+    assert measured_of(learn).names==() and not skipped(learn)
     with told() as said: texts,e = heard(fitted, learn, 3, larger())
-    assert answer_of(learn).names==('',) and e is None and skipped(learn)==3 and not said
+    assert measured_of(learn).names==('',) and e is None and skipped(learn)==3 and not said
     text, = texts # which says nothing of steps
     assert text.startswith('Gradients of the first batch are an error or not finite by our rules')
 
@@ -391,12 +391,12 @@ def test_resumed(tmp_path):
     whole = fitted(fitted(new()))
     fitted(first := new()).save('half')
     with asked() as found: fitted(second := new().load('half'))
-    assert not found and same_weights(whole, second) and answer_of(second)==answer_of(first)
+    assert not found and same_weights(whole, second) and measured_of(second)==measured_of(first)
     file = torch.load(tmp_path/'models/half.pth', weights_only=False)
     file['opt']['hypers'] = [{k:o for k,o in d.items() if 'measured' not in k} for d in file['opt']['hypers']]
     torch.save(file, tmp_path/'models/old.pth')
     with asked() as found: fitted(second.load('old'))
-    assert not found and answer_of(second).names==('0',)
+    assert not found and measured_of(second).names==('0',)
     with asked() as found: fitted(new().load('old'))
     assert len(found)==1
     assert {*map(type, first.opt.hypers[0].values())}<={int,float,bool}
@@ -405,7 +405,7 @@ def test_exported(tmp_path):
     learn = fitted(in_mode('bf16', own_gain(), path=tmp_path))
     learn.export()
     loaded = load_learner(tmp_path/'export.pkl', cpu=False)
-    assert loaded.mixed_precision.half.ways[''].why=='measured' and answer_of(loaded)==answer_of(learn)
+    assert loaded.mixed_precision.half.ways[''].why=='measured' and measured_of(loaded)==measured_of(learn)
 
 def test_state_of_steps():
     "Through JSON, too"
@@ -450,7 +450,7 @@ def test_steps():
         assert steps.state.measured.names==('0',) and steps.state.measured.of==of and len(said)==1
     assert loop(years(), *year_data(), measure=False).state.measured is None
     half = loop(years(), *year_data(), half=half_precision(years(), bf16, measure=False), n=0).half
-    assert (half.asks,half.measurable)==(False,False)
+    assert (half.to_measure,half.measurable)==(False,False)
 
 def test_the_first_call_of_a_with():
     "With two items or more; gradients are on, or off"
@@ -460,33 +460,33 @@ def test_the_first_call_of_a_with():
         half = half_precision(model, bf16)
         with told() as said,half,context():
             with model_eval(model): model(x[:1])
-            assert half.asks
+            assert half.to_measure
             pred = model(x)
-        assert half.as_measured==('0',) and half.answer.of=='predictions' and len(said)==1
+        assert half.measured.as_autocast==('0',) and half.measured.of=='predictions' and len(said)==1
         assert (pred-years()(x)).abs().max()<.02 and pred.requires_grad==(context is nullcontext)
         with told() as said,half,context(): model(x)
         assert not said
         assert_plain(model)
     with told(),half_precision(years(), bf16) as half: half.model(x[:2])
-    assert not half.asks
+    assert not half.to_measure
 
 def test_predictions_of_a_learner():
     "A learner that only validates or predicts asks in its first batch; a fit asks for gradients"
     for f in (lambda o: o.validate(), lambda o: o.get_preds(reorder=False)): # in evaluation mode
         learn = get_learner(close_rows(), as_dls(*year_data()), opt_func=SGD).to_bf16()
         with told() as said: f(learn)
-        assert learn.mixed_precision.half.answer.of=='predictions' and len(said)==1
-        assert answer_of(fitted(learn)).names==('rows',)
+        assert learn.mixed_precision.half.measured.of=='predictions' and len(said)==1
+        assert measured_of(fitted(learn)).names==('rows',)
         learn = in_mode('bf16')
         f(learn)
         with asked() as found: fitted(learn)
-        assert len(found)==1 and answer_of(learn).of=='gradients'
+        assert len(found)==1 and measured_of(learn).of=='gradients'
 
 def test_measure_in_any_loop():
     model,(x,y) = years(),year_data()
     half = half_precision(model, bf16)
     found = half.measure(lambda: F.mse_loss(model(x), y))
-    assert found.names==('0',)==half.as_measured and found.of=='gradients'
+    assert found.names==('0',)==half.measured.as_autocast and found.of=='gradients'
     with half,pytest.raises(RuntimeError, match='outside of `with half:`'): half.measure(noop)
     assert 'Not measured: ValueError: as asked' in str(half.measure(raises(ValueError('as asked'))))
 
@@ -507,8 +507,8 @@ def test_not_measured(why, monkeypatch):
         model.set_requires_gradient_sync = noop # as `fully_shard` adds it
     with told() as said: fitted(learn)
     text = dict(memory='out of memory', several='fully_shard', steps='post_accumulate')[why.partition(' ')[0]]
-    assert not said and text in answer_of(learn).why and answer_of(learn).names==()
-    assert f'Not measured: {answer_of(learn).why}' in learn.mixed_precision.policy().set_index('module').loc[''].why
+    assert not said and text in measured_of(learn).why and measured_of(learn).names==()
+    assert f'Not measured: {measured_of(learn).why}' in learn.mixed_precision.policy().set_index('module').loc[''].why
     assert log_of(learn).finite.all()
 
 def test_a_part_of_the_batch():
@@ -522,7 +522,7 @@ def test_a_part_of_the_batch():
     seen.clear()
     def loss(pred, y): return F.mse_loss(pred.view(64), y.view(64))
     learn = fitted(in_mode('bf16', Does(forward, body=mlp()), dls=as_dls(*numbers(64), bs=64), loss_func=loss))
-    assert 64 in seen[:3] and answer_of(learn).why=='' and answer_of(learn).names==()
+    assert 64 in seen[:3] and measured_of(learn).why=='' and measured_of(learn).names==()
     assert first_items((torch.ones(64),torch.ones(3)))[0].shape==(64,)
 
 @pytest.mark.parametrize('part', [False,True])
@@ -594,7 +594,7 @@ def test_what_loss_and_callbacks_count(way):
         if way=='loss': return learn,loss.step
         return learn,(cbs[0].n,cbs[0].t.item(),[*cbs[0].seen],cbs[0].kinds)
     (learn,counted),(other,wanted) = run(),run(measure=False)
-    assert answer_of(learn).names==() and answer_of(learn).error is None
+    assert measured_of(learn).names==() and measured_of(learn).error is None
     assert counted==wanted and same_weights(learn, other)
 
 def test_a_cache_is_not_asked():
@@ -606,8 +606,8 @@ def test_a_cache_is_not_asked():
     model,(x,_) = Does(forward, body=mlp()),numbers(64)
     half = half_precision(model, bf16)
     with half: model(x, cache=cache)
-    assert len(cache.seen)==1 and half.asks
+    assert len(cache.seen)==1 and half.to_measure
     with half,ThreadPoolExecutor(1) as pool: pool.submit(model, x).result()
-    assert half.asks
+    assert half.to_measure
     with half: model(x)
-    assert half.answer.of=='predictions'
+    assert half.measured.of=='predictions'

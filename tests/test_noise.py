@@ -4,9 +4,9 @@ from mp_callbacks.core.ways import Way
 from mp_callbacks.learner.looks import batch_noise
 from mp_callbacks.look.noise import AddedNoise,BatchNoise,most_added
 from test_checkup import all_modes,lines
-from test_looks import attributes,folder,frozen,make,makes,untouched
+from test_looks import attributes,frozen,make,makes,untouched
 
-pytestmark = pytest.mark.filterwarnings('ignore')
+pytestmark = [pytest.mark.filterwarnings('ignore'),pytest.mark.usefixtures('folder')]
 batches = [*zip(*[o.split(16) for o in numbers(64)])] # those of the learners
 
 def to_bits(x, bits):
@@ -202,11 +202,11 @@ def test_what_was_measured():
     "By the first batch of a fit, for the model as it is; native precisions, FP8 and float32 have nothing to measure"
     def said(learn): return lines(learn.precision_checkup())[0]['Measured']
     learn = get_learner(norm=True).to_bf16()
-    assert said(learn).startswith('Not asked yet: ')
+    assert said(learn).startswith('Not measured yet: ')
     learn.fit(1)
     assert said(learn)==repr(learn.mixed_precision.steps.state.measured) and said(learn).startswith('Gradients of the')
     learn.model = mlp()
-    assert said(learn).startswith('Not asked yet: ')
+    assert said(learn).startswith('Not measured yet: ')
     nothing = dict(fp32='no call', native_bf16='autocast alone', native_fp16='autocast alone', fp8='in FP8')
     for mode,text in nothing.items():
         assert re.match(f'Nothing to measure.*{text}', said(all_modes[mode](get_learner())))

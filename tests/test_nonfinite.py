@@ -1,6 +1,6 @@
 "`nonfinite`: what is bad in a batch. The right place is named, precision told from other causes, and `keep` cures."
 from sklearn.datasets import load_digits
-from mp_callbacks.look.nonfinite import diagnose
+from mp_callbacks.core.nonfinite import diagnose
 from sick_models import *
 
 pytestmark = pytest.mark.filterwarnings('ignore:32 steps in a row')

@@ -3,7 +3,7 @@
 As `test_outputs` for modules; test_docs sees that no name in what readers see comes from a hidden cell.
 The file takes long because the pages train models."""
 import pytest
-from test_outputs import cases,check,pool
+from test_outputs import cases,check
 
 @pytest.mark.slow
 @pytest.mark.parametrize('fn', cases(modules=False))

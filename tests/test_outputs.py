@@ -39,11 +39,6 @@ def run_alone(fn, *args):
         pool.submit(os._exit, 0) # by itself a process ends after many seconds, if PyTorch has compiled in it
         return res
 
-@pytest.fixture(scope='module')
-def pool():
-    "A process that forks for notebooks"
-    with ProcessPoolExecutor(1, get_context('spawn')) as res: yield res
-
 def check(fn, flags, pool):
     if error := pool.submit(run_alone, fn, flags).result(): pytest.fail(error, pytrace=False)
 

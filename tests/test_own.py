@@ -446,7 +446,7 @@ def test_two(other, last_first):
     a = half(model)
     with a: want = model(x)
     b = dict(model=half(model), part=half(model[3]), same=a).get(other) # a layer rounds what the part returns
-    enter,leave = (a.install,a.remove) if other=='installed' else (a.__enter__,a.__exit__)
+    enter,leave = (partial(a.hold,0),partial(a.release,0)) if other=='installed' else (a.__enter__,a.__exit__)
     enter()
     b = b or half(model)
     b.__enter__()
@@ -469,9 +469,9 @@ def test_moved_to_another_module():
     assert_plain(model)
     assert_plain(old)
     with mine: assert isinstance(model[1].pos, OwnParameter) and type(old.pos) is nn.Parameter
-    mine.install()
+    mine.hold(0)
     del model[3]
-    mine.remove()
+    mine.release(0)
     assert_plain(model)
 
 def writing(write):

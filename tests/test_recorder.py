@@ -235,6 +235,7 @@ def test_tensorboard(columns, tmp_path):
     if columns: assert read['skipped']==[1,2] and read['loss_scale']==log_of(learn).scale[[3,7]].tolist()
     else: assert not {'skipped','loss_scale'}&{*read}
     assert read['mp_loss_scale_0'][:-1]==log_of(learn).scale[1:].tolist() # the next step's
+    assert any(k.startswith('mp_state ') for k in learn.opt.hypers[0]) # a text, which is a name
     assert np.allclose(read['train_loss'], log_of(learn).loss) and len(read['valid_loss'])==2
 
 def tensor_log(learn): return learn.precision_recorder.tensor_log

@@ -1,7 +1,7 @@
 "`rescue=True`: the modules that half precision makes nan are kept in float32, and training goes on"
 from sick_models import *
-from mp_callbacks.look.nonfinite import Finding
-from mp_callbacks.core.training_steps import find_cure
+from mp_callbacks.core.nonfinite import Finding
+from mp_callbacks.core.skips import find_cure
 
 pytestmark = pytest.mark.filterwarnings('ignore:You are shadowing', 'ignore:.* steps in a row')
 

@@ -2,7 +2,7 @@
 import signal
 
 from faults import *
-from mp_callbacks.core import forwards,half,training_steps
+from mp_callbacks.core import backward,checked_steps,chosen_ways,forwards,half
 from test_inputs import trains
 from tracing import interrupted
 
@@ -10,15 +10,15 @@ pytestmark = pytest.mark.filterwarnings('ignore')
 some_modes = pytest.mark.parametrize('mode', ['fp16_flat_clip','native_bf16'])
 
 places = dict( # what runs in a training batch, in this order: name -> owner, or None for the precision callback
-    before_batch  = None,
-    install       = half.half_precision,
+    do_batch      = None,
+    hold          = half.half_precision,
     __call__      = forwards.WrappedForward,
     linear        = F, # inside a module's own `forward`
-    as_float32    = half,
+    as_float32    = chosen_ways,
     after_pred    = None,
-    mul_grads     = training_steps,
+    mul_grads     = backward,
     before_step   = None,
-    prepare_grads = training_steps,
+    prepare_grads = checked_steps,
     adjust        = DynamicLossScale,
     after_step    = None,
     after_batch   = None)
@@ -52,6 +52,20 @@ def test_interrupt_while_the_scale_is_stored():
         assert now.keys()==before.keys() and now['steps']-before['steps'] in (0,1), n
         before = now
     assert n>1 and learn.mixed_precision.state.steps==before['steps']+1
+
+switches = 'learner/precision.py','core/checked_steps.py','core/half.py','core/switch.py','core/forwards.py','_inside'
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mode', ['fp16','native_bf16'])
+def test_interrupt_at_many_lines(mode):
+    "At each seventh: nobody holds half precision afterwards, no batch is open, and nothing of ours stands in the model"
+    learn,n = fitted(in_mode(mode, norm=True, dls=get_dls(bs=32, n=32))),1
+    steps = learn.mixed_precision.steps
+    while interrupted(lambda: learn.fit(1), n, *switches):
+        assert_plain(learn.model, n)
+        assert not steps.half._holders and not steps.open_batches, n
+        n += 7
+    assert n>300
 
 moments = [('before_batch',20), ('after_pred',-50), ('after_backward',20), ('before_step',20), ('after_step',-50),
            ('after_batch',20)]

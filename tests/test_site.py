@@ -5,7 +5,6 @@ from http.server import SimpleHTTPRequestHandler,ThreadingHTTPServer
 from urllib.parse import unquote
 
 from learners import *
-from mp_callbacks import moved
 from test_docs import pages,words
 
 pytestmark = pytest.mark.slow
@@ -49,9 +48,8 @@ def new_tab(site):
 
 @pytest.fixture(scope='module')
 def texts(site):
-    "The HTML of each page, without those that only lead to another"
-    left_out = {site/'404.html',*[site/f'{o}.html' for o in moved]}
-    found = sorted({*site.rglob('*.html')}-left_out)
+    "The HTML of each page"
+    found = sorted({*site.rglob('*.html')}-{site/'404.html'})
     return {o.relative_to(site).as_posix(): o.read_text(encoding='utf-8') for o in found}
 
 # What is wrong with how a page is laid out, where it can be seen from inside
@@ -142,14 +140,6 @@ def test_plots_in_the_dark(scheme, new_tab):
     tab.goto('core/loss_scale.html')
     style = tab.evaluate("getComputedStyle(document.querySelector('figure img')).filter")
     assert ('invert' in style)==(scheme=='dark')
-
-def test_old_addresses(new_tab):
-    "Lead to the page of the module, and to its heading"
-    tab,errors = new_tab()
-    for old,new in moved.items():
-        tab.goto(f'{old}.html#reference')
-        tab.wait_for_url(f"**/{new.replace('.', '/')}.html#reference")
-    assert errors==[]
 
 @pytest.mark.parametrize('pattern', ['<title>(.*?)</title>','<meta name="description" content="(.*?)"'])
 def test_heads(pattern, texts):

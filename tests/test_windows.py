@@ -65,6 +65,23 @@ def test_error_leaves_no_gradients(mode):
     assert all(p.grad is None for p in learn.model.parameters())
     assert log_of(fitted(learn)).finite.all()
 
+@pytest.mark.parametrize('event,order', [('after_step',5),('after_step',15),('before_step',5),('after_backward',15)])
+@pytest.mark.parametrize('mode', ['fp16','native_bf16'])
+def test_batch_inside_a_step(mode, event, order):
+    "A prediction in the middle of a step, by the learner itself, is no end of the step: it is made, and counted once"
+    def _predict(learn):
+        before = {k:getattr(learn, k) for k in ('xb','yb','pred','loss','loss_grad')}
+        learn.training = False
+        with torch.no_grad(): learn.one_batch(0, (learn.x[:4],learn.y[:4]))
+        learn.training = True
+        vars(learn).update(before)
+    # fastai's recorder can't count in a batch of validation before there was a validation
+    plain,inside = [in_mode(mode, norm=True).remove_cb(Recorder) for _ in range(2)]
+    fitted(plain)
+    fitted(inside, 1, On(event, _predict, order))
+    assert same_weights(plain, inside) and inside.mixed_precision.state.as_dict()==plain.mixed_precision.state.as_dict()
+    assert_clean(inside.model)
+
 @pytest.mark.parametrize('opt', [SGD,partial(OptimWrapper, opt=torch.optim.SGD)], ids=['fastai','torch'])
 @pytest.mark.parametrize('mode', modes)
 def test_batch_ends_after_step(mode, opt):

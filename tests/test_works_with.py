@@ -5,7 +5,7 @@ Models are small and have linear layers, which are fast in emulated half precisi
 import torch._dynamo
 from learners import *
 from interpreters import launch
-from mp_callbacks.look.nonfinite import diagnose
+from mp_callbacks.core.nonfinite import diagnose
 
 some_modes = pytest.mark.parametrize('mode', ['fp16','native_bf16'])
 

@@ -19,12 +19,12 @@ def ddmin(
     works, # Function of a list of some of them: true for all of them, and not for none
     tries:int=None, # Most calls of `works`; None: as many as it takes
 )->list: # In order; all of `names` if there were not enough `tries`
-    """Of `names` as few as `works`: each is needed
+    """Find as few of `names` as `works`: each of them is needed
 
     By halves: for one of n, at most 2 log2(n) calls of `works`. QuickXplain (Junker, AAAI 2004)."""
     left = itertools.repeat(True) if tries is None else itertools.repeat(True, tries)
     def _find(kept, new, names):
-        "What is needed of `names` beside `kept`; `new`: has `kept` not been tried yet?"
+        "Find what is needed of `names` beside `kept`; `new`: `kept` has not been tried yet"
         if new and (next(left) and works(kept)): return []
         if len(names)==1: return names
         first,last = names[:len(names)//2],names[len(names)//2:]
@@ -36,10 +36,10 @@ def ddmin(
 # %% ../../nbs/core/blame.ipynb #b1a3e015
 def each_bad(
     names, # Some things
-    bad, # Function of a list of some of them: is any of them bad?
+    bad, # Function of a list of some of them: True if any is bad
     most:int=None, # Stop after so many; None: find all
 )->list:
-    "Those of `names` that are `bad`, in order. By halves: for one of n, at most 1+2 log2(n) calls of `bad`."
+    "Find those of `names` that are `bad`, in order. By halves: for one of n, at most 1+2 log2(n) calls of `bad`."
     names = [*names]
     if not bad(names): return []
     if len(names)==1: return names
@@ -50,7 +50,7 @@ def each_bad(
 # %% ../../nbs/core/blame.ipynb #bcab7fd4
 def shortest_keep(
     half, # The `half_precision` of the model
-    works, # Function of a `half_precision` that keeps more modules: is all well with it?
+    works, # Function of a `half_precision` that keeps more modules: True if all is well with it
     guess:str='', # Name of the module to try first
 )->list|None: # Names of modules, none inside another; None if no `keep` helps
     """Modules to keep in float32, besides those of `half`, so that it `works`. Each of them is needed.

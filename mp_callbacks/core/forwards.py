@@ -29,7 +29,7 @@ def replaced_forward(
 # %% ../../nbs/core/forwards.ipynb #9b1c2a15s1
 class WrappedForward:
     "While installed, calls of `module` run `around(forward, args, kwargs)`, where `forward` is the module's own"
-    below = False # do those that are installed later call it as they do the module's own `forward`?
+    below = False # True: for those that are installed later it counts as the module's own `forward`
     def __init__(self,
         module:nn.Module, # The module
         around, # Function of the module's own `forward`, its arguments and its keyword arguments
@@ -38,7 +38,7 @@ class WrappedForward:
         self.attrs = vars(module) # to look it up twice in each step takes longer
         self.found = None # the `forward` that was in the module's `__dict__` when this one was installed
         self.replaced = None # what somebody else has put in place of the class's, below all that stand in
-        self.on = False # is `around` called? If not, calls go through.
+        self.on = False # whether `around` is called; else calls go through
         forward = getattr_static(type(module), 'forward') # it may be a static or class method, or a property
         if is_scripted(module): forward = type(module).__getattr__(module, 'forward') # of its class it can't be had
         elif hasattr(forward, '__get__'): forward = forward.__get__(module, type(module))

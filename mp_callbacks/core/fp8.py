@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from .dtypes import cast_tree,half_dtypes
 from .devices import device_name,support
 from .forwards import replaced_forward
-from .torch_internals import scaled_mm
-from .cast import has_plain_weights
-from .ways import Layer,half_before
+from .torch_internals import _scaled_product
+from .cast import _has_plain_weights
+from .ways import Layer,_dtype_before
 
 # %% ../../nbs/core/fp8.ipynb #f8000016
 class Fp8Recipe(NamedTuple):
@@ -29,11 +29,11 @@ class Fp8Recipe(NamedTuple):
 
     Inputs and weights are in e4m3: 4 bits for the exponent, 3 for digits, from 2**-9 to 448. Gradients are in e4m3, or
     in e5m2: 5 and 2 bits, from 2**-16 to 57344 (Micikevicius et al., arXiv:2209.05433)."""
-    rows:bool # One scale for each row or column? If not, one for each tensor.
+    rows:bool # One scale for each row or column; else one for each tensor
     grad_dtype:torch.dtype # Format of the gradients
-    power_of_2:bool # Round scales down to powers of two?
-    weight_grad:bool=True # Compute the gradient of the weight in FP8, too?
-    digits_only:bool=False # Round to the digits of FP8 in float32, as if its range had no ends? To compare with.
+    power_of_2:bool # Round scales down to powers of two
+    weight_grad:bool=True # Compute the gradient of the weight in FP8, too
+    digits_only:bool=False # Round to the digits of FP8 in float32, as if its range had no ends, to compare with
 
     def quantize(self,
         x:Tensor, # Floating tensor that isn't empty
@@ -83,20 +83,20 @@ class Quantized(NamedTuple):
         return self.data.float()/self.scale
 
 def _round_digits(x, dtype):
-    "`x` in float32, rounded to as many binary digits as `dtype` has, with any exponent"
+    "Round `x` in float32 to as many binary digits as `dtype` has, with any exponent"
     digits = 1-math.log2(torch.finfo(dtype).eps)
     mantissa,exponent = torch.frexp(x.float())
     return torch.ldexp((mantissa*2**digits).round()/2**digits, exponent)
 
 # %% ../../nbs/core/fp8.ipynb #f8000020
 def _padded(x, *dims):
-    "`x` in FP8 with `dims` padded to multiples of 16; the bits of zero are 0"
+    "Pad `dims` of `x`, in FP8, to multiples of 16; the bits of zero are 0"
     if all(x.shape[d]%16==0 for d in dims): return x.contiguous()
     ends = [-x.shape[d]%16 if d in dims else 0 for d in (1,0)]
     return F.pad(x.contiguous().view(torch.uint8), (0,ends[0],0,ends[1])).view(x.dtype)
 
 def _matmul(a, b, dtype, fast, emulate):
-    "`a@b` of two `Quantized` matrices in `dtype`; `fast`: may a kernel add up with fewer bits?"
+    "`a@b` of two `Quantized` matrices in `dtype`; `fast` lets a kernel add up with fewer bits"
     if emulate:
         with torch.autocast(a.data.device.type, enabled=False): return (a.dequantize()@b.dequantize()).to(dtype)
     n = b.data.shape[1]
@@ -105,12 +105,12 @@ def _matmul(a, b, dtype, fast, emulate):
     if a.scale.ndim or b.scale.ndim:
         if not fast:
             one = inverse_a.new_ones(())
-            res = scaled_mm(x, y, one, one, out_dtype=torch.bfloat16)[:,:n]
+            res = _scaled_product(x, y, one, one, out_dtype=torch.bfloat16)[:,:n]
             return (res*(inverse_a*inverse_b)).to(dtype)
         rows = inverse_a.expand(len(x), 1).contiguous()
         columns = F.pad(inverse_b.expand(1, n), (0,-n%16), value=1.).contiguous()
-        return scaled_mm(x, y, rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True)[:,:n].to(dtype)
-    return scaled_mm(x, y, inverse_a, inverse_b, out_dtype=dtype, use_fast_accum=fast)[:,:n]
+        return _scaled_product(x, y, rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True)[:,:n].to(dtype)
+    return _scaled_product(x, y, inverse_a, inverse_b, out_dtype=dtype, use_fast_accum=fast)[:,:n]
 
 # %% ../../nbs/core/fp8.ipynb #f8000021
 class _Product(torch.autograd.Function):
@@ -146,7 +146,7 @@ def fp8_linear(
     weight:Tensor, # (out, in)
     bias:Tensor=None, # (out)
     recipe:str|Fp8Recipe='tensorwise', # Name in `fp8_recipes`, or a recipe
-    emulate:bool=False, # Multiply in float32 numbers that are rounded to FP8? For devices without FP8.
+    emulate:bool=False, # Multiply in float32 numbers that are rounded to FP8, for devices without FP8
 )->Tensor: # (…, out), in the dtype of `x`
     """`F.linear` that rounds the factors of its three products to FP8: `x`, `weight` and the gradient of the result
 
@@ -157,7 +157,7 @@ def fp8_linear(
     if x.dtype not in (torch.float32,*half_dtypes):
         raise TypeError(f"x has the dtype {x.dtype}, which can't be rounded to FP8 here. Use x.float().")
     emulate = emulate or recipe.digits_only
-    if not emulate and not torch.compiler.is_compiling(): check_fp8(x.device) # what has been asked can't be traced
+    if not emulate and not torch.compiler.is_compiling(): check_fp8(x.device) # this check can't be traced
     if not x.numel() or not weight.numel(): res = F.linear(x, weight.to(x.dtype)) # such as an expert without tokens
     else: res = _Product.apply(x.reshape(-1, x.shape[-1]), weight, recipe, emulate).view(*x.shape[:-1], -1)
     return res if bias is None else res+bias.to(res.dtype)
@@ -173,7 +173,7 @@ def check_fp8(
 
 # %% ../../nbs/core/fp8.ipynb #f8000025
 class Fp8Product(Layer):
-    "With half-precision weights, as other layers, which are rounded to FP8, as are the input and the gradient"
+    "A layer with half-precision weights, as others, that rounds them to FP8, as it does the input and the gradient"
     name = 'fp8'
     compiled = True
 
@@ -185,11 +185,11 @@ class Fp8Product(Layer):
         self.fp8,self.layer = fp8,layer
 
     def compute_dtype(self, half):
-        "That of inputs and weights"
+        "The dtype of inputs and weights"
         return torch.float8_e4m3fn
 
     def compute(self, layer, x):
-        "What the layer returns, computed in FP8"
+        "Compute what the layer returns, in FP8"
         half = layer.half
         params = layer.copies() or layer.cast_now() if torch.is_autocast_enabled(half.device_type) else None
         if params is None: return layer.class_forward(x)
@@ -197,7 +197,7 @@ class Fp8Product(Layer):
         return fp8_linear(x, *params, self.fp8.recipe, self.fp8.emulate)
 
     def in_half(self, module):
-        "Without FP8"
+        "The way without FP8"
         return self.layer
 
 # %% ../../nbs/core/fp8.ipynb #f80000s1
@@ -205,7 +205,7 @@ class Fp8Product(Layer):
 class Fp8:
     "How the linear layers of a model multiply in FP8. Raises `ValueError` or `TypeError` for bad values."
     recipe:str|Fp8Recipe='tensorwise' # Name in `fp8_recipes`, or a recipe
-    emulate:bool=False # Multiply in float32 numbers that are rounded to FP8? For devices without FP8.
+    emulate:bool=False # Multiply in float32 numbers that are rounded to FP8, for devices without FP8
 
     def __post_init__(self):
         get_recipe(self.recipe)
@@ -216,7 +216,7 @@ class Fp8:
         named:dict, # Name -> module
         ways:dict, # Name -> `Way` without FP8
     )->dict: # Name -> `Way` of the layers that can multiply in FP8
-        "How layers multiply in FP8. The `ways` of those that can't are told why. Raises `ValueError` if none can."
+        "How layers multiply in FP8; the `ways` of those that can't say why. Raises `ValueError` if none can."
         if half.dtype!=torch.bfloat16 or not half.rules:
             raise ValueError(f"fp8={self} needs bfloat16 and rules=True, and the model computes in {half.dtype} with "
                              f"rules={half.rules}. Use half_precision(model, torch.bfloat16, fp8=…).")
@@ -233,8 +233,8 @@ class Fp8:
 def _why_not(name, named, linear, ways):
     "Why the linear layer `name` doesn't multiply in FP8; empty if it does"
     module = named[name]
-    if not has_plain_weights(module): return 'its weight or bias is computed'
-    if half_before(module): return ways[name].why
+    if not _has_plain_weights(module): return 'its weight or bias is computed'
+    if _dtype_before(module): return ways[name].why
     if replaced_forward(module) or not isinstance(ways[name], Layer): return 'a forward of its own'
     if any(isinstance(named[name[:i]], nn.MultiheadAttention) for i,c in enumerate(name) if c=='.'):
         return 'inside MultiheadAttention'

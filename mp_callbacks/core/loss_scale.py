@@ -39,7 +39,7 @@ def _check_scale(self, name, way_out):
 class LossScale:
     "What loss scales have in common: they are frozen values, multiply, and can be saved"
     state_fields = () # fields that `adjust` changes
-    wants_amax = False # does `adjust` need the largest gradient?
+    wants_amax = False # whether `adjust` needs the largest gradient
 
     def scale(self, tree):
         "Multiply the floating tensors of `tree`, such as a loss, by the loss scale"
@@ -56,7 +56,7 @@ class LossScale:
         return self.adjust(stats.finite, stats.amax)
 
     def state_dict(self):
-        "The `state_fields`: plain numbers"
+        "The numbers of `state_fields`"
         return {o:getattr(self,o) for o in self.state_fields}
 
     def load_state_dict(self,
@@ -103,7 +103,7 @@ class StaticLossScale(LossScale):
     def __post_init__(self): _check_scale(self, 'loss_scale', '1. for no scaling')
 
     def adjust(self, finite, amax=None):
-        "`self`, whether or not the gradients were `finite`"
+        "Return `self`, whether or not the gradients were `finite`"
         return self
 
 # %% ../../nbs/core/loss_scale.ipynb #1f8242d5
@@ -117,7 +117,7 @@ class DynamicLossScale(LossScale):
     min_loss_scale:float = 1. # Floor
     max_loss_scale:float = default_cap # Cap
     backoff:float = None # Factor by which the scale shrinks; None: 1/`factor`
-    consecutive:bool = True # Must the finite steps be in a row? If not, an overflow does not reset `counter`
+    consecutive:bool = True # The finite steps must be in a row; else an overflow does not reset `counter`
     growth_delay:int = 0 # Finite steps needed beyond `period` to grow at first, and again after each overflow
     hysteresis:int = 1 # Number of overflows that make the scale shrink
     refill:str = 'growth' # When to reset `forgiven`: 'growth', 'finite', 'backoff', or several, as 'finite+backoff'
@@ -125,7 +125,7 @@ class DynamicLossScale(LossScale):
     at_max:str = 'clip' # If the scale would grow above the cap: 'clip' it, or 'keep' the scale as it is
     forgiven:int = 0 # Overflows that count towards `hysteresis`
     headroom:float = None # Powers of two to leave above the first step's largest gradient; None: don't measure
-    found:bool = False # With a `headroom`: has the scale been found?
+    found:bool = False # With a `headroom`: the scale has been found
 
     state_fields = 'loss_scale','counter','forgiven','found' # changed by `adjust`; the others are settings
     ordered_fields = (('min_loss_scale','max_loss_scale'), ('min_loss_scale','loss_scale'),
@@ -163,11 +163,11 @@ class DynamicLossScale(LossScale):
 
     @property
     def wants_amax(self):
-        "Does `adjust` need the largest gradient of a finite step?"
+        "Whether `adjust` needs the largest gradient of a finite step"
         return self.headroom is not None and not self.found
 
     def adjust(self,
-        finite:bool, # Were all gradients of this step finite? Also a tensor or array of one bool
+        finite:bool, # All gradients of this step were finite; also a tensor or array of one bool
         amax:float=None, # Largest absolute value in them, unscaled; needed only if `wants_amax`
     )->'DynamicLossScale': # For the next step; the gradients of this one are unscaled with `self`
         "The scale of the next step, given whether the gradients of this one were `finite`"

@@ -12,6 +12,8 @@ import re
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .torch_internals import _compiled_call
+
 # %% ../../nbs/core/modules.ipynb #9b1c2a09
 def unwrap(
     model:nn.Module, # Model, perhaps inside `DistributedDataParallel` or compiled
@@ -35,13 +37,13 @@ def compiled_parts(
     model:nn.Module, # Any model
 )->set: # Of modules
     "The modules that `torch.compile` compiles"
-    compiled = [m for m in model.modules() if m._compiled_call_impl is not None or '_orig_mod' in m._modules]
+    compiled = [m for m in model.modules() if _compiled_call(m) is not None or '_orig_mod' in m._modules]
     return {o for m in compiled for o in m.modules()}
 
 def is_scripted(
     module:nn.Module, # Any module
 )->bool:
-    "Has TorchScript made `module`, by `torch.jit.script` or `torch.jit.trace`?"
+    "Return whether TorchScript has made `module`, by `torch.jit.script` or `torch.jit.trace`"
     return any(o.__module__.startswith('torch.jit.') for o in type(module).__mro__)
 
 def parameter_name(

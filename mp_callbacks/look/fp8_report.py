@@ -14,8 +14,8 @@ from torch import nn
 
 from ..core.half import half_precision
 from ..core.blame import ddmin,keep_option
-from .nonfinite import trace_batch
-from .half_report import clones,compare_gradients,error_in_words,relative
+from ..core.nonfinite import trace_batch
+from .half_report import _clones,_compare_gradients,_error_in_words,_relative
 from ..core.fp8 import Fp8,Fp8Product,get_recipe
 
 # %% ../../nbs/look/fp8_report.ipynb #f8a00016
@@ -54,7 +54,7 @@ class Fp8Report:
     def __repr__(self):
         if not math.isfinite(self.bfloat16_error):
             return "In bfloat16, gradients are not finite, so FP8 is not the cause: ask learn.find_nonfinite()."
-        res = (f"In FP8, gradients {error_in_words(self.error)}. Rounding to the digits of FP8 alone makes "
+        res = (f"In FP8, gradients {_error_in_words(self.error)}. Rounding to the digits of FP8 alone makes "
                f"{self.digits_error:.2%}, and bfloat16 {self.bfloat16_error:.2%}. ")
         if self.keep is None: return f"{res}No choice of layers in FP8 is exact enough: use to_bf16()."
         if not self.keep: return f"{res}No layer has to be taken out of FP8."
@@ -98,17 +98,17 @@ def measure_fp8(
     return in memory. Parameters, buffers, gradients and random number generators are as before. Raises `ValueError` if
     the batch is not finite in float32, and for a model without FP8."""
     if half.fp8 is None: raise ValueError("The model isn't in FP8. Use half_precision(…, fp8=Fp8()).")
-    def _run(half): return trace_batch(model, compute_loss, half, clones)
+    def _run(half): return trace_batch(model, compute_loss, half, _clones)
     full,seen = _run(None),_run(half)
     digits_only = replace(half.fp8, recipe=report.recipe._replace(digits_only=True))
-    errors,error = compare_gradients(seen, full)
-    digits,digits_error = compare_gradients(_run(half.replace(fp8=digits_only)), full)
-    _,bfloat16_error = compare_gradients(_run(half.replace(fp8=None)), full)
+    errors,error = _compare_gradients(seen, full)
+    digits,digits_error = _compare_gradients(_run(half.replace(fp8=digits_only)), full)
+    _,bfloat16_error = _compare_gradients(_run(half.replace(fp8=None)), full)
     none = 0.,0. # frozen
     for call in seen.calls:
         if not isinstance(half.ways[call.name], Fp8Product): continue
-        found = {'gradient error':relative(errors.get(call.name, none)),
-                 'digits only':relative(digits.get(call.name, none))}
+        found = {'gradient error':_relative(errors.get(call.name, none)),
+                 'digits only':_relative(digits.get(call.name, none))}
         for factor,ts in zip(_factors, (call.args,[call.module.weight.detach()],sum(call.grad_out, []))):
             for t in ts: found.update(_describe(factor, t, report))
         row = report.layers.setdefault(call.name, dict.fromkeys(_columns, 0.))
@@ -121,7 +121,7 @@ def measure_fp8(
     names = [name for name in layers if name in {*report.keep,*[o[0] for o in report.outliers()]}]
     def _works(names):
         if len(names)==len(layers): return bfloat16_error<=limit
-        return (compare_gradients(_run(half.keeping(names, half.dtype)), full)[1] if names else error)<=limit
+        return (_compare_gradients(_run(half.keeping(names, half.dtype)), full)[1] if names else error)<=limit
     if error>limit and not _works(names):
         others = [name for name in layers if name not in names]
         names = names+ddmin(others, lambda tried: _works(names+tried)) if _works(layers) else layers

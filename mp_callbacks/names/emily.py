@@ -29,7 +29,7 @@ accumulate_grad = cast_params # named for its direction
 def has_overflow(
     structure, # Tensors in any structure, see `leaves`
 )->bool:
-    "Is any number in `structure` infinite or not a number?"
+    "Return whether any number in `structure` is infinite or not a number"
     return not all_finite(structure).item()
 
 # %% ../../nbs/names/emily.ipynb #429621f0
@@ -72,7 +72,7 @@ def unscale(
 # %% ../../nbs/names/emily.ipynb #ada6db6a
 def update(
     scaler:LossScaler, # The scaler of this step
-    overflow:bool, # Was there an overflow?
+    overflow:bool, # There was an overflow
 )->LossScaler: # The scaler of the next step
     "The scaler that follows `scaler`. Raises `TypeError` if `overflow` isn't a bool."
     if not isinstance(overflow, bool):

@@ -26,7 +26,7 @@ def convert_network(
 # %% ../../nbs/names/fastai16.ipynb #d7690a77
 def get_master(
     opt, # An optimizer with `param_lists`, such as fastai's
-    flat_master:bool=False, # One flat tensor for each parameter group?
+    flat_master:bool=False, # One flat tensor for each parameter group
 )->tuple: # Two lists with a list for each group: parameters of the model, and master weights
     "Trainable parameters of `opt`, and float32 master weights for them"
     def _master(p): return nn.Parameter(p.detach().clone().float())
@@ -46,7 +46,7 @@ def copy_clone(
 def to_master_grads(
     model_pgs:list, # Lists of the model's parameters, from `get_master`
     master_pgs:list, # Lists of their master weights
-    flat_master:bool=False, # Is there one flat tensor for each group?
+    flat_master:bool=False, # There is one flat tensor for each group
 ):
     "Copy the gradients of `model_pgs` to `master_pgs`, in float32"
     for model_ps,master_ps in zip(model_pgs,master_pgs):
@@ -61,7 +61,7 @@ def to_master_grads(
 def to_model_params(
     model_pgs:list, # Lists of the model's parameters, from `get_master`
     master_pgs:list, # Lists of their master weights
-    flat_master:bool=False, # Is there one flat tensor for each group?
+    flat_master:bool=False, # There is one flat tensor for each group
 ):
     "Copy the weights of `master_pgs` to `model_pgs`"
     for model_ps,master_ps in zip(model_pgs,master_pgs):
@@ -72,12 +72,12 @@ def to_model_params(
 def test_overflow(
     x:torch.Tensor, # A tensor of any dtype
 )->bool:
-    "Is anything in `x` infinite or not a number?"
+    "Return whether anything in `x` is infinite or not a number"
     return not x.isfinite().all().item()
 test_overflow.__test__ = False # pytest would collect it for its name
 
 def grad_overflow(
     pgs:list, # Lists of parameters
 )->bool:
-    "Is anything in the gradients of `pgs` infinite or not a number?"
+    "Return whether anything in the gradients of `pgs` is infinite or not a number"
     return any(test_overflow(p.grad) for pg in pgs for p in pg if p.grad is not None)

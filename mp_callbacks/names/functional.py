@@ -25,7 +25,7 @@ class Grads(NamedTuple):
     "Loss and gradients from `value_and_grad`"
     value:Tensor # The loss, neither scaled nor in half precision
     grads:object # A structure like the first argument, None for leaves without gradient; of a module a dict by name
-    finite:Tensor # Are all gradients finite? One bool
+    finite:Tensor # One bool: all gradients are finite
     aux:object=() # The `aux` that the function returned
 
 # %% ../../nbs/names/functional.ipynb #cfeeabf9
@@ -33,7 +33,7 @@ def value_and_grad(
     f:Callable, # Function of a model (module or tensor structure) and other arguments; returns a loss or `(loss, aux)`
     dtype:torch.dtype|str=torch.float16, # Half-precision dtype to compute in; None: cast nothing
     scale=None, # Loss scale: a number, a tensor with one element, or an object with a `loss_scale`
-    has_aux:bool=False, # Does `f` return `(loss, aux)`?
+    has_aux:bool=False, # `f` returns `(loss, aux)`
     keep=(), # Modules to keep in float32, see `half_precision`
 )->Callable: # Takes the arguments of `f`, returns `Grads`
     "Compute `f` in `dtype`, and the gradient of its first argument with the loss scale `scale`, unscaled at the end"
@@ -70,7 +70,7 @@ def optimizer_update(
     optimizer, # A `torch.optim.Optimizer` of the model's parameters, or an object with `update(grads, state, params)`
     optimizer_state, # State of the optimizer; None if the optimizer keeps it
     grads, # Gradients, as from `value_and_grad`
-    grads_finite:bool|Tensor, # Are they finite?
+    grads_finite:bool|Tensor, # They are finite
 )->tuple: # Model and state; a module, and the parameters of a `torch.optim.Optimizer`, are changed in place
     "Step if `grads_finite`, else change nothing: neither parameters, nor state, nor counts"
     params = model
@@ -92,7 +92,7 @@ def optimizer_update(
 def all_finite(
     tree, # Any structure, see `leaves`
 )->Tensor: # One bool, on the device of the first tensor
-    "Is every floating or complex number in `tree` finite?"
+    "Return whether every floating or complex number in `tree` is finite"
     def _ok(t): return (t if t.dtype.itemsize>1 else t.float()).isfinite().all() # float8 has no `isfinite`
     res = [_ok(torch.as_tensor(o)) for o in leaves(tree) if isinstance(o, (Tensor,float,complex))]
     return torch.stack([o.to(res[0].device) for o in res]).all() if res else torch.tensor(True)

@@ -136,7 +136,7 @@ class DynamicLossScaling:
 def scaled(
     func, # Returns a loss, or `(loss, aux)`
     scaling, # The loss scale: a number, a tensor of one, or anything with a `loss_scale`
-    has_aux:bool=False, # Does `func` return `(loss, aux)`?
+    has_aux:bool=False, # `func` returns `(loss, aux)`
 ): # A function like `func`
     "`func`, but its loss is multiplied by `scaling`, in float32"
     @wraps(func, updated=())
@@ -149,7 +149,7 @@ def scaled(
 def filter_value_and_grad(
     func, # Function of a model (a module or a structure of tensors) and a batch; returns a loss, or `(loss, aux)`
     scaling, # The loss scale; may be None if `use_mixed_precision` is False
-    has_aux:bool=False, # Does `func` return `(loss, aux)`?
+    has_aux:bool=False, # `func` returns `(loss, aux)`
     use_mixed_precision:bool=True, # If not, nothing is cast or scaled
 ): # Takes the arguments of `func`; returns `(value, scaling, grads_finite, grads)`; `value` may be `(value, aux)`
     "The value of `func` and its gradient with respect to its first argument, in mixed precision"
@@ -166,7 +166,7 @@ def filter_value_and_grad(
 def filter_grad(
     func, # Function of a model (a module or a structure of tensors) and a batch; returns a loss, or `(loss, aux)`
     scaling, # The loss scale; may be None if `use_mixed_precision` is False
-    has_aux:bool=False, # Does `func` return `(loss, aux)`?
+    has_aux:bool=False, # `func` returns `(loss, aux)`
     use_mixed_precision:bool=True, # If not, nothing is cast or scaled
 ): # Takes the arguments of `func`; returns `(scaling, grads_finite, grads)` or `(scaling, grads_finite, grads, aux)`
     "The gradient of `func` with respect to its first argument, in mixed precision"

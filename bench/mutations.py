@@ -28,8 +28,8 @@ import pandas as pd
 from common import command,machine,markdown
 
 root = Path(__file__).resolve().parent.parent
-core = '''loss_scale grads modules processes restore forwards own cast ways switch chosen_ways half error_notes backward
-    pending_step training_state skips misuse checked_steps training_steps'''.split()
+core = '''loss_scale grads modules processes restore returned forwards own cast ways switch chosen_ways half error_notes
+    backward pending_step training_state skips misuse checked_steps training_steps'''.split()
 modules = {o:f'mp_callbacks/core/{o}.py' for o in core}
 modules |= {o:f'mp_callbacks/learner/{o}.py' for o in ('precision','callback')}
 

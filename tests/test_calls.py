@@ -119,7 +119,8 @@ refused = [ # a call, its arguments, and what it says instead: which call takes 
     ('to_fp16', dict(loss_scale='apex', scale_wait=100), r"as in DynamicLossScale\.preset\('apex', period=100\)"),
     ('to_fp16', dict(loss_scale='torch', dynamic=False), 'Leave it out'),
     ('to_fp16', dict(loss_scale=DynamicLossScale(), max_loss_scale=8.), 'max_loss_scale=8.0'),
-    ('to_fp16', dict(loss_scale=1024., dynamic=False, headroom=3.), 'beside dynamic=False'),
+    ('to_fp16', dict(loss_scale=1024., dynamic=False, headroom=3.), 'beside dynamic=False. Leave it out.$'),
+    ('to_fp16', dict(loss_scale=StaticLossScale(8.), scale_wait=3), r'beside loss_scale=Static.*\. Leave it out.$'),
     ('to_native_fp16', dict(init_scale='torch', growth_interval=100), 'period=100'),
     ('to_native_fp16', dict(init_scale=DynamicLossScale(), backoff_factor=.25), 'backoff=0.25')]
 
@@ -267,6 +268,16 @@ def test_note_beside_generated_code():
     assert note.startswith('In the backward pass of Mixes, which 1')
 
 @has_notes
+@pytest.mark.parametrize('where', ['inside the model','beside it'])
+def test_no_note_to_our_own_error(where):
+    "It says by itself what to do"
+    def _wrong(*args): half_precision(mlp(), 'float61')
+    model = Does(lambda m, x: _wrong() or x, lin=nn.Linear(8,8)) if where=='inside the model' else mlp()
+    with pytest.raises(ValueError, match="float61") as e:
+        with half(model): model(torch.ones(2,8)).sum(); _wrong()
+    assert not hasattr(e.value, '__notes__')
+
+@has_notes
 def test_no_note_to_an_error_of_another_kind():
     "Such as a key that is not there, though its text names dtypes"
     net = Does(raises(KeyError('expected scalar type Half but found Float')), f=nn.Linear(8,8))
@@ -347,6 +358,18 @@ def test_both_by_hand(how):
         assert same_weights(learn, other)
     if how=='fit': assert not any(isinstance(cb, (PrecisionCallback,ModelToHalf)) for cb in other.cbs)
 
+def test_events_of_a_half():
+    "`ModelToHalf` takes functions for events, as fastai's does, and still says what it needs"
+    seen = []
+    def _saw(name): return lambda self: seen.append((name,type(self)))
+    events = {o:_saw(o) for o in ('before_fit','after_pred','after_fit')}
+    learn = get_learner(cbs=[ModelToHalf(**events),MixedPrecision()])
+    fitted(learn)
+    assert [*dict.fromkeys(seen)]==[(o,ModelToHalf) for o in events]
+    with pytest.raises(ValueError, match='only together with MixedPrecision'):
+        fitted(get_learner(cbs=ModelToHalf(before_fit=noop)))
+    with pytest.raises(TypeError, match='has no option before_fits. It has dtype, keep'): ModelToHalf(before_fits=noop)
+
 made = dict(half=ModelToHalf, half2=lambda: ModelToHalf('bf16'), native=NativeMixedPrecision,
     mixed=lambda: MixedPrecision(max_loss_scale=2.**10), mixed2=lambda: MixedPrecision(dynamic=False),
     amp=fp16.MixedPrecision, non_native=fp16.NonNativeMixedPrecision)
@@ -365,6 +388,26 @@ def test_two_precisions(names):
     with pytest.raises(ValueError, match=added[names]): learn.fit(1)
     unchanged(learn, before, named=names in ('half','mixed'))
     trains(learn.to_bf16())
+
+def _halved(learn): learn.model.half()
+def _two(learn): learn.add_cb(fp16.MixedPrecision())
+def _replaced(learn): learn.to_bf16(keep='2').model = nn.Sequential(nn.Linear(8,1))
+def _interrupted(event): return lambda learn: learn.add_cb(Now(event, raises(KeyboardInterrupt())))
+
+@pytest.mark.parametrize('look', [Learner.validate, lambda learn: learn.get_preds(with_loss=True)])
+@pytest.mark.parametrize('spoil,error', [(_halved,ValueError), (_two,ValueError), (_replaced,ValueError),
+    (_interrupted('before_fit'),KeyboardInterrupt), (_interrupted('before_epoch'),KeyboardInterrupt)])
+def test_validation_after_an_error(spoil, error, look):
+    "An error at the start of a validation leaves the learner as before: the next one doesn't wait for a lock"
+    learn = get_learner().to_bf16()
+    spoil(learn)
+    kept = [*learn.cbs],learn.logger,learn.create_mbar,learn.loss_func.reduction
+    with pytest.raises(error): look(learn)
+    assert not learn.lock.locked()
+    assert ([*learn.cbs],learn.logger,learn.create_mbar,learn.loss_func.reduction)==kept
+    learn.model = mlp()
+    learn.to_bf16()
+    look(learn)
 
 begin = dict( # what those of a call begin with
     to_fp16        = dict(loss_scale=512, flat_master=False, dynamic=True, max_loss_scale=2.**24, div_factor=2.,

@@ -151,7 +151,7 @@ def test_bad_value(args, says, capsys, tmp_path, monkeypatch):
 
 def test_unsupported_precision(run):
     "is left out, and named"
-    with pretend(Fake('cpu', 'this CPU', no_dtype={f16})): code,out,err = run()
+    with pretend(Fake('cpu', 'this CPU', set(), no_dtype={f16})): code,out,err = run()
     assert code==0 and re.findall(r'Training in (\w+)', err)==['fp32','bf16','native_bf16']
     assert "This CPU can't compute fp16, native_fp16\n" in out
 

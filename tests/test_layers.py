@@ -203,7 +203,7 @@ def test_without_a_private_name(name, forked_before, tmp_path):
     assert rest.startswith('inputs ') and ('own parameters' in rest)==(name!='_C.DisableTorchFunctionSubclass')
 
 methods = ('to_fp16 to_bf16 to_fp8 to_native_fp16 to_native_bf16 to_fp32 to_native_fp32 to_non_native_fp16 '
-           'to_non_native_fp32 one_batch _with_events create_opt save export to_contiguous '
+           'to_non_native_fp32 one_batch _with_events validation_context create_opt save export to_contiguous '
            'find_nonfinite precision_plan precision_report precision_checkup').split()
 
 changes = '''if True:

@@ -204,6 +204,11 @@ def test_wrong_arguments():
     for batch in (torch.zeros(16,8), {'x':1}):
         with pytest.raises(TypeError, match='batch is a .* must be a tuple of inputs and targets.*one_batch'):
             learn.find_nonfinite(batch)
+    for batch in (3,'a',torch.zeros(16,8)):
+        with pytest.raises(TypeError, match='batch is a .* must be a tuple.*one_batch'): learn.precision_checkup(batch)
+    for n in ('a',True,-1,math.nan):
+        with pytest.raises(ValueError, match=f'seconds={n!r} must be a number, 0 or more. Leave it out'):
+            learn.find_nonfinite(seconds=n)
     for n in (0,True,1.5):
         with pytest.raises(ValueError, match=f'batches={n!r} must be an int, at least 1. The default is 4'):
             learn.precision_report(batches=n)

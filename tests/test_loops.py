@@ -91,6 +91,49 @@ def test_several_in_a_learner(mode, tmp_path):
     fitted(learn)
     assert not same(state(learn), before) and same(state(learn.load('both')), before)
 
+# gradients from outside a step
+
+@pytest.mark.parametrize('half', [f32,bf16,f16])
+def test_a_step_begins_without_gradients(half):
+    "None of a look from outside; those of the step's batches stay, and what is added inside of them"
+    steps,other = new(half),new(half)
+    mse_of(steps.model, *data[0]).mul(1000).backward()
+    for o in (steps,other):
+        for xy in data[:2]: batch(o, *xy)
+    assert steps.make().norm==other.make().norm
+    for xy in data[:2]:
+        with steps.batch():
+            for p in steps.model.parameters(): p.grad = torch.full_like(p, 1000) if p.grad is None else p.grad
+            steps.backward(mse_of(steps.model, *xy))
+    assert steps.make().norm>1000
+
+def gan(half=None):
+    "Losses of the critic, in 20 steps, by a plain loop or by ours, in which its gradients are those of its own loss"
+    torch.manual_seed(0)
+    parts = make,critic = nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.Linear(16,8)),mlp()
+    opts,noise,losses = [torch.optim.SGD(o.parameters(), .05) for o in parts],torch.randn(20,64,8),[]
+    real = numbers()[0]
+    def of_critic(z): return (F.softplus(-critic(real))+F.softplus(critic(make(z).detach()))).mean()
+    def of_maker(z): return F.softplus(-critic(make(z))).mean()
+    both = half and [TrainingSteps(m, o, half, measure=False) for m,o in zip(parts, opts)]
+    for z in noise:
+        for i,loss_of in ((1,of_critic),(0,of_maker)):
+            if half:
+                with both[i].batch(), both[1-i].half: both[i].backward(loss := loss_of(z))
+                both[i].make()
+            else:
+                opts[i].zero_grad()
+                (loss := loss_of(z)).backward()
+                opts[i].step()
+            losses.append(loss.item())
+    return torch.tensor(losses)
+
+@pytest.mark.parametrize('half', [f32,bf16,f16])
+def test_gan(half):
+    "A generator's backward pass leaves gradients in the critic, which its next step is made without"
+    plain,ours = gan(),gan(half)
+    assert torch.equal(plain, ours) if half==f32 else (plain-ours).abs().max()<.005
+
 # Accelerate
 
 class Accelerated(torch.optim.Adam):
@@ -140,7 +183,7 @@ def test_accelerate(half):
 
 # float32
 
-@pytest.mark.parametrize('half', [f32,'float32',None])
+@pytest.mark.parametrize('half', [f32,'float32','fp32',None])
 def test_float32(half):
     "The bits of a plain loop; it checks, skips and explains"
     steps,plain = new(half, compute_loss=mse_of, measure=True, model=mlp(True)),mlp(True)
@@ -168,6 +211,12 @@ def test_float32_as_half_precision():
         with pytest.raises(ValueError, match='must be torch.float16, torch.bfloat16 or torch.float32'):
             half_precision(model, o)
     with pytest.raises(ValueError, match='needs bfloat16'): half_precision(model, f32, fp8=Fp8())
+
+def test_half_precision_is_no_decorator():
+    "Python's own error would not say what to write"
+    def predict(x): return x
+    for f in (lambda: half_precision(predict), lambda: half_precision(mlp(), bf16)(predict)):
+        with pytest.raises(TypeError, match='neither a decorator nor a model.*inside `with half:`'): f()
 
 @pytest.mark.parametrize('foreach', [True,False])
 def test_step_inside_the_with(foreach, monkeypatch):
@@ -279,7 +328,8 @@ def test_warning_that_never_comes():
     assert text.startswith('warn_skips=9 has no effect')
 
 @pytest.mark.parametrize('make', [
-    lambda s: {'foo':1}, lambda s: s.opt.state_dict(), lambda s: s.model.state_dict(), lambda s: {}])
+    lambda s: {'foo':1}, lambda s: s.opt.state_dict(), lambda s: s.model.state_dict(), lambda s: {}, lambda s: None,
+    lambda s: 3, lambda s: ['steps','skips']])
 def test_state_of_something_else(make):
     "Is refused, and nothing has changed"
     steps = train(new(f16))
@@ -291,9 +341,15 @@ def test_state_of_something_else(make):
     (lambda m: TrainingSteps(m, adam(m), foo=1), TypeError, r'TrainingSteps\(\) has no option foo. It has model, opt'),
     (lambda m: TrainingSteps(m, torch.optim.Adam), TypeError, r'opt=Adam is a class. Use Adam\(model.parameters'),
     (lambda m: TrainingSteps(m, []), ValueError, 'opt=.. has no optimizer'),
+    (lambda m: TrainingSteps(m, [o := adam(m),o]), ValueError, r'opt\[0\] .Adam. and opt\[1\].*each optimizer once'),
+    (lambda m: TrainingSteps(m, [adam(m[2]),adam(m[4]),torch.optim.SGD(m.parameters())]), ValueError,
+     r'opt\[0\] .Adam. and opt\[2\] .SGD. both have a parameter of shape .16, 16.'),
     (lambda m: TrainingSteps(m, [adam(m),torch.optim.SGD]), TypeError, 'opt=SGD is a class'),
-    (lambda m: TrainingSteps(m, torch.optim.lr_scheduler.StepLR(adam(m), 1)), TypeError, "the scheduler's optimizer"),
+    (lambda m: TrainingSteps(m, torch.optim.lr_scheduler.StepLR(adam(m), 1)), TypeError, "scheduler's optimizer"),
     (lambda m: TrainingSteps(m, m), TypeError, 'opt is a Sequential, and must be an optimizer'),
+    (lambda m: TrainingSteps(m, adam(m), keep='0'), TypeError, r'no option keep. Use .*half_precision\(model, dtype'),
+    (lambda m: TrainingSteps(m, adam(m), memory=1), TypeError, r'no option memory. Use plan_checkpoints.*steps.batch'),
+    (lambda m: TrainingSteps(m, adam(m), max_loss_scale=1), TypeError, r'Use loss_scale=DynamicLossScale\(max_loss_sc'),
     (lambda m: TrainingSteps(m, adam(m), loss_scale=DynamicLossScale), TypeError, r'Use DynamicLossScale\(\)'),
     (lambda m: get_learner().to_fp16(DynamicLossScale), TypeError, r'Use DynamicLossScale\(\)'),
     (lambda m: get_learner().to_native_fp16(StaticLossScale), TypeError, '^init_scale=StaticLossScale is a class'),
@@ -313,20 +369,67 @@ def test_repr_of_stats():
     assert 'culprit=a parameter of shape (64, 64)' in repr(steps.last._replace(culprit_name=''))
 
 def test_limits():
-    "That the page names: what is silently as many times too large or too small"
+    "That the page names: what is silently as many times too small"
     def norm(half, backward):
         steps = new(half, loss_scale=1024.)
         with steps.batch(): backward(steps, mse_of(steps.model, *data[0]))
         return steps.make().norm
     wanted = norm(f32, lambda steps, loss: steps.backward(loss))
-    scaler = torch.amp.GradScaler('cpu')
-    assert abs(norm(f32, lambda steps, loss: steps.backward(scaler.scale(loss)))/wanted-65536)<1
     def added(steps, loss):
         with steps.scaled(loss) as scaled:
             scaled.backward(retain_graph=True)
             steps.model.zero_grad()
             loss.backward()
     assert abs(norm(f32, added)*1024/wanted-1)<.001
+
+@pytest.mark.parametrize('half', [f32,bf16,f16,'autocast'])
+@pytest.mark.parametrize('kind', ['method','part','before the batch'])
+def test_model_that_is_not_called(kind, half, monkeypatch):
+    "Nothing is in half precision: a warning, once, that says what to write; none in float32, or if it is called"
+    monkeypatch.setattr(torch._dynamo.utils, 'counters', {}) # as if no other test had compiled anything
+    model = Does(lambda m, x: m.body(x), body=mlp())
+    model.loss = lambda x, y: F.mse_loss(model.body(x), y)
+    how = half_precision(model, bf16, rules=False) if half=='autocast' else half
+    steps = new(how, model=model)
+    def _step(xy):
+        if kind=='before the batch': loss = mse_of(model, *xy)
+        with steps.batch():
+            if kind=='method': loss = model.loss(*xy)
+            if kind=='part': loss = mse_of(model.body, *xy)
+            steps.backward(loss)
+        steps.make()
+    found = told(lambda: [_step(o) for o in data])
+    assert len(found)==(half!=f32) and all('this Does was not called itself. Write model(…) there' in o for o in found)
+    if half!='autocast': assert told(train, new(how))==[]
+
+@pytest.mark.parametrize('compile', [lambda m: m.compile(backend='eager'), lambda m: torch.compile(m, backend='eager'),
+                                     lambda m: torch.compile(lambda *xy: mse_of(m, *xy), backend='eager')])
+def test_compiled_model_is_called(compile):
+    "Its calls aren't seen where others are compiled, so nothing is said"
+    model = mlp()
+    f = compile(model) or model
+    steps = new(model=f if isinstance(f, nn.Module) else model)
+    def _step(steps, *xy):
+        with steps.batch(): steps.backward(mse_of(f, *xy) if isinstance(f, nn.Module) else f(*xy))
+        steps.make()
+    assert told(_step, steps, *data[0])==[]
+
+@pytest.mark.parametrize('half', [f32,bf16,f16])
+def test_a_grad_scaler_that_was_left(half):
+    "Is an error in the first step, also where its loss is divided afterwards; other products are none of it"
+    scaler,off,steps = torch.amp.GradScaler('cpu', 2.**10),torch.amp.GradScaler('cpu', enabled=False),new(half)
+    def step(change):
+        with steps.batch(): steps.backward(change(mse_of(steps.model, *data[0])))
+        return steps.make().norm
+    for o in (scaler.scale, lambda loss: scaler.scale(loss)/4, lambda loss: scaler.scale(loss/4)):
+        with stays(lambda: leaves(dict(steps.model.state_dict()))): # the batch has failed, and the next begins anew
+            with pytest.raises(RuntimeError, match='GradScaler has multiplied the loss by 1024.*steps.backward.loss.'):
+                step(o)
+            assert_clean(steps.model)
+    wanted = step(off.scale)
+    for o in (lambda loss: loss*1024/1024, lambda loss: loss*torch.tensor(1.), lambda loss: (loss*loss).sqrt()):
+        steps = new(half)
+        assert abs(step(o)/wanted-1)<.02
 
 # learners
 

@@ -1,5 +1,6 @@
 "What a loss may do: look at the weights, call a part of the model or all of it, train one model against another"
 from fastai.vision.gan import GANLearner
+from mp_callbacks.core import dtypes
 from learners import *
 
 each_mode = pytest.mark.parametrize('mode', crossed(modes, fast=lambda o: o in ('fp16','bf16','native_fp16')))
@@ -291,3 +292,172 @@ def test_parameters_behind_a_callback(call):
     loss.w.register_hook(lambda g: g*float('inf'))
     learn = fitted(getattr(get_learner(cbs=Wraps(), loss_func=loss), call)())
     assert log_of(learn).skipped.all() and loss.w.grad is None
+
+# --- What a model returns beside its predictions, and then computes with itself
+
+@dataclass
+class Output:
+    pred: torch.Tensor
+    z: torch.Tensor
+    last: torch.Tensor
+
+kinds_of_output = dict(
+    tuple=lambda *o: o, list=lambda *o: [*o], dict=lambda *o: dict(zip(('pred','z','last'), o)), dataclass=Output,
+    nested=lambda pred,z,last: (pred,{'all':[z,last]}), same=lambda pred,z,last: [pred,z,z,last])
+def parts_of(out):
+    "Prediction, activation, and a second prediction"
+    pred,*_,z,last = dtypes.leaves(out)
+    return pred,z,last
+
+def shows(make=kinds_of_output['tuple'], inner=torch.tanh, again=False):
+    "Returns an activation beside two predictions that it makes of it, `again` in a checkpoint"
+    def _forward(m, x):
+        z = checkpoint(lambda x: inner(m.a(x)), x, use_reentrant=False) if again else inner(m.a(x))
+        return make(m.b(z),z,m.c(z))
+    torch.manual_seed(3)
+    return Does(_forward, a=nn.Linear(8,16), b=nn.Linear(16,1), c=nn.Linear(16,1))
+
+half_modes = [(bf16,True),(bf16,False),(f16,True),(f16,False)]
+def outputs_in(dtype, rules=True, **kwargs):
+    "Prediction, activation, second prediction, in float32 or half precision"
+    model,x = shows(**kwargs),numbers(16)[0]
+    with unmeasured(model, dtype, rules=rules) if dtype else nullcontext(): return parts_of(model(x))
+
+def asked(pred, z, last):
+    "All that may be asked of the activation, about a loss that it is part of"
+    seen = []
+    z.retain_grad()
+    handle = z.register_hook(lambda g: seen.append(g.clone()))
+    z.register_hook(lambda g: 2*g)
+    def _loss(): return pred.square().sum()+z.square().sum()
+    res = dict(grad=torch.autograd.grad(_loss(), z, retain_graph=True)[0])
+    g, = torch.autograd.grad(pred.square().sum(), [z], create_graph=True)
+    res['second'], = torch.autograd.grad(g.square().sum(), z, retain_graph=True)
+    res['edge'], = torch.autograd.grad(_loss(), torch.autograd.graph.get_gradient_edge(z), retain_graph=True)
+    seen.clear()
+    _loss().backward(retain_graph=True)
+    assert z.retains_grad and z.grad is z.grad and len(seen)==1
+    res.update(hook=seen[0], kept=z.grad.clone())
+    z.grad = None
+    handle.remove()
+    pred.sum().backward(inputs=[z])
+    return res|dict(input=z.grad)
+
+@pytest.mark.parametrize('dtype,rules', half_modes)
+@pytest.mark.parametrize('kind', kinds_of_output)
+def test_gradients_of_activations(kind, dtype, rules):
+    "Are as in float32, in float32, whichever way they are asked for: the whole gradient, after the hooks before"
+    make = kinds_of_output[kind]
+    got,want = [asked(*outputs_in(*o, make=make)) for o in ((dtype,rules),(None,True))]
+    for k in want:
+        assert got[k].dtype==f32 or k=='edge'
+        assert off(got[k], want[k])<(.02 if dtype==bf16 else .003), k
+
+def test_activations_in_a_checkpoint():
+    got,want = [asked(*outputs_in(o, again=True)) for o in (bf16,None)]
+    for k in want: assert off(got[k], want[k])<.02
+
+def test_only_inner_activations_are_special():
+    "The ends of the graph, and all in a model with one output or without gradients, are plain tensors"
+    pred,z,last = outputs_in(bf16)
+    assert type(pred) is type(last) is type(z*2) is type(2-z) is type(z[0]) is type(z.detach()) is torch.Tensor
+    assert z.float() is z and isinstance(z, torch.Tensor) and type(z) is not torch.Tensor
+    with torch.no_grad(): assert type(outputs_in(bf16)[1]) is torch.Tensor
+    model = shows(kinds_of_output['same'])
+    with unmeasured(model, bf16): first,*same,last = model(numbers(16)[0])
+    assert same[0] is same[1]
+
+def test_activations_are_as_exact():
+    "As what is computed with them in float32: rounded once, in the forward pass, and their gradient once"
+    def kl(z): return (z.square()+z.exp()-z-1).mean()
+    pred,z,last = outputs_in(bf16)
+    plain = z.detach().requires_grad_()
+    assert torch.equal(kl(z), kl(plain)) and kl(z).dtype==f32
+    assert torch.equal(*[torch.autograd.grad(kl(o), o)[0].bfloat16() for o in (z,plain)])
+
+def test_written_activations():
+    "What somebody has written to has other numbers than the model went on with, and other gradients: its own"
+    pred,z,last = outputs_in(bf16)
+    z.mul_(2)
+    z.retain_grad()
+    (pred.sum()+(z*3).sum()).backward()
+    assert (z.grad==3).all()
+
+def test_activations_of_fastai():
+    "keep their class, also beside others, and pickles are plain"
+    model,x = shows(),numbers(16)[0]
+    with unmeasured(model, bf16): pred,z,last = model(TensorImage(x))
+    assert isinstance(z, TensorImage) and type(z*2) is type(pred) is TensorImage
+    assert pickle.loads(pickle.dumps(z)).__class__ is TensorImage and 'TensorImage' in repr(z)
+    want = asked(*outputs_in(None))
+    got = asked(pred.as_subclass(torch.Tensor), z, last)
+    for k in want: assert off(got[k], want[k])<.02
+    with unmeasured(model, bf16): pred,z,last = model(TensorImage(x))
+    g, = torch.autograd.grad(pred.sum(), z, retain_graph=True)
+    assert off(g, model.b.weight.detach().expand(16,16))<.02
+    pred.sum().backward(inputs=[z])
+    with pytest.raises(RuntimeError, match='torch.autograd.grad,'): z.grad
+    pred,z,last = outputs_in(bf16)
+    assert type(F.cross_entropy(z, TensorCategory(torch.zeros(16, dtype=torch.long)))) is TensorCategory
+    assert pickle.loads(pickle.dumps(z)).__class__ is torch.Tensor and repr(z).startswith('tensor')
+
+def test_activations_are_freed():
+    "At once, without the collector, also with hooks"
+    gc.collect()
+    gc.disable()
+    try:
+        pred,z,last = outputs_in(bf16)
+        z.retain_grad()
+        z.register_hook(lambda g: None)
+        pred.sum().backward()
+        held = ref(z),ref(z.grad)
+        del pred,z,last
+        assert [o() for o in held]==[None,None]
+    finally: gc.enable()
+
+def path_length(out, y):
+    "StyleGAN's: how fast the prediction moves with the activation"
+    pred,z,_ = parts_of(out)
+    if not z.requires_grad: return F.mse_loss(pred, y)
+    g, = torch.autograd.grad(pred.sum(), z, create_graph=True)
+    return F.mse_loss(pred, y)+10*(g.norm(dim=1)-2).square().mean()
+
+def least_norm(out, y):
+    "MGDA's: the two tasks are weighted by their gradients to what they share"
+    pred,z,last = parts_of(out)
+    losses = F.mse_loss(pred, y),F.l1_loss(last, -y)
+    if not z.requires_grad: return sum(losses)
+    a,b = [torch.autograd.grad(o, z, retain_graph=True)[0].flatten() for o in losses]
+    w = ((b-a).dot(b)/(a-b).square().sum()).clamp(0,1)
+    return w*losses[0]+(1-w)*losses[1]
+
+def reversed_gradient(out, y):
+    "A hook of the activation changes what reaches the layers below"
+    pred,z,last = parts_of(out)
+    if z.requires_grad: z.register_hook(lambda g: -.5*g)
+    return F.mse_loss(pred, y)
+
+@each_mode
+@pytest.mark.parametrize('loss_func', [path_length,least_norm,reversed_gradient])
+def test_learners_that_ask(loss_func, mode):
+    def train(mode, loss_func=loss_func):
+        learn = in_mode(mode, shows())
+        learn.loss_func = loss_func
+        return way(learn, 3)
+    got,want = train(mode),train(None)
+    assert (got-want).norm()<(.1 if 'bf16' in mode else .02)*want.norm()
+    assert (train(None, lambda out, y: F.mse_loss(out[0], y))-want).norm()>.3*want.norm()
+
+@pytest.mark.parametrize('dtype,rules', half_modes)
+def test_returned_parameters(dtype, rules):
+    "A view of a parameter that the model returns, too"
+    def _forward(m, x):
+        table = m.table.view(4, 8)
+        return m.b(m.a(x)*table[0]),table
+    def gradient(dtype):
+        torch.manual_seed(0)
+        model = Does(_forward, table=torch.rand(32), a=nn.Linear(8,8), b=nn.Linear(8,1))
+        with unmeasured(model, dtype, rules=rules) if dtype else nullcontext(): pred,table = model(numbers(16)[0])
+        assert type(table) is torch.Tensor and table.dtype==f32
+        return torch.autograd.grad(pred.square().sum(), table)[0]
+    assert off(gradient(dtype), gradient(None))<.02

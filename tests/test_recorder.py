@@ -40,6 +40,45 @@ def test_step_cancelled_by_another():
     learn.fit(1, cbs=cancel('before_batch', CancelBatchException, 0, [2])) # changes nothing in the row before
     assert [*log_of(learn).loss[4:]]==[learn.recorder.losses[i].item() for i in (0,1,3)]
 
+def _in_between(predict):
+    "Call `predict` with a learner in a training batch, which goes on as it was"
+    def _predict(learn):
+        names = 'xb yb pred loss loss_grad dl iter n_iter training'.split()
+        before = {k:v for k,v in vars(learn).items() if k in names}
+        with torch.no_grad(): predict(learn)
+        vars(learn).update(before)
+        learn.model.train()
+    return _predict
+
+def _valid_batch(learn):
+    learn.training = False
+    learn.one_batch(0, learn.dls.one_batch())
+
+@pytest.mark.parametrize('predict', [lambda learn: learn.get_preds(), lambda learn: learn.validate(), _valid_batch])
+@pytest.mark.parametrize('event,order', [('before_step',15),('after_step',5),('after_step',70),('after_batch',20)])
+def test_predictions_within_a_batch(event, order, predict):
+    "Each step has its row, with a loss, and the fit and its row in the table stay whole"
+    learn = fitted(get_learner().to_bf16())
+    learn.remove_cb(PrecisionRecorder).add_cb(PrecisionRecorder(columns=True))
+    fitted(learn)
+    fitted(learn, 2, On(event, _in_between(predict), order, at=(1,)))
+    recorder = learn.precision_recorder
+    assert len(recorder.rows)==12 and len(recorder.last_fit)==recorder.batches==8
+    assert recorder.log.loss.notna().all()
+    assert len(learn.recorder.values[-1])==4
+
+@pytest.mark.parametrize('order', [20,70])
+@pytest.mark.parametrize('mode', ['fp16','native_bf16'])
+def test_loss_of_a_skipped_step(mode, order):
+    "In `after_batch` it is that of the batch, also if the first steps are skipped; fastai shows the average without it"
+    own = []
+    def _look(learn): own.append(learn.loss.item())
+    learn = fitted(in_mode(mode), 1, On('after_batch', _look, order), overflow(0, 2, layer=2), InfiniteAt(3))
+    assert [math.isfinite(o) for o in own]==[True,True,True,False] and len({*own[:3]})==3
+    first,*shown = [o.item() for o in learn.recorder.losses]
+    assert math.isnan(first) and shown==[pytest.approx(own[1]),shown[0],shown[0]]
+    assert learn.recorder.smooth_loss.count==1
+
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize('mode', ['fp16','native_bf16'])
 def test_the_last_skipped_step_has_a_row(mode):

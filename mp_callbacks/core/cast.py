@@ -165,11 +165,13 @@ class OneCast:
         self.layers = {o:_CastLayer(o, dtype, self._calls, self._kept) for o in layers}
         self._nodes = _in_nodes([self.layers[o] for o in (layers if ahead is None else ahead)], dtype)
         self._used = [] # those of each node that the last call with gradients has used
+        self.begun = False # whether the model has been called
 
     def begin(self)->_Call: # For `end`; None in a call inside a call of the model, which has cast already
         "Begin a call of the model in this thread"
         if get_ident() in self._calls: return None
-        call = self._calls[get_ident()] = _Call(torch.is_grad_enabled())
+        self.begun,call = True,_Call(torch.is_grad_enabled())
+        self._calls[get_ident()] = call
         if call.graph:
             self._kept.clear() # an optimizer may write its weights through `.data`, which changes no version
             if not _in_transform(): self._cast(call) # what `torch.func` computes has another graph

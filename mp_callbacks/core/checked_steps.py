@@ -9,8 +9,8 @@ __all__ = ['shared_options', 'StepSettings', 'CheckedSteps']
 
 # %% ../../nbs/core/checked_steps.ipynb #cc000007
 import torch
+from collections.abc import Mapping
 from contextlib import contextmanager
-from itertools import chain
 from operator import is_
 from numbers import Integral
 from torch import float32,nn
@@ -64,8 +64,8 @@ shared_options = [k for k in StepSettings.__init__.__kwdefaults__ if k!='rescue'
 class CheckedSteps(StepSettings):
     """Steps that are checked, and then made, or skipped without a trace
 
-    A subclass has `model`, `device`, `param_lists` (the optimizer's parameters, a list for each group) and
-    `recent_steps` (of which few may be skipped: their number, infinite if none is to be warned of, and their name)."""
+    A subclass has `model`, `device`, `opt_params` and `recent_steps` (of which few may be skipped: their number,
+    infinite if none is to be warned of, and their name)."""
     cancels = () # exceptions that are part of a plan: nothing is undone for them
     opts = () # optimizers that are watched for steps by themselves
     measures = False # whether a batch can be computed again, to compare its gradients
@@ -158,9 +158,11 @@ class CheckedSteps(StepSettings):
         state:dict, # From `state_dict`
     ):
         "Go on from `state`. The gradients of a pending step are removed. Raises `ValueError` for another state."
-        if not {'steps','skips'}<={*state}: raise ValueError(
-            "load_state_dict needs what steps.state_dict() returned, with steps and skips. This has "
-            f"{', '.join(map(str, state)) or 'nothing'}. Model and optimizer load their states by themselves.")
+        is_dict = isinstance(state, Mapping)
+        if not is_dict or not {'steps','skips'}<={*state}: raise ValueError(
+            "load_state_dict needs what steps.state_dict() returned, with steps and skips. This "
+            f"{'has '+(', '.join(map(str, state)) or 'nothing') if is_dict else f'is a {type(state).__name__}'}. Model "
+            "and optimizer load their states by themselves.")
         if self.step is not None: _remove_grads(self.opt_params())
         self.state,self.step = self.state.loaded(state),None
 
@@ -247,7 +249,7 @@ class CheckedSteps(StepSettings):
 
     def opt_params(self)->list:
         "Parameters of the optimizer"
-        return [*chain.from_iterable(self.param_lists)]
+        raise NotImplementedError
 
     def params(self)->list:
         "Parameters of optimizer, model and loss function; most are there twice"

@@ -18,7 +18,8 @@ from torch import nn
 
 from .modules import compiled_parts,is_scripted,named_modules
 from .processes import _sharded_modules
-from .restore import as_float32,_find_stored
+from .restore import _find_stored
+from .returned import _returned_float32
 from .forwards import WrappedForward
 from .cast import OneCast
 from .ways import Float32,_HalfContext,Layer,Own,Way,_as_layer,choose_way,_dtype_before,_kept_dtypes
@@ -168,7 +169,7 @@ def _in_half(half, around, forward, args, kwargs):
     # a cast that autocast keeps would be stale if the weight changes, as momentum encoders do in `forward`
     with torch.autocast(half.device_type, half.dtype, cache_enabled=not half.rules):
         res = around(forward, args, kwargs)
-    return as_float32(res)
+    return _returned_float32(res)
 
 def _caller(name, named):
     "Name of the module that calls `name`, lists and dicts of modules skipped; None for the model"

@@ -20,10 +20,11 @@ from torch import Tensor,nn
 half_dtypes = (torch.float16, torch.bfloat16)
 
 # %% ../../nbs/core/dtypes.ipynb #31fba9b4
-_names = dict(f16=torch.float16, fp16=torch.float16, bf16=torch.bfloat16, f32=torch.float32, f64=torch.float64)
+_names = dict(f16=torch.float16, fp16=torch.float16, bf16=torch.bfloat16, f32=torch.float32, fp32=torch.float32,
+              f64=torch.float64)
 
 def as_dtype(
-    x:torch.dtype|str, # A dtype, its name in PyTorch, or one of f16, fp16, bf16, f32, f64, half, full
+    x:torch.dtype|str, # A dtype, its name in PyTorch, or one of f16, fp16, bf16, f32, fp32, f64, half, full
 )->torch.dtype:
     "The dtype that `x` names"
     res = x

@@ -38,7 +38,7 @@ def note_dtypes(
     text = str(e) if isinstance(e, _dtype_errors) and hasattr(e, 'add_note') else '' # since Python 3.11
     if isinstance(e, AssertionError) and e.__traceback__: text += _last_line(e) # most have no text
     known = hasattr(e, 'mp_modules') or isinstance(e, torch.OutOfMemoryError) or _of_others.search(text)
-    if known or half.dtype==torch.float32 or not _about_dtypes.search(text): return
+    if known or half.dtype==torch.float32 or not _about_dtypes.search(text) or _is_ours(e): return
     named = named_modules(model)
     e.mp_modules,where,cure = _raised_in(e, named, isinstance(half, _HalfContext)) # which the call of the model passes
     if e.mp_modules:
@@ -57,6 +57,13 @@ def _last_line(e):
     "The line of code that has raised `e`"
     frame,number = [*walk_tb(e.__traceback__)][-1]
     return linecache.getline(frame.f_code.co_filename, number)
+
+def _is_ours(e):
+    "Return whether code of this package has raised `e`, which says by itself what to do"
+    if not e.__traceback__: return False
+    frame,_ = [*walk_tb(e.__traceback__)][-1]
+    package = str(frame.f_globals.get('__name__')).split('.')[0]
+    return package==note_dtypes.__module__.split('.')[0] and bool(re.search(r'\braise\b', _last_line(e)))
 
 # %% ../../nbs/core/error_notes.ipynb #a7143b79
 _writing = re.compile('index_|scatter|Index put') # the names of these operations in errors about their dtypes

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from glob import escape
 from inspect import signature
 from operator import attrgetter,is_
+from types import FunctionType,MethodType
 from fastcore.basics import ifnone
 from torch import nn
 
@@ -26,7 +27,7 @@ from .restore import unchanged
 from .ways import _matches
 from .error_notes import note_dtypes
 from .blame import keep_option
-from .torch_internals import _DataParallel,_is_lazy
+from .torch_internals import _DataParallel,_is_lazy,_may_have_compiled
 from .measure import Measured,_can_repeat,_checksum,_measure_part,measure_gradients
 from .switch import _switching
 from .chosen_ways import ChosenWays,_inside,_state_of
@@ -144,6 +145,9 @@ class half_precision:
             if e is not None: note_dtypes(self.model, self, e)
         finally: self.release(next((o for o,is_with in reversed(self._holders.items()) if is_with), None))
 
+    def __call__(self, *args, **kwargs):
+        raise TypeError(_no_decorator)
+
     def _update(self):
         "Switch on or off, as its holders need"
         if self._chosen is None: return
@@ -180,6 +184,11 @@ class half_precision:
         if self._chosen is None: return True
         now,before = _inside(self.modules),self._chosen.inside
         return len(now)!=len(before) or not all(map(is_, now, before)) # a module may have an `__eq__`
+
+    @property
+    def never_called(self)->bool:
+        "Whether the model itself has never been called in half precision since `refresh`, as far as that can be known"
+        return self.dtype!=torch.float32 and not self._chosen.cast.begun and not _may_have_compiled()
 
     def predicts(self):
         "Begin a call without gradients: layers that autocast casts take copies, too, as long as somebody holds it"
@@ -312,8 +321,12 @@ def _check_dtype(dtype):
     raise ValueError(f"dtype={dtype} must be torch.float16, torch.bfloat16 or torch.float32.")
 
 # %% ../../nbs/core/half.ipynb #bbe22733
+_no_decorator = ("half_precision is neither a decorator nor a model. Make it once, half = half_precision(model), and call "
+                 "model(x) inside `with half:`.")
+
 def _check_types(model, fp8, way, measure):
     "Raise a `TypeError` if arguments of `half_precision` are of other types"
+    if isinstance(model, (FunctionType,MethodType)): raise TypeError(_no_decorator)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, and must be an nn.Module. For a learner, pass "
                         "learn.model.")

@@ -8,8 +8,8 @@ Docs: https://example.github.io/mp_callbacks/core/torch_internals.html.md"""
 __all__ = ['TorchDispatchMode', 'function_of', 'foreach']
 
 # %% ../../nbs/core/torch_internals.ipynb #70a10005
-import sys,torch,torch.utils.checkpoint
-from contextlib import ExitStack
+import gc,sys,torch,torch.utils.checkpoint
+from contextlib import ExitStack,suppress
 from operator import attrgetter
 
 # %% ../../nbs/core/torch_internals.ipynb #70a10006
@@ -52,11 +52,37 @@ def _forward_of(conv, without=None):
     "The method of the convolution `conv`, or of its class, that takes input, weight and bias, and pads"
     return getattr(conv, '_conv_forward', without)
 
+def _node_number(node):
+    "The number of a node of the autograd graph, above those of nodes made before; 0 if PyTorch doesn't tell"
+    return getattr(node, '_sequence_nr', int)()
+
 def function_of(
     node, # `BackwardCFunction`, a node of the autograd graph
 )->type: # None if PyTorch doesn't know
     "The `torch.autograd.Function` of which `node` is the backward pass"
     return getattr(type(node), '_forward_cls', None)
+
+def _factors(
+    node, # Of the autograd graph
+):
+    "The tensors that `node` has kept, if it is of a product; none if it is of a quotient, and None for all others"
+    if type(node).__name__=='DivBackward0': return []
+    if type(node).__name__!='MulBackward0': return None
+    res = []
+    for name in ('_saved_self','_saved_other'): # one that was changed since can't be had
+        with suppress(AttributeError,RuntimeError): res.append(getattr(node, name))
+    return [o for o in res if o is not None]
+
+def _may_have_compiled():
+    "Whether Dynamo has compiled anything in this process: a call of a model that it has compiled can't be seen"
+    if (dynamo := sys.modules.get('torch._dynamo.utils')) is None: return False
+    counters = getattr(dynamo, 'counters', None)
+    return counters is None or bool(counters.get('frames'))
+
+def _living_scales():
+    "The loss scales of all `GradScaler`s that are there"
+    scalers = [o for o in gc.get_objects() if issubclass(type(o), torch.amp.GradScaler)]
+    return [getattr(o, '_scale', None) for o in scalers]
 
 def _reset_shard(module):
     "Let `module` forget a batch that an exception has ended. Raises `AttributeError` if this PyTorch can't."

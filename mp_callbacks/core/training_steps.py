@@ -24,11 +24,17 @@ from .processes import single_process,without_ddp
 from .measure import copy_batch
 from .half import check_device,half_precision
 from .explain import explain_batch,explain_batches,_name_culprit
-from .misuse import check_float32,check_optimizers,_check_options
+from .misuse import check_float32,check_optimizers,check_unscaled,check_options
 from .checked_steps import CheckedSteps,StepSettings
 
 # %% ../../nbs/core/training_steps.ipynb #9b00001f
 first_scale = DynamicLossScale(2.**10, period=500, headroom=default_headroom) # that of `to_fp16`
+
+_elsewhere = { # options of a learner's calls -> what to write in a loop
+    **{k:f"Use TrainingSteps(model, opt, half_precision(model, dtype, {k}=…))" for k in ('keep','rules','fp8','way')},
+    **{k:f"Use loss_scale=DynamicLossScale({k}=…)" for k in ('min_loss_scale','max_loss_scale','headroom')},
+    'dtype': "Use half=…",
+    'memory': "Use plan_checkpoints of mp_callbacks.look.checkpointing, and `with plan.checkpoints, steps.batch():`"}
 
 class TrainingSteps(CheckedSteps):
     """Training steps in half precision, for a loop of one's own: made, or skipped without a trace
@@ -36,6 +42,7 @@ class TrainingSteps(CheckedSteps):
     Raises `ValueError` or `TypeError` for bad arguments, and for a model or a device that can't do it, and
     `FloatingPointError` when `max_skips` steps in a row were not finite."""
     recent_steps = 1000,'the last 1,000 steps'
+    _is_first = True # whether no step has been made or skipped yet
     _warned_idle = False # whether a warning has said that a step changes nothing
     _in_batch = WeakSet() # all `TrainingSteps` between the beginning and the end of a batch
 
@@ -50,7 +57,7 @@ class TrainingSteps(CheckedSteps):
         measure:bool=True, # Compare the first batch with autocast: what is less exact computes as autocast then
         **kwargs
     ):
-        _check_options('TrainingSteps', kwargs, [*signature(TrainingSteps).parameters])
+        check_options('TrainingSteps', kwargs, [*signature(TrainingSteps).parameters], _elsewhere)
         if not isinstance(half, half_precision):
             half = half_precision(without_ddp(model), torch.float32 if half is None else half)
         if not measure: half = half.replace(measure=False)
@@ -66,8 +73,10 @@ class TrainingSteps(CheckedSteps):
     model = property(attrgetter('_model'), doc="The model, perhaps in `DistributedDataParallel`")
     opt = property(attrgetter('_opt'), doc="The optimizer, or a list of several")
     device = property(lambda self: next(self.model.parameters()).device, doc="Device of the model")
-    param_lists = property(lambda self: [group['params'] for o in self.opts for group in o.param_groups],
-                           doc="The parameters of the optimizers, a list for each group")
+
+    def opt_params(self):
+        "Parameters of the optimizers"
+        return [p for o in self.opts for group in o.param_groups for p in group['params']]
 
     def __repr__(self):
         state = self.state
@@ -97,6 +106,7 @@ class TrainingSteps(CheckedSteps):
         batch = _split(batch)
         self._check_not_stepped()
         with self._alone(), self.guarded():
+            if self.step is None: _remove_grads(self.opt_params()) # such as a generator's loss has left in a critic
             half = self.choose_half()
             if torch.is_grad_enabled(): self.measure_batch(batch)
             with half:
@@ -110,6 +120,7 @@ class TrainingSteps(CheckedSteps):
         if not (self.step and self.step.batch):
             raise RuntimeError("The backward pass belongs into `with steps.batch():`.")
         check_float32(self.model, self.full)
+        if self._is_first: check_unscaled(loss)
         return super().scaled(loss, self.step.batch)
 
     def backward(self, loss):
@@ -121,11 +132,13 @@ class TrainingSteps(CheckedSteps):
         self._check_not_stepped()
         self._check_pending()
         with self.guarded():
+            if self._is_first: self._check_called()
             if self.check(self.step.losses).finite:
                 if not self.step.learns: self._warn_idle()
                 for o in self.opts: o.step()
                 self.made()
             else: self.skip()
+        self._is_first = False
         if self._state.steps%self.recent_steps[0]==0: self.new_epoch()
         return self.last
 
@@ -180,6 +193,14 @@ class TrainingSteps(CheckedSteps):
             if not getattr(getattr(o, 'gradient_state', None), 'sync_gradients', True): raise RuntimeError(
                 "Accelerate accumulates gradients, and its optimizer doesn't step after this batch. Write "
                 "`if accelerator.sync_gradients: steps.make()`.")
+
+    def _check_called(self):
+        "Warn if no batch of the first step has called the model itself"
+        half = self._half
+        if not half.never_called or all(p.grad is None for p in self.opt_params()): return
+        warn_caller(f"Nothing was computed in half precision in the first step: inside `with steps.batch():` this "
+                    f"{type(half.model).__name__} was not called itself. Write model(…) there. What the loop calls of "
+                    "it, a method or a part, belongs into its forward, as in def forward(self, x): return self.loss(x).")
 
     def _warn_idle(self):
         "Warn, once, that a step changes nothing"

@@ -15,12 +15,14 @@ from inspect import Parameter,signature
 from numbers import Real
 from torch import nn
 
+from fastai.callback.core import Callback
+
 from ..core.devices import warn_caller
 from ..core.loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale,default_headroom
 from ..core.half import check_half,half_precision
 from .optimizers import _check_flat
 from ..core.fp8 import Fp8
-from ..core.misuse import check_bools
+from ..core.misuse import check_bools,check_options
 from ..core.checked_steps import StepSettings,shared_options
 from ..core.training_steps import first_scale
 from .precision import PrecisionCallback,_PrecisionPart,fit_device
@@ -70,15 +72,17 @@ def _renamed(names, f, *args, **kwargs):
     except (ValueError,TypeError) as e: kind,msg = type(e),str(e)
     raise kind(re.sub('|'.join(rf'\b{o}\b' for o in names), lambda m: names[m[0]], msg))
 
-def _refuse_ignored(init, names, fields, beside, scale='torch'):
+def _refuse_ignored(init, names, fields, beside, scale=None):
     """Raise a `ValueError` if one of `fields`, without effect `beside` another option, isn't the default of `init`
 
-    The way out names `scale`, if it is a preset."""
+    The way out is to leave it out, or to set it in `scale`, the loss scale or the name of a preset, if there is one."""
     for field,v in fields.items():
         k = names.get(field, field)
-        if v!=signature(init).parameters[k].default: raise ValueError(
-            f"{k}={v!r} has no effect beside {beside}. Leave out one of the two, or set it in the loss scale itself, "
-            f"as in DynamicLossScale.preset({scale if isinstance(scale, str) else 'torch'!r}, {field}={v!r}).")
+        if v==signature(init).parameters[k].default: continue
+        if scale is None or isinstance(scale, StaticLossScale): way = 'Leave it out.'
+        else: way = ("Leave out one of the two, or set it in the loss scale itself, as in DynamicLossScale.preset("
+                     f"{scale if isinstance(scale, str) else 'torch'!r}, {field}={v!r}).")
+        raise ValueError(f"{k}={v!r} has no effect beside {beside}. {way}")
 
 # %% ../../nbs/learner/callback.ipynb #5e771001
 def _scale_setting(
@@ -268,8 +272,12 @@ class ModelToHalf(_PrecisionPart):
         fp8:Fp8=None, # How linear layers multiply in FP8; None: they don't
         way=None, # Function of a module's name and the module: a `Way` of your own for it, or None
         measure:bool=True, # Compare the first batch with autocast: what is less exact computes as autocast then
+        **events # Functions of the callback, by name of the event that calls them, as fastai's callbacks take them
     ):
         check_bools(measure=measure)
+        check_options('ModelToHalf', events, [*signature(ModelToHalf).parameters][:-1]+[*Callback._methods])
+        self._before_fit = events.pop('before_fit', None) # it comes after our own
+        super().__init__(**events)
         self.dtype,self.keep,self.fp8,self.way,self.measure = check_half(dtype),keep,fp8,way,measure
 
     def new_half(self,
@@ -282,3 +290,4 @@ class ModelToHalf(_PrecisionPart):
         if not any(isinstance(cb, MixedPrecision) for cb in self.learn.cbs):
             raise ValueError("ModelToHalf works only together with MixedPrecision, which checks the gradients. "
                              "Call learn.to_fp16() or to_bf16(), which add both.")
+        if self._before_fit: self._before_fit(self)

@@ -14,6 +14,7 @@ from functools import wraps
 
 from fastai.learner import Learner
 from fastcore.basics import patch
+from fastcore.xtras import ContextManagers
 
 from ..core.devices import emulation,warn_caller
 from ..core.processes import is_sharded,reset_ddp,without_ddp
@@ -183,8 +184,20 @@ def _with_events(plain):
         return plain(self, f if cb is None else _inside, event_type, *args, **kwargs)
     return _with_events
 
+class _Unwound(ContextManagers):
+    "If one of the contexts can't be entered, those before it are left, such as `learn.lock`"
+    def __enter__(self):
+        with self.stack as stack:
+            super().__enter__()
+            self.stack = stack.pop_all()
+
+def _validation_context(plain):
+    def validation_context(self, *args, **kwargs): return _Unwound(plain(self, *args, **kwargs).default)
+    return validation_context
+
 _wrap_method('one_batch', _one_batch)
 _wrap_method('_with_events', _with_events)
+_wrap_method('validation_context', _validation_context)
 
 # %% ../../nbs/learner/calls.ipynb #5d8c41e1
 def _create_opt(plain):

@@ -29,7 +29,7 @@ from .fastai_internals import _is_fastai_precision,_training_batches
 from .explain_skips import _call_name
 from .precision import fit_device,is_precision,_precision_callback
 from .recorder import _count_outcomes
-from .looks import batch_noise,batch_times,find_nonfinite,precision_plan
+from .looks import _check_batch,batch_noise,batch_times,find_nonfinite,precision_plan
 
 # %% ../../nbs/learner/checkup.ipynb #c12a0011
 page = 'https://example.github.io/mp_callbacks/learner/checkup.html' # what the links of a report lead to
@@ -65,7 +65,9 @@ def precision_checkup(
 )->Checkup: # Prints as a text, and shows as a table with links
     """Machine, versions, precision, last fit, batches, memory and speed of a learner, and what to do next, in a report
 
-    The learner doesn't change. What can't be found out is named with the reason, and raises nothing."""
+    The learner doesn't change. What can't be found out is named with the reason, and raises nothing. Raises `TypeError`
+    for a `batch` that is none."""
+    _check_batch(batch)
     cb,results,failed,faster,notes = _precision_callback(learn),{},[],{},{}
     for title,find in _findings.items():
         try: results[title] = find(learn, cb, batch)

@@ -10,6 +10,7 @@ __all__ = ['LeanCallback']
 # %% ../../nbs/learner/fastai_internals.ipynb #abb3314b
 import math,sys,torch
 from contextlib import contextmanager
+from functools import partial
 
 from fastai.callback.core import *
 from fastcore.basics import defaults
@@ -38,7 +39,8 @@ class LeanCallback(Callback):
     training = True # fastai reads it at each event; True also runs events in validation
     __setattr__ = object.__setattr__
     def __call__(self, event_name):
-        if event_name=='after_fit' or hasattr(type(self), event_name): super().__call__(event_name)
+        defined = event_name in vars(self) or hasattr(type(self), event_name)
+        if defined or event_name=='after_fit': super().__call__(event_name)
 
 # %% ../../nbs/learner/fastai_internals.ipynb #ab54ea8b
 _cancels = (CancelBatchException,CancelBackwardException,CancelEpochException,CancelFitException,CancelStepException,
@@ -99,11 +101,12 @@ def _keep_average(learn, skipped):
     "Leave the loss of a skipped step out of the training loss that fastai shows, which begins anew if it isn't finite"
     smooth = getattr(getattr(learn, 'recorder', None), 'smooth_loss', None)
     if not hasattr(smooth, 'count'): return
+    own = vars(smooth)
+    own.pop('accumulate', None) # of a batch that fastai's recorder has not seen
     known = smooth.value.item() if smooth.count else 0. # fastai keeps it on the CPU
     if learn.iter==0 and not math.isfinite(known): smooth.reset()
-    if not skipped: return
-    if not smooth.count: known,smooth.count = 0.,-1 # fastai adds 0 and 1 to these: still no average
-    learn.loss = torch.full_like(learn.loss, known)
+    # the recorder's next call removes this, and does nothing else: `learn.loss` stays that of the batch
+    if skipped: smooth.accumulate = partial(own.pop, 'accumulate')
 
 def _hand_over_loss(learn, number):
     "Let `learn.loss` be `number`, if known, on the CPU, where nobody waits for it. Several processes gather theirs."

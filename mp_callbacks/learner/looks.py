@@ -43,6 +43,7 @@ def find_nonfinite(
     doesn't change, but for parameters that a module or callback changes in `forward` or before it. With several
     processes each looks at batches of all, and waits for none. Raises `ValueError` if there is no batch, and
     `RuntimeError` in the middle of one, or if something would wait for other processes."""
+    _check_seconds(seconds)
     half,cb,found,items,end = _half(learn),_precision_callback(learn),[],[],perf_counter()+seconds
     def _look():
         loaded = learn.as_loaded.batch
@@ -181,8 +182,9 @@ def batch_noise(
     """How much noise half precision adds to the noise that batches have; see [noise](../look/noise.ipynb)
 
     The learner doesn't change. Raises `ValueError` for a learner in float32, or without batches."""
-    cb,end = _in_half_precision(learn),perf_counter()+seconds
     _check_batches(batches, 2, 8)
+    _check_seconds(seconds)
+    cb,end = _in_half_precision(learn),perf_counter()+seconds
     noise,seen = BatchNoise(_half(learn), cb.loss_scale),[]
     def _look():
         with _loss_again(learn) as compute_loss: noise.add(compute_loss)
@@ -196,6 +198,15 @@ def _in_half_precision(learn):
     if cb is None: raise ValueError("This learner trains in float32. Call learn.to_fp16(), to_bf16(), to_native_fp16() "
                                     "or to_native_bf16() first: that precision is compared with float32.")
     return cb
+
+def _check_batch(batch):
+    if batch is None or isinstance(batch, (list,tuple)): return
+    raise TypeError(f"batch is a {type(batch).__name__}, and must be a tuple of inputs and targets. Pass one as "
+                    "dls.one_batch() returns it.")
+
+def _check_seconds(seconds):
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds>=0: raise ValueError(
+        f"seconds={seconds!r} must be a number, 0 or more. Leave it out to look at all batches.")
 
 def _check_batches(batches, least, default):
     if isinstance(batches, bool) or not isinstance(batches, int) or batches<least:
@@ -230,9 +241,7 @@ def _look_at(learn, look, batch=None, training=True):
     """Call `look` with `learn` at the start of `batch`, or of each batch, and return what it returns, once that is true
 
     The callbacks have changed the batch then, and the model has not been called."""
-    if batch is not None and not isinstance(batch, (list,tuple)):
-        raise TypeError(f"batch is a {type(batch).__name__}, and must be a tuple of inputs and targets. Pass one as "
-                        "dls.one_batch() returns it.")
+    _check_batch(batch)
     if _is_dry_run(learn) or _within_batch(learn):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
     cb = _DryRun(look, _training_batches(learn, training) if batch is None else [batch], training)

@@ -12,6 +12,7 @@ import math,torch
 from contextlib import contextmanager
 from functools import cache
 from inspect import signature
+from itertools import chain
 from operator import attrgetter
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
@@ -62,7 +63,6 @@ class _LearnerSteps(CheckedSteps):
         self.cb,self._written = cb,self._state.as_dict() # the latter is what the optimizer has
 
     model = property(attrgetter('cb.learn.model'), doc="The learner's model")
-    param_lists = property(attrgetter('cb.learn.opt.param_lists'), doc="The optimizer's parameters, a list a group")
     opt = property(lambda self: getattr(self.cb.learn, 'opt', None), doc="The learner's optimizer; None: it has none")
     device = property(lambda self: fit_device(self.cb.learn), doc="The device that the learner trains on")
 
@@ -72,6 +72,7 @@ class _LearnerSteps(CheckedSteps):
         learn = self.cb.learn
         return math.inf if _is_dry_run(learn) else learn.n_iter/max(1, len(self.step.losses)),'the steps of this epoch'
 
+    def opt_params(self): return [*chain.from_iterable(self.cb.learn.opt.param_lists)]
     def new_half(self, model): return self.cb.new_half(model)
     def loss_modules(self): return _loss_modules(self.cb.learn)
     def predictions(self): return self.cb.learn.pred

@@ -18,7 +18,7 @@ from matplotlib.colors import LogNorm
 from ..core.grads import largest_number
 from ..core.modules import parameter_name
 from ..core.processes import is_sharded
-from .fastai_internals import LeanCallback,_add_columns,_is_dry_run
+from .fastai_internals import LeanCallback,_add_columns,_is_dry_run,_within_batch
 from .precision import _precision_callback
 
 # %% ../../nbs/learner/recorder.ipynb #df4308b9
@@ -95,7 +95,7 @@ class PrecisionRecorder(LeanCallback):
         if self.tensors and is_sharded(self.learn.model): raise ValueError(
             f"tensors={self.tensors} measures whole parameters, and with fully_shard (FSDP2) each process has parts. "
             "Use tensors=None.")
-        self._begin,self._new_fit = len(self.rows),True
+        if not _within_batch(self.learn): self._begin,self._new_fit = len(self.rows),True
         if self.first_weight is None and not _is_dry_run(self.learn):
             params = [p.detach() for p in self.learn.model.parameters() if p.is_floating_point()]
             self.first_weight = largest_number(params)
@@ -109,6 +109,7 @@ class PrecisionRecorder(LeanCallback):
         if self._new_fit: self.batches,self._gathers = 0,False
         self.first_row,self._new_fit = self._begin,False
     def before_batch(self):
+        if not self.learn.training: return # such as predictions that a callback makes within a training batch
         self._stats,self._new,self._dry_run = getattr(self.learn, 'step_stats', None),False,_is_dry_run(self.learn)
     def after_cancel_step(self): self.add_row(True)
     def after_step(self): self.add_row(False)
@@ -126,10 +127,11 @@ class PrecisionRecorder(LeanCallback):
         self._add_tensors(stats.step)
 
     def after_batch(self):
+        if not self.learn.training: return
         losses = getattr(getattr(self.learn, 'recorder', None), 'losses', ())
         if self._new and losses: self.rows[-1] = self.rows[-1]._replace(loss=losses[-1].item()) # on the CPU
         self._new = False
-        if self.learn.training and not self._dry_run: self.batches += 1
+        if not self._dry_run: self.batches += 1
 
     def after_fit(self): self._dry_run = False # `lr_find` may have run inside a batch
 

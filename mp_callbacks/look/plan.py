@@ -19,7 +19,6 @@ from ..core.dtypes import map_tensors
 from ..core.half import half_precision
 from ..core.restore import unchanged
 from ..core.torch_internals import TorchDispatchMode
-from ..core.misuse import check_optimizers
 from ..core.nonfinite import check_called
 
 # %% ../../nbs/look/plan.ipynb #4362c36e
@@ -90,7 +89,7 @@ def _check_positive(name, x, what):
 def _show(x): return f'{x:,.0f}' if x>=100 else f'{x:.3g}'
 
 # %% ../../nbs/look/plan.ipynb #29d54850
-def _step(live, model, compute_loss, n, opts, stepped, half):
+def _step(live, model, compute_loss, n, opt, stepped, half):
     "Bytes of gradients, of new optimizer state and of activations, and logs of forward pass and rest, of a step"
     if half: model.zero_grad()
     start,held = live.now,[]
@@ -102,9 +101,9 @@ def _step(live, model, compute_loss, n, opts, stepped, half):
         loss.as_subclass(torch.Tensor).backward() # see `scaled_backward`
     for p,c in stepped.items(): c.grad = p.grad
     grads,before = sum(p.nbytes for p in stepped if p.grad is not None),live.now
-    for o in opts: o.step()
+    opt.step()
     state = live.now-before
-    for o in opts: o.zero_grad()
+    opt.zero_grad()
     for p,c in stepped.items(): p.grad,c.grad = c.grad,None
     return grads,state,activations,live.log[:end],live.log[end:]
 
@@ -116,18 +115,16 @@ class _CountedSteps:
     def __init__(self,
         model:nn.Module, # Model with float32 parameters, in training mode, on any device
         compute_loss, # Called with a number of items: calls `model` on a batch of that size, and returns the loss
-        opt, # Optimizer of the parameters of `model`, PyTorch's or fastai's, or a list of them
+        opt, # Optimizer of the parameters of `model`, PyTorch's or fastai's
     ):
-        self.model,self.compute_loss = model,compute_loss
-        self.opts = [*opt] if isinstance(opt, (list,tuple)) else [opt]
-        check_optimizers(self.opts)
-        self.live,self._made,self._called = LiveBytes(),None,{} # `_made`: by the first step of the optimizer
+        self.model,self.compute_loss,self.opt = model,compute_loss,opt
+        self.live,self._made = LiveBytes(),None # by the first step of the optimizer
 
     def __enter__(self):
         params,live = [*self.model.parameters()],self.live
         self._stepped = {p:nn.Parameter(p.detach().clone(), p.requires_grad) for p in params}
         memo = {id(p):c for p,c in self._stepped.items()}
-        self._copies = copy.deepcopy(self.opts, memo) # its state is in `memo`, too
+        self._copy = copy.deepcopy(self.opt, memo) # its state is in `memo`, too
         self._open = ExitStack()
         self._open.enter_context(unchanged(self.model))
         self._open.enter_context(live)
@@ -140,7 +137,7 @@ class _CountedSteps:
         return self
 
     def __exit__(self, *args):
-        self._stepped = self._copies = None
+        self._stepped = self._copy = None
         return self._open.__exit__(*args)
 
     def step(self,
@@ -148,7 +145,7 @@ class _CountedSteps:
         half:half_precision=None, # How the model computes; None: in float32
     )->tuple: # Of gradients, new optimizer state and activations, and lists after each operation: forward pass, rest
         "The bytes of a step"
-        res = _step(self.live, self.model, self.compute_loss, n, self._copies, self._stepped, half)
+        res = _step(self.live, self.model, self.compute_loss, n, self._copy, self._stepped, half)
         if self._made is None: self._made = res[1]
         return res
 
@@ -157,21 +154,19 @@ class _CountedSteps:
         batch_size:int, # Batch size of the table
     )->MemoryPlan:
         "A plan with a row for each of `halves`, from steps with two and with four items"
-        def _steps(half):
-            if id(half) not in self._called: self.step(2, half) # in its first call a model casts nothing ahead
-            self._called[id(half)] = half
-            return self.step(2, half),self.step(4, half)
+        # the first doesn't count: in its first call a model casts nothing ahead
+        def _steps(half): return [self.step(n, half) for n in (2,2,4)]
         seen = dict(zip(halves, map(_steps, halves.values())))
         state = self._had+self._made
         def _columns(grads, _, activations, *logs): return [self.weights],[grads],[state],[activations],*logs
-        lines = {k:[_line(*o) for o in zip(_columns(*two), _columns(*four))] for k,(two,four) in seen.items()}
+        lines = {k:[_line(*o) for o in zip(_columns(*two), _columns(*four))] for k,(_,two,four) in seen.items()}
         return MemoryPlan(batch_size, {k:[*v[:4],torch.cat(v[4:], 1)] for k,v in lines.items()})
 
 # %% ../../nbs/look/plan.ipynb #29d54851
 def plan_memory(
     model:nn.Module, # Model with float32 parameters, in training mode, on any device
     compute_loss, # Called with a number of items: calls `model` on a batch of that size, and returns the loss
-    opt, # Optimizer of the parameters of `model`, PyTorch's or fastai's, or a list of them
+    opt, # Optimizer of the parameters of `model`, PyTorch's or fastai's
     batch_size:int, # Batch size of the table
     half:half_precision=None, # How `model` computes in half precision; None: in bfloat16, with nothing kept in float32
 )->MemoryPlan: # Prints as a table; has `batch_size(gb)`

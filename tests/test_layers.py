@@ -105,7 +105,7 @@ def test_no_comprehension_where_something_has_to_end(name):
 # Private names that may stand anywhere: those of tensors, modules, operations and states on which much else is built,
 # those of NamedTuples, and fastai's
 anywhere = {*"""_version _modules _parameters _buffers _orig_mod _c10d_functional _growth_tracker
-    _fields _replace _asdict   _set_device _split _with_events _DataLoader__idxs""".split()}
+    _fields _replace _asdict   _methods _set_device _split _with_events _DataLoader__idxs""".split()}
 
 def private_attributes(o):
     "Names of attributes in a node of a syntax tree that begin with one underscore, also in strings, as of `getattr`"
@@ -183,7 +183,7 @@ without = """if True:
     full = fit(None).recorder.losses[-1].item()
     learns = [fit(o) for o in ('to_fp16','to_bf16','to_native_bf16')]
     learns += [fit('to_native_fp16', init_scale=2.**8),fit('to_fp8', emulate=True)]
-    print(max([abs(o.recorder.losses[-1].item()-full)/full for o in learns])<.02)
+    print(max([abs(o.recorder.losses[-1].item()-full)/full for o in learns])<.05) # float8 has three bits
     report = learns[1].precision_checkup()
     print([o.title for o in report.lines if o.text.startswith('Not asked')])
     x,y = learns[1].dls.one_batch()

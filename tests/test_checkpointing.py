@@ -407,6 +407,15 @@ def test_measured_before(monkeypatch):
     learn = fitted(limited())
     assert asked==[(False,learn.mixed_precision.half.measured)] and asked[0][1].passes>0
 
+def test_warning_as_error():
+    "What the plan says ends the fit then; the next one plans anew"
+    learn = limited()
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match='Checkpoints 3'):
+        warnings.simplefilter('error', UserWarning)
+        learn.fit(1)
+    learn.precision_report()
+    assert segments(fitted(learn))
+
 @has_notes
 def test_no_memory_to_plan(monkeypatch):
     "The error says so, and nothing is left"

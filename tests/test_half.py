@@ -489,3 +489,12 @@ def test_called_by_name():
     for _ in range(2):
         with half: assert torch.allclose(model(x), want, atol=.05)
         assert {seen[n] for n in ('lin','layer','head')}=={bf16}
+
+def test_after_an_error_of_refresh():
+    "It chooses again as soon as it can; a copy has chosen nothing yet, either"
+    half = half_precision(mlp(), bf16)
+    before = half.model_checksum
+    half.model.half()
+    with pytest.raises(ValueError, match='no float32 parameters'): half.refresh()
+    half.model.float()
+    for o in (half,deepcopy(half)): assert o.measurable and len(o.modules)==6 and o.model_checksum==before

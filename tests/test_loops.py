@@ -262,6 +262,19 @@ def of(which):
         steps.make()
     return _step
 
+def two_at_once(steps):
+    with steps.batch():
+        loss = mse_of(steps.model, *data[0])
+        with steps.scaled(loss) as a, steps.scaled(loss**2) as b: (a+b).backward()
+
+def in_each_other(steps):
+    with steps.batch():
+        batch(steps)
+        steps.backward(mse_of(steps.model, *data[1]))
+
+def loads(steps):
+    with steps.batch(): steps.load_state_dict(steps.state_dict())
+
 def becomes_half(part):
     def _step(steps):
         train(steps)
@@ -273,6 +286,8 @@ def becomes_half(part):
 @pytest.mark.parametrize('f,match', [
     (beside, 'Adam has stepped beside steps.make'), (in_place_of_make, 'Adam has stepped beside steps.make'),
     *[(of(o), 'scaled.backward.. or torch.autograd.grad') for o in ('backward','loss','again')],
+    (two_at_once, 'one after the other, or of their sum'), (in_each_other, 'is in a batch'),
+    (loads, 'Load it between batches'),
     (becomes_half(lambda m: m[0]), 'the parameter 0.weight has become torch.float16, as model.half'),
     (becomes_half(lambda m: m), 'no float32 parameters .torch.float16.')])
 def test_wrong_steps(f, match, half):
@@ -282,7 +297,7 @@ def test_wrong_steps(f, match, half):
     with pytest.raises((RuntimeError,ValueError), match=match): f(steps)
     assert all(p.grad is None for p in steps.model.parameters())
     assert_clean(train(new(half, model=steps.model.float())).model)
-    if f in (beside,in_place_of_make): assert_clean(train(steps).model)
+    assert_clean(train(steps).model)
 
 def test_gradients_of_the_scaled_loss():
     "`torch.autograd.grad` of it is right, in `.grad`, and in a later batch without a backward pass they stay"
@@ -326,6 +341,14 @@ def test_warning_that_never_comes():
     assert text.startswith('warn_skips=9 has no effect')
     text, = told(lambda: get_learner().to_bf16(max_skips=5, warn_skips=9))
     assert text.startswith('warn_skips=9 has no effect')
+
+def test_loaded_in_a_pending_step():
+    "All its gradients are removed, also of parameters that the optimizer doesn't have"
+    steps = new(f16, lambda model: adam(model[0]))
+    x = data[0][0].clone().requires_grad_()
+    batch(steps, x)
+    steps.load_state_dict(steps.state_dict())
+    assert x.grad is None and all(p.grad is None for p in steps.model.parameters())
 
 @pytest.mark.parametrize('make', [
     lambda s: {'foo':1}, lambda s: s.opt.state_dict(), lambda s: s.model.state_dict(), lambda s: {}, lambda s: None,

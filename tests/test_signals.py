@@ -55,16 +55,27 @@ def test_interrupt_while_the_scale_is_stored():
 
 switches = 'learner/precision.py','core/checked_steps.py','core/half.py','core/switch.py','core/forwards.py','_inside'
 
+def learner(mode):
+    "A learner's steps, and a fit"
+    learn = fitted(in_mode(mode, norm=True, dls=get_dls(bs=32, n=32)))
+    return learn.mixed_precision.steps,lambda: learn.fit(1)
+
+def loop(mode):
+    "Steps of a loop, and three more of them"
+    model = mlp(norm=True)
+    steps = TrainingSteps(model, torch.optim.SGD(model.parameters(), .1), f16 if mode=='fp16' else bf16)
+    return train_steps(steps, [numbers(32)]),lambda: train_steps(steps, [numbers(32)]*3)
+
 @pytest.mark.slow
+@pytest.mark.parametrize('make', [learner,loop])
 @pytest.mark.parametrize('mode', ['fp16','native_bf16'])
-def test_interrupt_at_many_lines(mode):
-    "At each seventh: nobody holds half precision afterwards, no batch is open, and nothing of ours stands in the model"
-    learn,n = fitted(in_mode(mode, norm=True, dls=get_dls(bs=32, n=32))),1
-    steps = learn.mixed_precision.steps
-    while interrupted(lambda: learn.fit(1), n, *switches):
-        assert_plain(learn.model, n)
+def test_interrupt_at_each_line(mode, make):
+    "Nobody holds half precision afterwards, no batch is open, and nothing of ours stands in the model"
+    (steps,train),n = make(mode),1
+    while interrupted(train, n, 'core/training_steps.py', *switches):
+        assert_plain(steps.model, n)
         assert not steps.half._holders and not steps.open_batches, n
-        n += 7
+        n += 1
     assert n>300
 
 moments = [('before_batch',20), ('after_pred',-50), ('after_backward',20), ('before_step',20), ('after_step',-50),

@@ -82,6 +82,18 @@ def test_batch_inside_a_step(mode, event, order):
     assert same_weights(plain, inside) and inside.mixed_precision.state.as_dict()==plain.mixed_precision.state.as_dict()
     assert_clean(inside.model)
 
+@pytest.mark.parametrize('mode', modes)
+def test_an_error_in_a_batch_inside_a_batch(mode):
+    "That somebody catches: the batch around it goes on with its own gradients, and its step is made"
+    def _try(learn):
+        before = {k:getattr(learn, k) for k in ('xb','yb','pred','loss','loss_grad')}
+        with pytest.raises(RuntimeError, match='cannot be multiplied'): learn.one_batch(0, (learn.x[:,:3],learn.y))
+        vars(learn).update(before)
+    plain,inside = in_mode(mode),in_mode(mode)
+    fitted(plain)
+    fitted(inside, 1, On('after_backward', _try))
+    assert same_weights(plain, inside) and inside.mixed_precision.state.as_dict()==plain.mixed_precision.state.as_dict()
+
 @pytest.mark.parametrize('opt', [SGD,partial(OptimWrapper, opt=torch.optim.SGD)], ids=['fastai','torch'])
 @pytest.mark.parametrize('mode', modes)
 def test_batch_ends_after_step(mode, opt):

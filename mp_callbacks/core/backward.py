@@ -23,8 +23,14 @@ def scaled_backward(
     scale:float, # Loss scale
     model:nn.Module, # The model, in half precision: checkpointed parts compute again
     params, # Those whose gradients are multiplied
+    step, # `PendingStep` that the batch belongs to
 ): # What to call `backward` of
-    "Context manager around a backward pass, in which `loss` and all gradients have the scale"
+    """Context manager around a backward pass, in which `loss` and all gradients have the scale
+
+    Raises `RuntimeError` inside another one of the same step, and for gradients that don't have the scale."""
+    if step.in_backward: raise RuntimeError(
+        "A backward pass is open already, and two at once would scale gradients twice. Run them one after the other, "
+        "or of their sum: `with steps.scaled(a+b) as scaled: scaled.backward()`.")
     params = params if scale!=1 else []
     mul_grads(params, scale)
     before = [p.grad for p in params]
@@ -35,8 +41,11 @@ def scaled_backward(
     if scale!=1 and loss.requires_grad: # a hook that returns a tensor replaces the gradient; `append` returns None
         loss.register_hook(of_loss.append)
         scaled.register_hook(of_scaled.append)
-    try: yield scaled
+    try:
+        step.in_backward = True
+        yield scaled
     finally:
+        step.in_backward = False
         others = not of_scaled and any(p.grad is not g for p,g in zip(params, before))
         mul_grads(params, 1/scale)
     if others or of_loss and not of_scaled: raise RuntimeError(

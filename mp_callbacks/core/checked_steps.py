@@ -157,13 +157,18 @@ class CheckedSteps(StepSettings):
     def load_state_dict(self,
         state:dict, # From `state_dict`
     ):
-        "Go on from `state`. The gradients of a pending step are removed. Raises `ValueError` for another state."
+        """Go on from `state`. The gradients of a pending step are removed.
+
+        Raises `ValueError` for another state, and `RuntimeError` inside a batch."""
         is_dict = isinstance(state, Mapping)
         if not is_dict or not {'steps','skips'}<={*state}: raise ValueError(
             "load_state_dict needs what steps.state_dict() returned, with steps and skips. This "
             f"{'has '+(', '.join(map(str, state)) or 'nothing') if is_dict else f'is a {type(state).__name__}'}. Model "
             "and optimizer load their states by themselves.")
-        if self.step is not None: _remove_grads(self.opt_params())
+        if self.open_batches: raise RuntimeError(
+            "load_state_dict is called inside a batch, which belongs to a step of the state before. Load it between "
+            "batches.")
+        if self.step is not None: _remove_grads([*self.params(),*self.step.tensors])
         self.state,self.step = self.state.loaded(state),None
 
     def restart(self,
@@ -230,10 +235,11 @@ class CheckedSteps(StepSettings):
         again:bool=False, # Measure also if it was done for the model as it is, and with all items
     )->bool: # Whether modules compute as under autocast from now on
         "Compare gradients of a batch with those under autocast, unless it was measured before"
+        if not self.measures: return False
         half,state = self._half,self._state
         known = state.measured
-        if not self.measures or not half.measurable: return False
         if not again and known is not None and known.covers(half.model_checksum, half.params_checksum): return False
+        if not half.measurable: return False
         def _measure(part):
             with self.again(part) as compute_loss: return measure_gradients(
                 half.replace(model=unwrap(self.model)), compute_loss, state.scaling.loss_scale, self.loss_modules())
@@ -264,9 +270,9 @@ class CheckedSteps(StepSettings):
         training:bool=True, # An error ends the step
     ):
         "Context manager around a batch, or the step itself: end a finished step, and drop a pending one after an error"
-        before = self.open_batches
+        before,opened = self.open_batches,object()
         try:
-            self.open_batches = (*before,object())
+            self.open_batches = (*before,opened)
             yield
         except BaseException as e:
             _note_closure(e)
@@ -274,11 +280,13 @@ class CheckedSteps(StepSettings):
             reset_ddp(self.model)
             if isinstance(e, self.cancels): reshard(self.model)
             else:
-                if training and self.step is not None and not self.step.outcome: self.drop_step()
+                mine = training and not before # a batch around this one may catch the error, and go on
+                if mine and self.step is not None and not self.step.outcome: self.drop_step()
                 _reset_shards(self.model)
             raise
         finally:
             try:
+                if self._half is not None: self._half.release(opened) # again, as Ctrl-C may have ended the first time
                 if not before and self.step is not None and self.step.outcome:
                     self.step = None
                     _remove_grads(self.opt_params())
@@ -311,7 +319,7 @@ class CheckedSteps(StepSettings):
         may_report = self.must_report(state.skips+1) or state.bad_losses+1==self.warn_skips
         if may_report or self.recent.may_warn(state.scaling): step.batches.append(batch)
         step.losses.append(loss.detach())
-        return scaled_backward(loss, state.scaling.loss_scale, self._half.model, [*params,*others])
+        return scaled_backward(loss, state.scaling.loss_scale, self._half.model, [*params,*others], step)
 
     # --- A step
 

@@ -60,8 +60,9 @@ class half_precision:
         self._chosen,self.params = None,[] # `ChosenWays`, and the parameters of the model, from `refresh` on
         self._holders = {} # who holds it -> whether that is an open `with`
 
-    modules = property(attrgetter('_chosen.modules'), doc="The modules of the model")
-    model_checksum = property(attrgetter('_chosen.checksum'), doc="A checksum of the modules and how they compute")
+    modules = property(attrgetter('chosen.modules'), doc="The modules of the model")
+    model_checksum = property(attrgetter('chosen.checksum'), doc="A checksum of the modules and how they compute")
+    ways = property(attrgetter('chosen.ways'), doc="Dict: name of a module -> how it computes, a `Way`")
 
     def __repr__(self):
         ways = Counter(row[4] for row in self._rows())
@@ -69,10 +70,10 @@ class half_precision:
         return f"half_precision({type(self.model).__name__}, {dtype_name(self.dtype)}{how and f': {how}'})"
 
     @property
-    def ways(self)->dict:
-        "Dict: name of a module -> how it computes, a `Way`"
-        if self._chosen is None: self.refresh() # this is a copy, or was unpickled
-        return self._chosen.ways
+    def chosen(self)->ChosenWays:
+        "How the modules compute"
+        if self._chosen is None: self.refresh() # this is a copy, was unpickled, or an error came
+        return self._chosen
 
     def __getstate__(self): return self.settings # for copies and pickles
 
@@ -110,7 +111,7 @@ class half_precision:
     ):
         "Let the model compute in half precision until `release`. Idempotent."
         with _switching:
-            if self._chosen is None: self.refresh() # this is a copy, or was unpickled
+            if self._chosen is None: self.refresh()
             self._holders.setdefault(by, False)
             self._update()
 
@@ -182,13 +183,13 @@ class half_precision:
     def outdated(self)->bool:
         "Whether modules have been added, removed, moved or replaced since `refresh`, which takes more time to say so"
         if self._chosen is None: return True
-        now,before = _inside(self.modules),self._chosen.inside
+        now,before = _inside(self._chosen.modules),self._chosen.inside
         return len(now)!=len(before) or not all(map(is_, now, before)) # a module may have an `__eq__`
 
     @property
     def never_called(self)->bool:
         "Whether the model itself has never been called in half precision since `refresh`, as far as that can be known"
-        return self.dtype!=torch.float32 and not self._chosen.cast.begun and not _may_have_compiled()
+        return self.dtype!=torch.float32 and not self.chosen.cast.begun and not _may_have_compiled()
 
     def predicts(self):
         "Begin a call without gradients: layers that autocast casts take copies, too, as long as somebody holds it"
@@ -198,7 +199,7 @@ class half_precision:
 
     def keep_copies(self):
         "Context manager for several calls without gradients: the copies of weights are kept from one to the next"
-        return self._chosen.cast.keep_longer()
+        return self.chosen.cast.keep_longer()
 
     def policy(self)->'pd.DataFrame': # One row per module with parameters or with a reason
         "Table of the modules: class, size and dtype of own parameters, way and dtype of computing, and the reason"
@@ -230,7 +231,7 @@ class half_precision:
     @property
     def measurable(self)->bool:
         "Whether there is something to measure, and it is wanted. FP8 has a [report](../look/fp8_report.ipynb) instead."
-        return self._measure is not False and self.rules and not self.fp8 and self._chosen.beyond_autocast
+        return self._measure is not False and self.rules and not self.fp8 and self.chosen.beyond_autocast
 
     @property
     def params_checksum(self)->int:

@@ -75,7 +75,8 @@ def diagnose(
     Parameters, buffers, gradients and random numbers are as before. Raises `RuntimeError` inside `with half:`, and
     `ValueError` if `compute_loss` doesn't call `model`."""
     if isinstance(now := vars(model).get('forward'), WrappedForward) and not now.below:
-        raise RuntimeError("diagnose runs the batch in float32, too. Call it outside of `with half:`.")
+        raise RuntimeError(
+            "To explain a batch is to compute it in float32, too. Ask outside of `with half:` and of a batch.")
     ends = torch.finfo(half.dtype).max if half else math.inf
     def _run(half, scale=1., **kwargs): return trace_batch(model, compute_loss, half, _count_nonfinite, scale, **kwargs)
     seen = _run(half, scale)

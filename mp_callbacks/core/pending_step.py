@@ -25,6 +25,7 @@ class PendingStep:
         self.others,self.copies = others,copies or BufferCopies()
         self.known,self.buffers = [],[] # modules whose buffers are remembered, and what these were
         self.batch = None # inputs and targets of the batch that is open, in a loop of one's own
+        self.in_backward = False # whether a backward pass is open
         self.losses = [] # of its batches
         self.batches = [] # their inputs and targets, if the step may have to be explained
         self.tensors = [] # those that have got gradients, beside parameters

@@ -24,7 +24,7 @@ from .processes import single_process,without_ddp
 from .measure import copy_batch
 from .half import check_device,half_precision
 from .explain import explain_batch,explain_batches,_name_culprit
-from .misuse import check_float32,check_optimizers,check_unscaled,check_options
+from .misuse import check_bools,check_float32,check_optimizers,check_unscaled,check_options
 from .checked_steps import CheckedSteps,StepSettings
 
 # %% ../../nbs/core/training_steps.ipynb #9b00001f
@@ -57,6 +57,7 @@ class TrainingSteps(CheckedSteps):
         measure:bool=True, # Compare the first batch with autocast: what is less exact computes as autocast then
         **kwargs
     ):
+        check_bools(measure=measure)
         check_options('TrainingSteps', kwargs, [*signature(TrainingSteps).parameters], _elsewhere)
         if not isinstance(half, half_precision):
             half = half_precision(without_ddp(model), torch.float32 if half is None else half)
@@ -107,13 +108,16 @@ class TrainingSteps(CheckedSteps):
         self._check_not_stepped()
         with self._alone(), self.guarded():
             if self.step is None: _remove_grads(self.opt_params()) # such as a generator's loss has left in a critic
-            half = self.choose_half()
+            half,holder = self.choose_half(),self.open_batches[-1]
+            half.refresh()
             if torch.is_grad_enabled(): self.measure_batch(batch)
-            with half:
+            try:
+                half.hold(holder)
                 self.begin_batch()
                 self.step.batch = batch
                 yield
                 self.step.batch = None
+            finally: half.release(holder)
 
     def scaled(self, loss): # It gives what to call `backward` of
         "Context manager around the backward pass of `loss`, for code that calls `backward` itself"
@@ -161,8 +165,11 @@ class TrainingSteps(CheckedSteps):
 
     @contextmanager
     def _alone(self):
-        "Context manager around a batch. Raises `RuntimeError` inside one of other steps of the same model."
-        if any(o is not self and o.model is self.model for o in self._in_batch): raise RuntimeError(
+        "Context manager around a batch. Raises `RuntimeError` inside one of the same model."
+        if self in self._in_batch: raise RuntimeError(
+            "This TrainingSteps is in a batch already. Write the other `with steps.batch():` after it, or compute both "
+            "losses in one, and the backward pass of their sum.")
+        if any(without_ddp(o.model) is without_ddp(self.model) for o in self._in_batch): raise RuntimeError(
             "Another TrainingSteps of this model is in a batch, and a backward pass has one loss scale. Several "
             "optimizers step together: TrainingSteps(model, [a, b]).")
         try:
@@ -172,6 +179,7 @@ class TrainingSteps(CheckedSteps):
 
     def _check_not_stepped(self):
         "Raise a `RuntimeError` if an optimizer has stepped beside `make`, and remove the gradients that it has used"
+        if self.step is not None and self.step.outcome: self.step = None # Ctrl-C came just before that
         if self.step is None or not self.step.stepped: return
         name,params = type(self.step.stepped[0]).__name__,self.params()
         self.step = None

@@ -118,7 +118,7 @@ class MemoryBudget:
         learn, # `Learner`
     ):
         "Inside a `with`, its model computes as in its batches"
-        known = self.plan is not None and self._for[-1]==_modules_of(learn)
+        known = self._for is not None and self._for[-1]==_modules_of(learn)
         return Checkpoints(unwrap(learn.model), self.plan.checkpoints.segments) if known else nullcontext()
 
     def _choose(self, learn, half, memory, batch):

@@ -407,6 +407,11 @@ def test_measured_before(monkeypatch):
     learn = fitted(limited())
     assert asked==[(False,learn.mixed_precision.half.measured)] and asked[0][1].passes>0
 
+def test_no_global_hooks():
+    "A plan leaves none, of which PyTorch warns whoever compiles a model later"
+    assert segments(fitted(limited()))
+    assert not torch.nn.modules.module._has_any_global_hook()
+
 def test_warning_as_error():
     "What the plan says ends the fit then; the next one plans anew"
     learn = limited()

@@ -280,8 +280,8 @@ class CheckedSteps(StepSettings):
             reset_ddp(self.model)
             if isinstance(e, self.cancels): reshard(self.model)
             else:
-                mine = training and not before # a batch around this one may catch the error, and go on
-                if mine and self.step is not None and not self.step.outcome: self.drop_step()
+                outermost = training and not before # a batch around this one may catch the error, and go on
+                if outermost and self.step is not None and not self.step.outcome: self.drop_step()
                 _reset_shards(self.model)
             raise
         finally:

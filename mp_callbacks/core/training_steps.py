@@ -179,7 +179,7 @@ class TrainingSteps(CheckedSteps):
 
     def _check_not_stepped(self):
         "Raise a `RuntimeError` if an optimizer has stepped beside `make`, and remove the gradients that it has used"
-        if self.step is not None and self.step.outcome: self.step = None # Ctrl-C came just before that
+        if self.step is not None and self.step.outcome: self.step = None # Ctrl-C came after its end, before this
         if self.step is None or not self.step.stepped: return
         name,params = type(self.step.stepped[0]).__name__,self.params()
         self.step = None

@@ -9,10 +9,10 @@ __all__ = ['share_left', 'Segment', 'ChangedInput', 'check_parts', 'Checkpoints'
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0010
 import random,torch,weakref,numpy as np
+from contextlib import ExitStack
 from functools import cache,partial
 from typing import NamedTuple
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook,register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from ..core.dtypes import leaves
@@ -150,11 +150,11 @@ class _Calls(TorchDispatchMode):
 
     def begin(self, module, args):
         "Note the beginning of a call, but not of one by the loss, or in the backward pass"
-        if module in self.names and (self.open or not self.names[module]): self.open.append((self.live.now,self.work))
+        if self.open or not self.names[module]: self.open.append((self.live.now,self.work))
 
     def end(self, module, args, kwargs, res):
         "Note the end of a call"
-        if module not in self.names or not self.open: return
+        if not self.open: return
         before,work = self.open.pop()
         self.calls[self.names[module]].append(_Call(self.live, before, self.work-work, (args,kwargs), res))
 
@@ -180,8 +180,10 @@ class _Profile:
         runs = []
         for k in (2,4):
             run = _Calls(steps.model, steps.live)
-            with (run,register_module_forward_pre_hook(run.begin),
-                  register_module_forward_hook(run.end, with_kwargs=True)):
+            with run, ExitStack() as hooks: # a global hook with `with_kwargs` leaves a trace, of which compiling warns
+                for m in run.names:
+                    hooks.enter_context(m.register_forward_pre_hook(run.begin))
+                    hooks.enter_context(m.register_forward_hook(run.end, with_kwargs=True))
                 *_,forward,rest = steps.step(k, half)
             runs.append((np.array(forward+rest, float),run.calls))
         (two,few),(four,many) = runs

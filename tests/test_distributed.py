@@ -3,6 +3,7 @@
 Also what one rank does alone, and what becomes of the others: an overflow, a fit, a question to the doctor, an
 exception. The page about several GPUs promises it. The file takes long because its cases train one after the other, in
 two processes that share the cores."""
+from mp_callbacks.core.processes import single_process
 from mp_callbacks.learner.opt_state import read_state
 from ranks import *
 from sick_models import Softmax,net
@@ -254,6 +255,13 @@ def asked_gathers(rank):
     learn.fit(1)
     agree(params(learn.model))
 
+def refused(rank):
+    "Inside `single_process` what would wait for the other process is an error, and nothing is sent"
+    x = torch.full((2,), float(rank))
+    with single_process(nn.Linear(1,1)), pytest.raises(RuntimeError, match='allreduce_ waits for all processes'):
+        dist.all_reduce(x)
+    assert (x==rank).all()
+
 def measured(rank, mode):
     "What the first batch of one process shows counts for all: the table of the other one is harmless"
     torch.manual_seed(0)
@@ -329,7 +337,7 @@ quick = [
     case(accumulated), case(accumulated, spoiled=1, dtype=f16),
     case(trained, mode='fp16', engine='hand', net=dict(reentrant=True)),
     case(whole_batch, mode='fp16', engine='fastai'), case(saved, mode='native_fp16'), case(predictions, mode='bf16'),
-    case(told, mode='fp16'), case(asked, engine='fastai'),
+    case(told, mode='fp16'), case(asked, engine='fastai'), case(refused),
     case(alone_first, mode='fp16', engine='fastai'),
     case(interrupted, mode='fp16', event='after_loss', engine='fastai')]
 slow = [

@@ -165,6 +165,26 @@ def test_prepare_grads(made, scale, clip, twice):
     assert where==[p.grad.data_ptr() for p in ps if p.grad is not None and not p.grad.is_sparse]
     if clip: assert sum(dense(p.grad).norm()**2 for p in ps if p.grad is not None)**.5<=clip*1.01+1e-3
 
+def with_grad(*xs):
+    p = nn.Parameter(torch.zeros(len(xs)))
+    p.grad = torch.tensor(xs)
+    return p
+
+def test_prepare_grads_also():
+    "Gradients of other leaves are unscaled and have to be finite, but are neither measured nor clipped"
+    p,other = with_grad(12.,16.),with_grad(40.)
+    assert prepare_grads([p], 4., clip=1., also=[p,other]).norm==5
+    torch.testing.assert_close(p.grad, torch.tensor([.6,.8]))
+    assert other.grad==10
+    other.grad.fill_(float('inf'))
+    assert prepare_grads([p], also=[other]).culprit is other
+
+def test_prepare_grads_refuses_a_clip():
+    "Before it changes a gradient"
+    p = with_grad(4.)
+    with pytest.raises(ValueError, match=r'clip=-1.0 must be positive'): prepare_grads([p], 2., clip=-1.)
+    assert p.grad==4
+
 @given(with_grads(), any_scale, any_clip, st.sampled_from([float('inf'),-float('inf'),float('nan')]),
        st.lists(st.integers(0,10**6), min_size=1, max_size=3))
 @examples(100)

@@ -25,6 +25,10 @@ def test_as_a_learner(half):
     assert same(leaves(dict(learn.model.state_dict())), leaves(dict(steps.model.state_dict())))
     assert learn.mixed_precision.state.as_dict()==steps.state_dict() and steps.last[:4]==learn.step_stats[:4]
 
+def test_first_scale():
+    "That of `to_fp16`, from which the search begins; bfloat16 has none"
+    assert [make(half=o, scale=None).loss_scale for o in ('float16','bfloat16')]==[2.**10,1.]
+
 optimizers = [o for o in dir(torch.optim) if isinstance(getattr(torch.optim, o), type)]
 
 @pytest.mark.parametrize('name', [o for o in optimizers if o not in ('LBFGS','SparseAdam','Muon','Optimizer')])

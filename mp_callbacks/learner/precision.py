@@ -213,7 +213,6 @@ class PrecisionCallback(_PrecisionPart):
     def before_train(self):
         self.steps.new_epoch()
         if training_group(self.learn.model) is None: return # fastai wraps the model after our `before_fit`
-        self.half.refresh() # fastai may have replaced batch norms, too
         self.steps.agree()
 
     def after_train(self):

@@ -1,5 +1,6 @@
 "`plan`: the planned memory of a step is what training takes, and which batch size fits"
 from learners import *
+from mp_callbacks.look.checkpointing import plan_checkpoints
 from mp_callbacks.look.plan import plan_memory
 
 sys.path.insert(0, str(root/'bench'))
@@ -109,3 +110,28 @@ def test_batch_size():
         for name,n in plan.batch_size(gb).items():
             assert planned(plan, n, name)<=gb*2**30<planned(plan, n+1, name)
     assert (plan.batch_size(1e-6)==0).all()
+
+def test_loss_of_a_fixed_batch():
+    "A loss of other items than it is asked for is an error, as a plan for it would be of the wrong size"
+    model,x = mlp(),torch.randn(64,8)
+    with pytest.raises(ValueError, match=r'take the same bytes.*model\(x\[:n\]\)'):
+        plan_memory(model, lambda n: model(x).mean(), sgd(model), 64)
+    assert plan_memory(model, lambda n: model(x[:n]).mean(), sgd(model), 64).items==64
+
+def test_several_optimizers():
+    "They step together, with the bytes of both"
+    model = mlp()
+    one,*both = [torch.optim.Adam(o.parameters()) for o in (model,model[:2],model[2:])]
+    assert sizes(plan_mse(model, both))==sizes(plan_mse(model, one))
+
+bad = dict(fraction=(dict(batch_size=2.5), ValueError, 'batch_size=2.5 must be a positive int'),
+           dtype=(dict(half=torch.bfloat16), TypeError, r'half=torch.bfloat16 must say.*half_precision\(model, '),
+           number=(dict(opt=1), TypeError, 'opt is a int, and must be an optimizer'))
+@pytest.mark.parametrize('plan', [plan_memory,partial(plan_checkpoints, gb=1)])
+@pytest.mark.parametrize('name', bad)
+def test_bad_arguments(plan, name):
+    "The error says what is needed"
+    given,error,match = bad[name]
+    model = mlp()
+    with pytest.raises(error, match=match):
+        plan(model, lambda n: model(torch.ones(n,8)).mean(), **(dict(opt=sgd(model), batch_size=4)|given))

@@ -22,7 +22,7 @@ from ..core.modules import compiled_parts,is_scripted,named_modules
 from ..core.torch_internals import TorchDispatchMode
 from ..core.restore import of_pytorch,remember_buffers,remember_contents,restore_buffers,restore_contents
 from ..core.forwards import WrappedForward,replaced_forward
-from .plan import _CountedSteps,MemoryPlan,_check_positive
+from .plan import _CountedSteps,MemoryPlan,_check_half,_check_items,_check_positive
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0011
 class Segment(NamedTuple):
@@ -330,7 +330,7 @@ class CheckpointPlan(NamedTuple):
 def plan_checkpoints(
     model:nn.Module, # Model with float32 parameters, in training mode, on any device
     compute_loss, # Called with a number of items: calls `model` on a batch of that size, and returns the loss
-    opt, # Optimizer of the parameters of `model`, PyTorch's or fastai's
+    opt, # Optimizer of the parameters of `model`, PyTorch's or fastai's, or a list of those that step together
     batch_size:int, # Number of items in a batch
     gb:float, # Memory, in GB of 2**30 bytes
     half:half_precision=None, # How the model computes; None: in float32
@@ -338,8 +338,10 @@ def plan_checkpoints(
 )->CheckpointPlan: # Prints as a text
     """Which blocks of `model` to compute again, so that a batch fits into `gb`, and as little as possible
 
-    It plans with two and with four items. Raises `ValueError` for a bad size, and for a compiled or scripted part."""
-    _check_positive('batch_size', batch_size, 'the number of items in a batch')
+    It plans with two and with four items. Raises `ValueError` for a bad size, for a loss that is of other items than
+    these, and for a compiled or scripted part."""
+    _check_items(batch_size)
+    _check_half(half)
     _check_positive('gb', gb, 'the memory, in GB')
     check_parts(model)
     target,bias,tried,half = gb*(1-share_left)*2**30-others,0.,[],half and half.without_measure()

@@ -11,12 +11,13 @@ __all__ = ['LiveBytes', 'MemoryPlan', 'plan_memory']
 import copy,torch,weakref,pandas as pd
 from bisect import bisect_right
 from contextlib import ExitStack,nullcontext
-from numbers import Real
+from numbers import Integral,Real
 from typing import NamedTuple
 from torch import nn
 
 from ..core.dtypes import map_tensors
 from ..core.half import half_precision
+from ..core.misuse import check_optimizers
 from ..core.restore import unchanged
 from ..core.torch_internals import TorchDispatchMode
 from ..core.nonfinite import check_called
@@ -86,10 +87,20 @@ def _check_positive(name, x, what):
     "Raise `ValueError` if `x` is no positive number"
     if not (isinstance(x, Real) and x>0): raise ValueError(f"{name}={x!r} must be a positive number: {what}.")
 
+def _check_items(batch_size):
+    "Raise `ValueError` if `batch_size` is no number of items"
+    if not (isinstance(batch_size, Integral) and batch_size>0):
+        raise ValueError(f"{batch_size=} must be a positive int: the number of items in a batch.")
+
+def _check_half(half):
+    "Raise `TypeError` if `half` doesn't say how a model computes"
+    if half is not None and not isinstance(half, half_precision): raise TypeError(
+        f"{half=} must say how the model computes. Use half=half_precision(model, torch.bfloat16).")
+
 def _show(x): return f'{x:,.0f}' if x>=100 else f'{x:.3g}'
 
 # %% ../../nbs/look/plan.ipynb #29d54850
-def _step(live, model, compute_loss, n, opt, stepped, half):
+def _step(live, model, compute_loss, n, opts, stepped, half):
     "Bytes of gradients, of new optimizer state and of activations, and logs of forward pass and rest, of a step"
     if half: model.zero_grad()
     start,held = live.now,[]
@@ -101,30 +112,32 @@ def _step(live, model, compute_loss, n, opt, stepped, half):
         loss.as_subclass(torch.Tensor).backward() # see `scaled_backward`
     for p,c in stepped.items(): c.grad = p.grad
     grads,before = sum(p.nbytes for p in stepped if p.grad is not None),live.now
-    opt.step()
+    for o in opts: o.step()
     state = live.now-before
-    opt.zero_grad()
+    for o in opts: o.zero_grad()
     for p,c in stepped.items(): p.grad,c.grad = c.grad,None
     return grads,state,activations,live.log[:end],live.log[end:]
 
 # %% ../../nbs/look/plan.ipynb #29d54852
 class _CountedSteps:
-    """Inside a `with`, training steps whose bytes are counted. They change nothing: a copy of the optimizer steps.
+    """Inside a `with`, training steps whose bytes are counted. They change nothing: copies of the optimizers step.
 
     Make it with model, loss and optimizer as for `plan_memory`."""
     def __init__(self,
         model:nn.Module, # Model with float32 parameters, in training mode, on any device
         compute_loss, # Called with a number of items: calls `model` on a batch of that size, and returns the loss
-        opt, # Optimizer of the parameters of `model`, PyTorch's or fastai's
+        opt, # Optimizer of the parameters of `model`, PyTorch's or fastai's, or a list of those that step together
     ):
-        self.model,self.compute_loss,self.opt = model,compute_loss,opt
+        self.model,self.compute_loss = model,compute_loss
+        self.opts = [*opt] if isinstance(opt, (list,tuple)) else [opt]
+        check_optimizers(self.opts)
         self.live,self._made = LiveBytes(),None # by the first step of the optimizer
 
     def __enter__(self):
         params,live = [*self.model.parameters()],self.live
         self._stepped = {p:nn.Parameter(p.detach().clone(), p.requires_grad) for p in params}
         memo = {id(p):c for p,c in self._stepped.items()}
-        self._copy = copy.deepcopy(self.opt, memo) # its state is in `memo`, too
+        self._copies = copy.deepcopy(self.opts, memo) # their state is in `memo`, too
         self._open = ExitStack()
         self._open.enter_context(unchanged(self.model))
         self._open.enter_context(live)
@@ -137,7 +150,7 @@ class _CountedSteps:
         return self
 
     def __exit__(self, *args):
-        self._stepped = self._copy = None
+        self._stepped = self._copies = None
         return self._open.__exit__(*args)
 
     def step(self,
@@ -145,7 +158,7 @@ class _CountedSteps:
         half:half_precision=None, # How the model computes; None: in float32
     )->tuple: # Of gradients, new optimizer state and activations, and lists after each operation: forward pass, rest
         "The bytes of a step"
-        res = _step(self.live, self.model, self.compute_loss, n, self._copy, self._stepped, half)
+        res = _step(self.live, self.model, self.compute_loss, n, self._copies, self._stepped, half)
         if self._made is None: self._made = res[1]
         return res
 
@@ -153,25 +166,32 @@ class _CountedSteps:
         halves:dict, # Name -> `half_precision`, or None for float32
         batch_size:int, # Batch size of the table
     )->MemoryPlan:
-        "A plan with a row for each of `halves`, from steps with two and with four items"
+        """A plan with a row for each of `halves`, from steps with two and with four items
+
+        Raises `ValueError` if both take the same bytes."""
         # the first doesn't count: in its first call a model casts nothing ahead
         def _steps(half): return [self.step(n, half) for n in (2,2,4)]
         seen = dict(zip(halves, map(_steps, halves.values())))
         state = self._had+self._made
         def _columns(grads, _, activations, *logs): return [self.weights],[grads],[state],[activations],*logs
         lines = {k:[_line(*o) for o in zip(_columns(*two), _columns(*four))] for k,(_,two,four) in seen.items()}
+        for *_,forward,_ in lines.values():
+            if not forward[1].any(): raise ValueError(
+                f"compute_loss(2) and compute_loss(4) take the same bytes, so a batch of {batch_size} can't be planned. "
+                "Compute the loss of as many items as it is called with, as in model(x[:n]).")
         return MemoryPlan(batch_size, {k:[*v[:4],torch.cat(v[4:], 1)] for k,v in lines.items()})
 
 # %% ../../nbs/look/plan.ipynb #29d54851
 def plan_memory(
     model:nn.Module, # Model with float32 parameters, in training mode, on any device
     compute_loss, # Called with a number of items: calls `model` on a batch of that size, and returns the loss
-    opt, # Optimizer of the parameters of `model`, PyTorch's or fastai's
+    opt, # Optimizer of the parameters of `model`, PyTorch's or fastai's, or a list of those that step together
     batch_size:int, # Batch size of the table
     half:half_precision=None, # How `model` computes in half precision; None: in bfloat16, with nothing kept in float32
 )->MemoryPlan: # Prints as a table; has `batch_size(gb)`
     "Memory that training `model` takes in each precision, from a few steps with two and with four items"
-    _check_positive('batch_size', batch_size, 'the number of items in a batch')
+    _check_items(batch_size)
+    _check_half(half)
     half = half_precision(model, torch.bfloat16, measure=False) if half is None else half.without_measure()
     short = {torch.float16:'fp16', torch.bfloat16:'bf16'}[half.dtype]
     halves = {'float32':None, f'to_{short}':half.replace(rules=True, fp8=None),

@@ -129,7 +129,8 @@ def test_an_error_that_autocast_does_not_raise(mode):
     "Is infinitely far"
     learn = fitted(in_mode(mode, error_by_rules()))
     assert measured_of(learn).names==('',) and measured_of(learn).error==math.inf
-    assert 'an error or not finite by our rules' in str(measured_of(learn))
+    text = r'are an error \(RuntimeError: .*, in forward, line \d+ of test_measure.py\) by our rules, and 0\.'
+    assert re.search(text, str(measured_of(learn)))
 
 def nested(f, *args): return again(lambda *args: 1*again(f, *args), *args)
 def on_cpu(f, *args):
@@ -171,6 +172,34 @@ def test_a_way_of_ones_own():
         def around(self, half, module, forward, args, kwargs): return forward(*args, **kwargs)*1.2
     learn = get_learner().to_bf16(way=lambda name, m: Coarse() if name=='2' else None)
     assert measured_of(fitted(learn)).names==('2',)
+
+@pytest.mark.parametrize('how', ['learner','steps','with'])
+def test_an_error_of_a_way_of_ones_own(how):
+    "Is raised where the model is called, as without the measure, and names no module"
+    class Mistaken(Way):
+        def around(self, half, module, forward, args, kwargs): return forward(args[0].to(dtyp=half.dtype))
+    half = half_precision(model := mlp(), bf16, way=lambda name, m: Mistaken() if name=='2' else None)
+    with told() as said,pytest.raises(TypeError, match='dtyp'):
+        if how=='learner': get_learner(model).to_bf16(way=half.way).fit(1)
+        elif how=='steps': loop(model, *numbers(), half=half)
+        else:
+            with half: model(numbers()[0])
+    assert not said
+
+def test_an_error_of_ours(monkeypatch):
+    "All modules are named, and the warning says what was raised, where, and that it should be reported"
+    from mp_callbacks.core import cast
+    def broken(ctx, *args): raise AttributeError('a name that PyTorch has lost')
+    monkeypatch.setattr(cast.CastAll, 'forward', staticmethod(broken))
+    with told() as said: learn = fitted(get_learner().to_bf16())
+    text, = [str(o.message) for o in said]
+    assert measured_of(learn).names==('0','2','4') and log_of(learn).finite.all()
+    for o in ('an error (AttributeError: a name that PyTorch has lost, in broken, line','Please report it','Traceback'):
+        assert o in text
+    assert 'AttributeError' in str(measured_of(learn)) and 'Traceback' not in str(measured_of(learn))
+    monkeypatch.undo()
+    with told() as said: fitted(in_mode('bf16', error_by_rules())) # one module is to blame
+    assert 'report' not in str(said[0].message)
 
 def cnn(): return nn.Sequential(nn.Unflatten(1, (2,4)), nn.Conv1d(2,4,3), nn.Flatten(), nn.Linear(8,1))
 
@@ -381,7 +410,7 @@ def test_before_skipped_steps_are_told():
     with told() as said: texts,e = heard(fitted, learn, 3, larger())
     assert measured_of(learn).names==('',) and e is None and skipped(learn)==3 and not said
     text, = texts # which says nothing of steps
-    assert text.startswith('Gradients of the first batch are an error or not finite by our rules')
+    assert text.startswith('Gradients of the first batch are not finite by our rules')
 
 # --- Kept
 

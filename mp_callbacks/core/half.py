@@ -263,7 +263,10 @@ class half_precision:
         named = ', '.join([name or 'the model itself' for name in new[:8]])+', …'*(len(new)>8)
         begin = keep_option(self.keeping(new, 'autocast').keep)
         if not self.measurable: begin = f'{begin}, or autocast alone: to_native_fp16(), to_native_bf16(), rules=False'
-        warn_caller(f"{measured} These compute as under autocast from now on: {named}. To begin so: {begin}.")
+        text = f"{measured} These compute as under autocast from now on: {named}. To begin so: {begin}."
+        _,_,trace = measured.cause.partition('\n')
+        if trace: text = f"{text} {_please_report}\n{trace}"
+        warn_caller(text)
 
     def measure(self,
         compute_loss, # Function without arguments that calls the model on a batch and returns the loss
@@ -322,6 +325,8 @@ def _check_dtype(dtype):
     raise ValueError(f"dtype={dtype} must be torch.float16, torch.bfloat16 or torch.float32.")
 
 # %% ../../nbs/core/half.ipynb #bbe22733
+_please_report = ("All modules are to blame for the error, so it is likely one of mp_callbacks. Please report it at "
+                  "https://github.com/example/mp_callbacks/issues, with this trace:")
 _no_decorator = ("half_precision is neither a decorator nor a model. Make it once, half = half_precision(model), and call "
                  "model(x) inside `with half:`.")
 

@@ -10,9 +10,10 @@ __all__ = ['tolerance', 'least_steps', 'most_tries', 'most_operations', 'Measure
            'copy_batch']
 
 # %% ../../nbs/core/measure.ipynb #aea50009
-import math,torch,zlib
+import math,torch,traceback,zlib
 from contextlib import contextmanager,nullcontext
 from operator import attrgetter
+from pathlib import Path
 from threading import current_thread,main_thread
 from typing import NamedTuple
 from torch import nn
@@ -47,6 +48,7 @@ class Measured(NamedTuple):
     passes:int=0 # Forward passes that it took
     model:int=0 # What it was measured for: a checksum of the model's modules and how they compute
     params:tuple=() # A checksum for each set of training parameters that it was measured for
+    cause:str='' # The first error by our rules, with its place; with its trace if all modules are to blame
     loops:tuple=() # Modules whose own parameters meet more than `most_operations` in a call: as under autocast, too
 
     def covers(self,
@@ -91,7 +93,8 @@ class Measured(NamedTuple):
         if self.why: return f"Not measured: {self.why}"
         which = f"{self.of[0].upper()}{self.of[1:]} of the first batch"
         if self.error is None: return f"{which} are within {self.apart:.2%} of autocast's."
-        ours = f"{self.error:.2%} off float32's" if math.isfinite(self.error) else 'an error or not finite'
+        ours = f"{self.error:.2%} off float32's" if math.isfinite(self.error) else 'not finite'
+        if self.cause: ours = f"an error ({self.cause.splitlines()[0]})"
         return f"{which} are {ours} by our rules, and {self.autocast:.2%} off under autocast."
 
     def __repr__(self):
@@ -123,11 +126,15 @@ def compare_with_autocast(
     def _run(half):
         passes.append(2 if half is not None and half.rules else 1)
         return run(half)
+    raised = [] # pairs of texts
     def _off(half, reference):
         "The distance of our rules from `reference`: an error that autocast doesn't raise is infinitely far"
         try: ours = _run(half)
         except torch.OutOfMemoryError: raise
-        except Exception: return math.inf
+        except Exception as e:
+            if not raised and _of_own_way(half, _run): raise # the batch itself will raise it
+            raised.append((_error_text(e),''.join(traceback.format_exception(e, limit=-8))))
+            return math.inf
         return distance(ours, reference)
     reference = _run(autocast)
     if not _finite(reference): raise _NotFinite(_not_finite[0])
@@ -138,10 +145,26 @@ def compare_with_autocast(
     reference = _run(None)
     if not _finite(reference): raise _NotFinite(_not_finite[1])
     autos,ours = distance(_run(autocast), reference),_off(half, reference)
-    most,names = max(least, tolerance*autos),[name for name,way in half.ways.items() if way.beyond_autocast]
+    most,all_names = max(least, tolerance*autos),[name for name,way in half.ways.items() if way.beyond_autocast]
     if ours<=most: names = []
-    else: names = ddmin(names, lambda some: _off(half.as_autocast(some), reference)<=most, most_tries)
-    return Measured(tuple(names), ours, autos, apart, of, passes=sum(passes), loops=loops)
+    else: names = ddmin(all_names, lambda some: _off(half.as_autocast(some), reference)<=most, most_tries)
+    cause,trace = raised[0] if raised else ('','')
+    if raised and len(names)>1 and len(names)==len(all_names): cause = f'{cause}\n{trace}'
+    return Measured(tuple(names), ours, autos, apart, of, passes=sum(passes), cause=cause, loops=loops)
+
+def _of_own_way(half, run):
+    "Whether an error is of a way of the user's own: without it there is none"
+    if half.way is None: return False
+    try: run(half.replace(way=None))
+    except Exception: return False
+    return True
+
+def _error_text(e):
+    "The error, and the line that raised it, in the code that called PyTorch"
+    frames = traceback.extract_tb(e.__traceback__)
+    def _passes_on(frame): return 'torch' in Path(frame.filename).parts or frame.name=='__torch_function__'
+    at = next((o for o in reversed(frames) if not _passes_on(o)), frames[-1])
+    return f"{type(e).__name__}: {' '.join(str(e).split())}, in {at.name}, line {at.lineno} of {Path(at.filename).name}"
 
 def _in_loops(half, counts):
     "Names of modules whose own parameters have met more than `most_operations` in each of two forward passes"
@@ -291,7 +314,7 @@ def _measure_part(
             found = measure(o)
             break
         except Exception as e: # the model's own, too: training goes on, and raises it again
-            found = Measured(why=e.args[0] if isinstance(e, _NotFinite) else f'{type(e).__name__}: {e}')
+            found = Measured(why=e.args[0] if isinstance(e, _NotFinite) else _error_text(e))
             if isinstance(e, (_NotFinite,torch.OutOfMemoryError)): break
     return found._replace(model=half.model_checksum, params=(half.params_checksum,) if found.of=='gradients' else ())
 

@@ -1,5 +1,6 @@
 "Settings of the loss scale that are changed between steps: they act, as in fastai, or say what to write; own scales"
 from mp_callbacks.core.loss_scale import LossScale
+from mp_callbacks.core.ways import Float32
 from learners import *
 
 def new(call='to_fp16', **kwargs): return ask_nothing(getattr(get_learner(), call)(**kwargs))
@@ -147,3 +148,97 @@ def test_after():
     norms = log_of(learn).norm
     assert learn.mixed_precision.scaling.norm==pytest.approx(max(.9**i*o for i,o in enumerate(reversed(norms))))
     assert {*scales(learn)[1:]}<={*range(9, 14)}
+
+# --- What is set on the callbacks
+
+def in_float32(learn):
+    "The modules that compute in float32"
+    table = learn.mixed_precision.policy()
+    return [*table.module[table.compute=='float32']]
+
+@pytest.mark.parametrize('call,cb', [
+    ('to_bf16','mixed_precision'), ('to_bf16','model_to_half'), ('to_fp16','mixed_precision'),
+    ('to_native_bf16','mixed_precision')])
+def test_keep_acts(call, cb):
+    "Between fits; a bad value is an error, and changes nothing"
+    learn = fitted(new(call, keep='0'))
+    cb = getattr(learn, cb)
+    for bad in ('nope',3):
+        with stays(lambda: cb.keep), pytest.raises((ValueError,TypeError), match='keep'): cb.keep = bad
+    cb.keep = ['2','4']
+    assert cb.keep==['2','4'] and in_float32(fitted(learn))==['2','4']
+
+class Keep(Callback):
+    "Sets `keep` at an event of a batch, and sees which dtypes layer 2 then returns"
+    def __init__(self, event, at): setattr(self, event, self.set); self.at = at
+    def before_fit(self):
+        self.seen = []
+        self.hook = self.model[2].register_forward_hook(lambda m, args, out: self.seen.append(out.dtype))
+    def set(self):
+        if self.training and self.train_iter==self.at: self.learn.mixed_precision.keep = '2'
+    def after_fit(self): self.hook.remove()
+
+@pytest.mark.parametrize('event,at,half_steps', [('before_batch',1,1), ('after_pred',1,2), ('after_step',1,2)])
+def test_keep_acts_from_the_next_step(event, at, half_steps):
+    learn = fitted(get_learner(cbs=(keep := Keep(event, at))).to_bf16(measure=False))
+    n = len(learn.dls.train)
+    assert keep.seen[:n]==[bf16]*half_steps+[f32]*(n-half_steps)
+
+def test_keep_acts_on_a_whole_step():
+    "If it is set while batches are gathered, these are of one step"
+    learn = get_learner(cbs=[keep := Keep('before_batch', 1), GradientAccumulation(32)]).to_bf16(measure=False)
+    learn.fit(1)
+    assert keep.seen[:4]==[bf16,bf16,f32,f32]
+
+def test_way_and_measure_act():
+    learn = get_learner().to_bf16(measure=False)
+    learn.fit(1)
+    assert learn.mixed_precision.half.measured is None
+    learn.mixed_precision.measure = True
+    learn.fit(1)
+    assert learn.mixed_precision.half.measured.passes
+    learn.mixed_precision.way = lambda name, m: Float32('mine') if name=='2' else None
+    learn.fit(1)
+    assert learn.mixed_precision.policy().set_index('module').why['2']=='mine'
+    for name,value in [('measure',3),('way',3)]:
+        with pytest.raises(TypeError, match=f'{name}=3'): setattr(learn.mixed_precision, name, value)
+
+def test_rescued_modules_stay():
+    learn = fitted(new('to_bf16'))
+    cb = learn.mixed_precision
+    cb.state = cb.state._replace(rescued=(('0',0),))
+    cb.keep = '2'
+    assert in_float32(fitted(learn))==['0','2']
+
+@pytest.mark.parametrize('call,cb,name,text', [
+    ('to_fp16','mixed_precision','headroom',r'learn\.to_fp16\(headroom=…\)'),
+    ('to_bf16','mixed_precision','headroom',r'learn\.to_fp16\(headroom=…\)'),
+    ('to_bf16','mixed_precision','foo','MixedPrecision has no foo that can be set. It has keep, way, measure, '),
+    ('to_bf16','model_to_half','foo','ModelToHalf has no foo that can be set. It has keep, way, measure.'),
+    ('to_bf16','model_to_half','dtype',r'to_fp16\(\) or to_bf16\(\)'),
+    ('to_bf16','model_to_half','fp8',r'learn\.to_fp8\(\)'),
+    ('to_native_bf16','mixed_precision','way',r'learn\.to_bf16\(way=…\)'),
+    ('to_native_fp16','mixed_precision','measure',r'learn\.to_fp16\(measure=…\)'),
+    ('to_native_fp16','mixed_precision','enabled',r'learn\.to_native_fp16\(enabled=…\)'),
+    ('to_native_fp16','mixed_precision','foo','It has .*growth_interval, .*clip')])
+def test_nobody_would_read(call, cb, name, text):
+    "Is refused"
+    cb = getattr(new(call), cb)
+    with stays(lambda: {*vars(cb)}), pytest.raises(AttributeError, match=text): setattr(cb, name, 3)
+
+def test_others_may_set():
+    "What fastai sets and reads, events, and anything in a subclass"
+    class Mine(NativeMixedPrecision):
+        def __init__(self): super().__init__(dtype=bf16); self.mine = 1
+    learn = get_learner(cbs=Mine())
+    learn.mixed_precision.foo = 2
+    learn.mixed_precision.keep = '2'
+    learn.fit(1)
+    assert (learn.mixed_precision.mine,learn.mixed_precision.foo)==(1,2) and in_float32(learn)==['2']
+    learn,seen = get_learner().to_bf16(),[]
+    for cb in (learn.mixed_precision,learn.model_to_half):
+        cb.run = True
+        cb.order = cb.order
+        cb.after_fit = lambda: seen.append(1)
+    learn.fit(1)
+    assert seen==[1,1]

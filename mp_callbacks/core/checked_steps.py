@@ -75,6 +75,7 @@ class CheckedSteps(StepSettings):
     open_batches = () # an object for each batch or step that is open, one in the other
     full = () # the model's float32 parameters in the last batch
     _half,_kept = None,[] # the `half_precision` that was chosen last, and the rescued modules that it was made for
+    half_settings_changed = False # whether `new_half` says something else from the next step on
     _expects_leaves = True # whether other leaves than parameters got gradients in the last batch, and may in the next
 
     def __init__(self,
@@ -199,8 +200,9 @@ class CheckedSteps(StepSettings):
         state = self._state if inside else self.state
         if half is None or half.model is not model: model = without_ddp(model) # the wrapper would be kept alive
         names = self._kept if inside else self._rescued_names(state) if state.rescued else []
-        if half is None or half.model is not model or names!=self._kept:
-            self._half,self._kept = self.new_half(model),names
+        begins = self.half_settings_changed and self.step is None and not inside
+        if half is None or half.model is not model or names!=self._kept or begins:
+            self._half,self._kept,self.half_settings_changed = self.new_half(model),names,False
             try: self._half = self._half.keeping(names) if names else self._half
             except ValueError: pass # another model, of which nothing would be left in half precision
             self._half.refresh() # a copy of it has chosen nothing yet

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import wraps
 from inspect import Parameter,signature
 from numbers import Real
+from operator import attrgetter
 from torch import nn
 
 from fastai.callback.core import Callback
@@ -23,9 +24,10 @@ from ..core.half import check_half,half_precision
 from .optimizers import _check_flat
 from ..core.fp8 import Fp8
 from ..core.misuse import check_bools,check_options
+from ..core.processes import without_ddp
 from ..core.checked_steps import StepSettings,shared_options
 from ..core.training_steps import first_scale
-from .precision import PrecisionCallback,_PrecisionPart,fit_device
+from .precision import PrecisionCallback,_PrecisionPart,_precision_callback,fit_device
 
 # %% ../../nbs/learner/callback.ipynb #203fafa1
 def _options_of(
@@ -59,6 +61,7 @@ def _who_takes(k, call):
     "The call that takes the option `k`, for the error of another `call`; empty if none does"
     if k in ('amp_mode','dtype'): return (" The name of the call says it: to_fp16() or to_bf16(), and for autocast as "
                                           "in fastai learn.to_native_fp16() or learn.to_native_bf16().")
+    if k=='fp8': return " FP8 is learn.to_fp8()."
     of_both = 'flat_master','way','measure' # the other options are for a scale
     other = 'to_bf16' if 'bf16' in call and k in of_both else 'to_fp16'
     ours = 'keep',*of_both,*signature(MixedPrecision).parameters
@@ -99,8 +102,50 @@ def _scale_setting(
         _renamed({field:name}, self.steps.set_scale, **{field:value}, **beside)
     return property(_get, _set, doc=f"`{field}` of the loss scale")
 
+def _setting_of_part(
+    name:str, # Of the property, and of that of the callback's `part`
+):
+    "A property of a `PrecisionCallback` that its `part` has"
+    def _set(self, value): setattr(self.part, name, value)
+    return property(attrgetter(f'part.{name}'), _set, doc=f"`{name}` of `ModelToHalf`")
+
+def _half_setting(
+    name:str, # Of the property
+):
+    "A property of a callback that its `new_half` reads. What is set counts from the next step on."
+    def _get(self): return vars(self)[name]
+    def _set(self, value):
+        before = vars(self).get(name)
+        vars(self)[name] = value
+        if self.learn is None: return
+        try: self.new_half(without_ddp(self.learn.model)) # it checks the value
+        except BaseException:
+            vars(self)[name] = before
+            raise
+        if cb := _precision_callback(self.learn): cb.steps.half_settings_changed = True
+    return property(_get, _set, doc=f"As the option `{name}` of the calls")
+
+class _OnlySettings(_PrecisionPart):
+    "In this package's own callbacks nothing can be set that nobody reads, in subclasses it can"
+    def __setattr__(self, name, value):
+        if not self._can_set(name) and type(self).__module__==_OnlySettings.__module__:
+            call = 'to_bf16' if vars(self).get('dtype')==torch.bfloat16 else 'to_fp16'
+            way_out = _who_takes(name, call) or self._settings()
+            raise AttributeError(f"{type(self).__name__} has no {name} that can be set.{way_out}")
+        super().__setattr__(name, value)
+
+    def _can_set(self, name): # what is private is no setting, such as the state of fastcore's `Stateful`
+        return hasattr(type(self), name) or name in self._xtra or name in self._methods or name.startswith('_')
+
+    def _settings(self):
+        "Say which options can be set"
+        classes = ModelToHalf,NativeMixedPrecision,MixedPrecision
+        known = dict.fromkeys([k for o in classes for k in signature(o).parameters])
+        return f" It has {', '.join(filter(self._can_set, known))}."
+
+
 # %% ../../nbs/learner/callback.ipynb #c77ba444
-class MixedPrecision(PrecisionCallback):
+class MixedPrecision(_OnlySettings, PrecisionCallback):
     """Train in half precision with loss scaling. Needs `ModelToHalf`, which says how the model computes.
 
     Raises `ValueError` or `TypeError` for bad arguments, `ValueError` at the start of a fit for a learner that it can't
@@ -109,6 +154,8 @@ class MixedPrecision(PrecisionCallback):
     scale_wait = _scale_setting('to_fp16', 'scale_wait', 'period')
     div_factor = _scale_setting('to_fp16', 'div_factor', 'factor', backoff=None)
     min_loss_scale,max_loss_scale = [_scale_setting('to_fp16', o, o) for o in ('min_loss_scale','max_loss_scale')]
+    keep,way,measure = [_setting_of_part(o) for o in ('keep','way','measure')]
+    flat_master = False
 
     @_options_of(StepSettings.__init__, positional=['clip'], named=[*shared_options, 'rescue'])
     def __init__(self,
@@ -200,7 +247,7 @@ class _LearnerScaler(torch.amp.GradScaler):
         self.cb.steps.scaling = self.cb.scaling.load_state_dict(numbers)
 
 # %% ../../nbs/learner/callback.ipynb #31c1a4ef
-class NativeMixedPrecision(PrecisionCallback):
+class NativeMixedPrecision(_OnlySettings, PrecisionCallback):
     """Train with `torch.autocast` alone and, for float16, the loss scaling and the defaults of `torch.amp.GradScaler`
 
     Raises `ValueError` or `TypeError` for bad arguments, `ValueError` at the start of a fit for a learner that it can't
@@ -210,6 +257,7 @@ class NativeMixedPrecision(PrecisionCallback):
     growth_interval = _scale_setting('to_native_fp16', 'growth_interval', 'period')
     min_loss_scale = _scale_setting('to_native_fp16', 'min_loss_scale', 'min_loss_scale')
     max_loss_scale = _scale_setting('to_native_fp16', 'max_loss_scale', 'max_loss_scale')
+    keep = _half_setting('keep')
 
     @_options_of(StepSettings.__init__, named=['clip', *shared_options, 'rescue'])
     def __init__(self,
@@ -227,7 +275,7 @@ class NativeMixedPrecision(PrecisionCallback):
         **kwargs
     ):
         check_bools(enabled=enabled)
-        self.dtype,self.keep = check_half(dtype),keep
+        vars(self).update(dtype=check_half(dtype), keep=keep)
         names = dict(loss_scale='init_scale', period='growth_interval',
                      factor='growth_factor', backoff='backoff_factor')
         fields = dict(period=growth_interval, factor=growth_factor, backoff=backoff_factor,
@@ -236,7 +284,7 @@ class NativeMixedPrecision(PrecisionCallback):
         else:
             scaling = _renamed(names, as_loss_scale, init_scale)
             _refuse_ignored(NativeMixedPrecision.__init__, names, fields, f'init_scale={init_scale!r}', init_scale)
-        self.scales = enabled and self.dtype==torch.float16
+        vars(self).update(scales=enabled and self.dtype==torch.float16)
         super().__init__(scaling if self.scales else StaticLossScale(), memory, **kwargs)
 
     def new_half(self, model): return half_precision(model, self.dtype, self.keep, rules=False)
@@ -262,9 +310,10 @@ class NativeMixedPrecision(PrecisionCallback):
         if getattr(vars(self.learn).get('scaler'), 'cb', None) is self: self.learn.scaler.show(state.scaling)
 
 # %% ../../nbs/learner/callback.ipynb #3dc096df
-class ModelToHalf(_PrecisionPart):
+class ModelToHalf(_OnlySettings):
     "Compute in `dtype`, by autocast, and by rules for what it leaves in float32. Needs `MixedPrecision`."
     order = PrecisionCallback.order-1
+    keep,way,measure = [_half_setting(o) for o in ('keep','way','measure')]
     def __init__(self,
         dtype:torch.dtype|str=torch.float16, # Half-precision dtype
         *,
@@ -276,9 +325,9 @@ class ModelToHalf(_PrecisionPart):
     ):
         check_bools(measure=measure)
         check_options('ModelToHalf', events, [*signature(ModelToHalf).parameters][:-1]+[*Callback._methods])
-        self._before_fit = events.pop('before_fit', None) # it comes after our own
+        before_fit = events.pop('before_fit', None) # it comes after our own
         super().__init__(**events)
-        self.dtype,self.keep,self.fp8,self.way,self.measure = check_half(dtype),keep,fp8,way,measure
+        vars(self).update(dtype=check_half(dtype), keep=keep, fp8=fp8, way=way, measure=measure, _before_fit=before_fit)
 
     def new_half(self,
         model:nn.Module, # The learner's model

@@ -147,6 +147,7 @@ class PrecisionCallback(_PrecisionPart):
     A subclass says how the model computes: it defines `new_half`."""
     order,name = 10,'mixed_precision' # fastai orders its callbacks around it, and `load_learner` looks for the name
     part = None # another callback of the learner that belongs to this precision
+    memory = None
     _default = 'steps' # what is not here is there
     _xtra = ['half','state','scaling','loss_scale','initial','rescued','policy','drop_overflow',
              *signature(StepSettings).parameters]
@@ -155,7 +156,7 @@ class PrecisionCallback(_PrecisionPart):
         scaling:StaticLossScale|DynamicLossScale, # Loss scale of the first step
         memory:float=None, # GB for a batch; True: what is free; None: there is no limit
         **options # As for `StepSettings`
-    ): self.memory,self.budget,self.steps = memory,MemoryBudget(),_LearnerSteps(self, scaling, **options)
+    ): vars(self).update(memory=memory, budget=MemoryBudget(), steps=_LearnerSteps(self, scaling, **options))
 
     def __setattr__(self, name, value):
         if name in self._xtra: setattr(self.steps, name, value)

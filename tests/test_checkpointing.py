@@ -345,7 +345,7 @@ def test_fits(name, share, opt_func, cbs):
     room = share*counted(_learner(None), *cbs)
     learn = _learner(room/(1-share_left))
     peak,plan = counted(learn, *cbs),learn.mixed_precision.budget.plan
-    used = peak/(plan.gb*(1-share_left)-plan.room+plan.peak)-1
+    used = peak/plan.need-1
     assert plan.fits and segments(learn) and .8*room<peak<1.02*room and abs(used)<.03
 
 def test_free_on_a_gpu(monkeypatch):
@@ -365,7 +365,7 @@ def test_a_loop_of_ones_own():
     def _plan(gb): return plan_checkpoints(model, compute_loss, opt, 512, gb, h)
     plain = _plan(1.)
     assert plain.fits and not plain.checkpoints.segments
-    assert str(plain).startswith('Without checkpoints: batches of 512')
+    assert str(plain).startswith(f'Without checkpoints: batches of 512 need {plain.peak:.3g} of 1 GB, of which 0.1 GB')
     few,less,none = [_plan(share*plain.peak/(1-share_left)) for share in (.9,.5,.01)]
     assert few.fits and less.fits and 1<few.time<less.time<4/3 and plain.peak>few.peak>less.peak
     assert not none.fits and str(none).endswith('That is too much: not even one item would fit.')

@@ -311,6 +311,11 @@ class CheckpointPlan(NamedTuple):
         return self.plan.table.peak.iloc[-1]/2**10
 
     @property
+    def need(self)->float:
+        "GB of tensors: those of a step, and others"
+        return self.gb*(1-share_left)-self.room+self.peak
+
+    @property
     def fits(self)->bool:
         "Whether a batch fits"
         return self.peak<=self.room
@@ -319,8 +324,8 @@ class CheckpointPlan(NamedTuple):
         some,none = self.checkpoints.segments,self.fits or self.room<=0
         n = 0 if none else self.plan.batch_size(self.room).iloc[-1]
         done = f"Checkpoints {len(some)} of {self.blocks} blocks" if some else "Without checkpoints"
-        need = (f"{done}: batches of {self.plan.items} need {self.gb-self.room+self.peak:.3g} of {self.gb:.3g} GB, of "
-                f"which {share_left:.0%} is for what is no tensor")
+        need = (f"{done}: batches of {self.plan.items} need {self.need:.3g} of {self.gb:.3g} GB, of which "
+                f"{self.gb*share_left:.3g} GB are kept free for what is no tensor")
         if self.fits: return f"{need}; a step takes about {self.time:.2f} of the time."
         return f"{need}. That is too much: {f'batches of {n} would fit' if n else 'not even one item would fit'}."
 

@@ -177,8 +177,8 @@ class _CountedSteps:
         lines = {k:[_line(*o) for o in zip(_columns(*two), _columns(*four))] for k,(_,two,four) in seen.items()}
         for *_,forward,_ in lines.values():
             if not forward[1].any(): raise ValueError(
-                f"compute_loss(2) and compute_loss(4) take the same bytes, so a batch of {batch_size} can't be planned. "
-                "Compute the loss of as many items as it is called with, as in model(x[:n]).")
+                f"compute_loss(2) and compute_loss(4) take the same bytes, so a batch of {batch_size} can't be "
+                "planned. Compute the loss of as many items as it is called with, as in model(x[:n]).")
         return MemoryPlan(batch_size, {k:[*v[:4],torch.cat(v[4:], 1)] for k,v in lines.items()})
 
 # %% ../../nbs/look/plan.ipynb #29d54851

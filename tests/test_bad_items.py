@@ -57,11 +57,11 @@ def test_rows():
     x,y = numbers(64)
     x[37] = math.inf
     learn = get_learner(dls=as_dls(x, y)).to_bf16()
-    assert learn.find_nonfinite().items==(BadItem('item 37 (batch 2, row 5)', 'data'),)
+    assert learn.find_nonfinite().items==(BadItem('item 37 of dls.train (batch 2, row 5)', 'data'),)
     assert learn.find_nonfinite((x[32:48],y[32:48])).items==(BadItem('row 5', 'data'),)
     plain = torch.utils.data.TensorDataset(x, y)
     learn = get_learner(dls=DataLoaders(*[torch.utils.data.DataLoader(plain, 16)]*2)).to_bf16()
-    assert learn.find_nonfinite().items==(BadItem('batch 2, row 5', 'data'),)
+    assert learn.find_nonfinite().items==(BadItem('batch 2 of dls.train, row 5', 'data'),)
     df = pd.DataFrame(dict(a=x[:,0], b=x[:,1], y=y[:,0]), index=[f'id{i}' for i in range(64)])
     table = TabularPandas(df, cont_names=['a','b'], y_names='y', splits=([*range(64)],[*range(16)]))
     model = Does(lambda m, cats, conts: m.layer(conts), layer=nn.Linear(2,1))
@@ -69,13 +69,44 @@ def test_rows():
     assert named(learn.find_nonfinite())=={'id37':'data'}
 
 def test_validation():
-    "Items of `dls.valid` are named, too"
+    "Items of `dls.valid` are named as such"
     x,y = numbers(64)
     bad = x.clone()
     bad[37] = math.nan
     dls = DataLoaders(as_dls(x, y).train, as_dls(bad, y).valid)
     found = get_learner(dls=dls).to_bf16().find_nonfinite()
-    assert 'In evaluation mode' in str(found) and found.items==(BadItem('item 37 (batch 2, row 5)', 'data'),)
+    assert str(found).startswith('In evaluation mode, on dls.valid: The inputs')
+    assert found.items==(BadItem('item 37 of dls.valid (batch 2, row 5)', 'data'),)
+
+late = 'There was no time for more within 0 seconds.'
+@pytest.mark.parametrize('train,valid,seconds,told', [
+    (64, 32, math.inf, 'All 4 batches of dls.train and 2 of dls.valid are finite.'),
+    (16, 0,  math.inf, 'The only batch of dls.train is finite.'),
+    (64, 0,  math.inf, 'All 4 batches of dls.train are finite.'),
+    (64, 32, 0, f'The first batch of dls.train and 1 of dls.valid are finite. {late}'),
+    (64, 0,  0, f'The first batch of dls.train is finite. {late}')])
+def test_seen(train, valid, seconds, told):
+    "How many batches are finite, of which data"
+    dls = DataLoaders(as_dls(*numbers(train)).train, as_dls(*numbers(valid)).valid if valid else [])
+    assert str(get_learner(dls=dls).find_nonfinite(seconds=seconds))==told
+
+@pytest.mark.parametrize('call', ['to_fp16','to_fp32'])
+@pytest.mark.parametrize('bs,told', [(16, 'all of 8 items'), (4, 'all of 4 items'), (1, 'all of 1 items')])
+def test_all_items(bs, told, call):
+    "That all are bad is said, and the first of them, once"
+    x,y = numbers(32)
+    learn = getattr(get_learner(dls=as_dls(x*math.nan, y, bs)), call)()
+    found = learn.find_nonfinite()
+    assert (found.where,found.items)==('inputs',())
+    assert str(found).endswith(f'Not finite by themselves: {told} looked at, the first is '
+                               'item 0 of dls.train (batch 0, row 0) (data).')
+
+def test_one_item_and_then_all():
+    "What was named before is named once"
+    x,y = numbers(64)
+    x[3] = x[16:] = math.nan
+    assert [*named(found := get_learner(dls=as_dls(x, y)).find_nonfinite())]==['item 3 of dls.train (batch 0, row 3)']
+    assert str(found).count('by themselves')==1
 
 def test_mixed_items():
     "MixUp mixes rows, and each is judged by itself"

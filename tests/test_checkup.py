@@ -34,7 +34,7 @@ def test_any_precision(mode, fitted, capsys):
     assert capsys.readouterr()==('','')
     texts,todo = lines(report)
     assert list(dict.fromkeys(o.title for o in report.lines))==titles and 'Not asked:' not in str(report)
-    assert texts['Batches']==str(report.finding)=='All 4 batches of dls.train are finite.'
+    assert texts['Batches']==str(report.finding)=='All 4 batches of dls.train and 4 of dls.valid are finite.'
     assert texts['Memory']==report.plan.summary() and 'batch size 16' in texts['Memory']
     assert texts['Noise']==str(report.noise) or mode=='fp32' and texts['Noise'].startswith('Nothing to measure')
     if mode=='fp32': return check_float32(texts)
@@ -50,9 +50,9 @@ def test_within_a_minute(monkeypatch):
     monkeypatch.setattr(looks, 'perf_counter', lambda: next(clock))
     learn = get_learner().to_fp16()
     texts,_ = lines(learn.precision_checkup())
-    assert texts['Batches']==('The first 2 batches of dls.train are finite. '
+    assert texts['Batches']==('The first 2 batches of dls.train and 1 of dls.valid are finite. '
                               'There was no time for more within 60 seconds.')
-    assert str(learn.find_nonfinite())=='All 4 batches of dls.train are finite.'
+    assert str(learn.find_nonfinite())=='All 4 batches of dls.train and 4 of dls.valid are finite.'
     learn = get_learner(nn.Sequential(nn.Linear(8,16), Overflows(16,1))).to_fp16()
     assert learn.find_nonfinite(seconds=0).where=='forward' # what is found in time is named
 

@@ -63,7 +63,8 @@ def test_keep_cures(name):
 def test_healthy(name, to):
     "Nothing is found, and nothing is to be kept"
     learn = fitted(getattr(healthy[name](), to)(), 2)
-    assert learn.find_nonfinite()==('nothing','All 4 batches of dls.train are finite.','',False,(),())
+    all_are = 'All 4 batches of dls.train and 4 of dls.valid are finite.'
+    assert learn.find_nonfinite()==('nothing',all_are,'',False,(),())
     report = learn.precision_report()
     assert report.keep==[] and report.error<.05
 
@@ -290,10 +291,13 @@ def test_validation_only(to):
     learn.model[1].running_mean.fill_(1e6)
     batch,bad = learn.dls.valid.one_batch(),to!='to_bf16'
     assert math.isfinite(learn.validate()[0])!=bad
-    for found in (learn.find_nonfinite(),learn.find_nonfinite(batch),learn.precision_checkup().finding):
+    finding,theirs = learn.precision_checkup().finding,', on dls.valid'
+    for found,of in ((learn.find_nonfinite(),theirs),(learn.find_nonfinite(batch),''),(finding,theirs)):
         assert (found.where,found.module,found.precision)==(('forward','1',True) if bad else ('nothing','',False))
-        assert str(found).startswith('In evaluation mode: 1 (BatchNorm1d) was the first')==bad
+        assert str(found).startswith(f'In evaluation mode{of}: 1 (BatchNorm1d) was the first')==bad
     if bad: assert math.isfinite(getattr(learn, to)(keep=found.keep).validate()[0])
     x,y = batch
     learn.dls = DataLoaders(learn.dls.train, [(x,y),(x*math.nan,y)])
-    assert str(learn.to_fp32().find_nonfinite()).startswith('In evaluation mode: The inputs of this batch have inf or')
+    told = str(learn.to_fp32().find_nonfinite())
+    assert told.startswith('In evaluation mode, on dls.valid: The inputs of this batch have inf or')
+    assert told.endswith('all of 8 items looked at, the first is batch 1 of dls.valid, row 0 (data).')

@@ -26,7 +26,7 @@ def explain_batch(
     "What is not finite first in a batch, and in which rows"
     def _loss(batch): return compute_loss(half.model, *batch[0], *batch[1])
     found = diagnose(half.model, lambda: _loss(batch), half, *batch, scale)
-    return found.naming(bad_items(half.model, _loss, batch, half) if found.where in item_places else ())
+    return found.naming(*bad_items(half.model, _loss, batch, half)) if found.where in item_places else found
 
 # %% ../../nbs/core/explain.ipynb #9b00001c
 def _name_culprit(model, stats):

@@ -49,9 +49,13 @@ class Finding(NamedTuple):
 
     def naming(self,
         items, # `BadItem`s
+        most:str='', # How many items are bad, if these are most of them
     )->'Finding':
-        "Return a copy with these `items`, in the text, too"
+        "Return a copy with these `items`, in the text, too; if `most` are bad, the text names the first"
         if not items: return self
+        if most: # of them all the model is to blame, if the batch isn't
+            if self.where not in ('inputs','targets'): return self
+            return self._replace(text=f"{self} Not finite by themselves: {most}, the first is {items[0]}.")
         names = ', '.join(map(str, items))+', and perhaps more'*(len(items)>=most_named)
         return self._replace(items=tuple(items), text=f"{self} Not finite by themselves: {names}.")
 
@@ -199,7 +203,7 @@ def bad_items(
     half:half_precision=None, # How the model computes; None: in float32
     name='row {}'.format, # Function of a row: the name of its item
     end:float=math.inf, # Time of `perf_counter` at which to give up
-)->list: # Of `BadItem`s; empty if single items can't be judged, or most of them are bad
+)->tuple: # For `Finding.naming`: `BadItem`s, and if most are bad, only the first, and a text with their number
     "The items of a batch, at most `most_named`, whose loss or gradients are not finite by themselves"
     sizes = {len(t) if t.dim() else 0 for t in leaves(batch) if isinstance(t, torch.Tensor)}
     n = sizes.pop() if len(sizes)==1 else 0
@@ -216,9 +220,11 @@ def bad_items(
     try:
         rows = each_bad(range(n), _bad, most_named) if n else []
         judged = n if len(rows)<most_named else rows[-1]+1
-        if 2*len(rows)>judged: return []
-        return [BadItem(name(i), 'data' if half is None or _bad([i], None) else 'precision') for i in rows]
-    except Exception: return [] # time is over, or whatever a model raises for some of the items
+        most = 2*len(rows)>judged
+        count = f"{'all' if len(rows)==judged else len(rows)} of {judged} items looked at" if most else ''
+        if most: rows = rows[:1]
+        return [BadItem(name(i), 'data' if half is None or _bad([i], None) else 'precision') for i in rows],count
+    except Exception: return [],'' # time is over, or whatever a model raises for some of the items
 
 # %% ../../nbs/core/nonfinite.ipynb #6d564544
 class _Numbers(NamedTuple):

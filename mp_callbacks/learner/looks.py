@@ -50,34 +50,38 @@ def find_nonfinite(
         if not items: found.append(_diagnose_batch(learn, half, cb.loss_scale if cb else 1.))
         # the scale is named only if nothing else is found
         if found[-1].where in ('nothing','scale'): return 'late' if perf_counter()>end else ''
-        if found[-1].where in item_places: items.extend(_bad_items(learn, half, loaded, end, items))
+        if found[-1].where in item_places:
+            of = '' if batch is not None else ' of dls.train' if learn.training else ' of dls.valid'
+            bad,most = _bad_items(learn, half, loaded, end, of)
+            if not most: items.extend(o for o in dict.fromkeys(bad) if o not in items) # a loader may draw one twice
+            elif not items: found[-1] = found[-1].naming(bad, most)
         return '' if 0<len(items)<most_named and perf_counter()<end else 'found'
-    result = _look_at(learn, _look, batch)
-    seen,worst = len(found),next((o for o in (found[-1],*found) if o.where!='nothing'), found[-1])
-    if worst.where=='nothing':
-        _look_at(learn, _look, batch, training=False)
-        if found[-1].where not in ('nothing','scale'):
-            return found[-1]._replace(text=f"In evaluation mode: {found[-1].text}").naming(items)
-    if seen==1 or worst.where!='nothing': return worst.naming(items[:most_named])
-    if result!='late': return Finding('nothing', f"All {seen} batches of dls.train are finite.")
-    return Finding('nothing', f"The first {seen} batches of dls.train are finite. "
-                   f"There was no time for more within {seconds:g} seconds.")
+    late = _look_at(learn, _look, batch)=='late'
+    n,worst = len(found),next((o for o in (found[-1],*found) if o.where!='nothing'), found[-1])
+    if worst.where!='nothing': return worst.naming(items[:most_named])
+    late |= _look_at(learn, _look, batch, training=False)=='late'
+    if found[-1].where!='nothing':
+        mode = 'In evaluation mode'+', on dls.valid'*(batch is None)
+        return found[-1]._replace(text=f"{mode}: {found[-1].text}").naming(items[:most_named])
+    if batch is not None: return worst
+    seen = f"{'The first' if late else 'All'} {n} batches" if n>1 else f"The {'first' if late else 'only'} batch"
+    seen += f" of dls.train{f' and {len(found)-n} of dls.valid' if len(found)>n else ''}"
+    return Finding('nothing', f"{seen} {'are' if len(found)>1 else 'is'} finite."
+                   +f" There was no time for more within {seconds:g} seconds."*late)
 
 # %% ../../nbs/learner/looks.ipynb #111f0db9
-def _bad_items(learn, half, batch, end, known):
-    "The items of `batch`, as it was loaded, that are not finite by themselves, without `known` ones"
+def _bad_items(learn, half, batch, end, of):
+    "What `bad_items` says of the `batch` as it was loaded; `of`: the data set that it is of, empty if of none"
     order,items = _batch_order(learn.dl, learn.iter),getattr(getattr(learn.dl, 'dataset', None), 'items', None)
     def _name(row):
-        place = f"batch {learn.iter}, row {row}" if hasattr(learn.dl, 'dataset') else f'row {row}'
-        if order is None: return place
+        if order is None: return f"batch {learn.iter}{of}, row {row}" if of else f'row {row}'
         i = order[row]
         if hasattr(items, 'iloc'): return str(items.index[i])
         o = items[i] if hasattr(items, '__getitem__') else None
-        return str(o) if isinstance(o, (str,Path)) else f'item {i} ({place})'
+        return str(o) if isinstance(o, (str,Path)) else f'item {i}{of} (batch {learn.iter}, row {row})'
     with _loss_again(learn) as compute_loss:
         def _loss(batch): return _loss_of(learn, batch, compute_loss)
-        found = bad_items(learn.model, _loss, batch, half, _name, end)
-    return [o for o in dict.fromkeys(found) if o not in known] # some loaders draw an item several times
+        return bad_items(learn.model, _loss, batch, half, _name, end)
 
 # %% ../../nbs/learner/looks.ipynb #111f0dba
 def precision_report(

@@ -398,10 +398,42 @@ def test_other_parameters_and_modules():
         assert len(fitted(learn) and found)==5
 
 def test_a_batch_that_is_not_finite_says_nothing():
-    "The next one is asked, until a step has been made"
+    "The next one is measured"
     bad = On('before_batch', lambda learn: setattr(learn, 'yb', (learn.y*math.inf,)), at=[0,1])
-    with asked() as found: learn = fitted(year_learner(cbs=bad).to_bf16())
-    assert len(found)==1 and measured_of(learn).names==('0',) and skipped(learn)==2
+    with told() as said: learn = fitted(year_learner(cbs=bad).to_bf16())
+    assert len(said)==1 and measured_of(learn).names==('0',) and skipped(learn)==2
+
+class Margin(nn.Module):
+    "A hinge, whose margin isn't violated before batch `first`"
+    def __init__(self, first): super().__init__(); self.n,self.first = 0,first
+    def forward(self, pred, y):
+        self.n += 1
+        return F.relu(F.mse_loss(pred, y)-(0 if self.n>self.first else 1e6))
+
+def test_gradients_of_zero_say_nothing():
+    "The next batch is measured, in a loop, too"
+    with told() as said: learn = fitted(year_learner(loss_func=Margin(3)).to_bf16())
+    assert len(said)==1 and measured_of(learn).names==('0',) and measured_of(learn).waits==0
+    def compute_loss(m, x, y, weight): return F.mse_loss(m(x), y)*weight[0]
+    steps = loop(years(), *year_data(), n=0, compute_loss=compute_loss)
+    train_steps(steps, [(*year_data(),torch.full((64,), o)) for o in (0.,0.,1.)], compute_loss)
+    assert steps.state.measured.names==('0',)
+
+def test_without_evidence_it_is_left():
+    "After 20 batches in a row. `policy` and the check-up say why."
+    learn = fitted(year_learner(loss_func=Margin(1e9)).to_bf16(), 6)
+    assert measured_of(learn).waits==measure.most_waits and not measured_of(learn).waiting
+    text = 'Not measured: gradients are all zero, 20 batches in a row'
+    assert text in learn.mixed_precision.policy().why[0] and text in str(learn.precision_checkup())
+
+def test_equal_predictions_say_nothing():
+    "Such as those of a first call on zeros, to warm up"
+    half,x = half_precision(close_rows(), bf16),year_data()[0]
+    with told() as said,half,torch.no_grad():
+        half.model(torch.zeros_like(x))
+        assert half.to_measure and half.measured.why=='predictions are all equal'
+        half.model(x)
+    assert not half.to_measure and half.measured.names==('rows',) and len(said)==1
 
 def test_before_skipped_steps_are_told():
     "What autocast can train isn't skipped for ever, and nobody is told of the steps"

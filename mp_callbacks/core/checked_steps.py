@@ -23,7 +23,7 @@ from .processes import is_sharded,reset_ddp,_reset_shards,reshard,several_ranks,
 from .restore import BufferCopies
 from .error_notes import note_dtypes
 from .blame import keep_option
-from .measure import _in_all_processes,measure_gradients,_measure_part,_not_finite
+from .measure import _in_all_processes,measure_gradients,_measure_part
 from .half import half_precision
 from .training_state import TrainingState
 from .pending_step import PendingStep
@@ -240,15 +240,15 @@ class CheckedSteps(StepSettings):
         if not self.measures: return False
         half,state = self._half,self._state
         known = state.measured
-        if not again and known is not None and known.covers(half.model_checksum, half.params_checksum): return False
+        if not again and known is not None and not known.waiting \
+           and known.covers(half.model_checksum, half.params_checksum): return False
         if not half.measurable: return False
         def _measure(part):
             with self.again(part) as compute_loss: return measure_gradients(
                 half.replace(model=unwrap(self.model)), compute_loss, state.scaling.loss_scale, self.loss_modules())
-        with half.paused(): found = _measure_part(half, _measure, batch, again)
+        with half.paused(): found = _measure_part(half, _measure, 'gradients', batch, again)
         found = _in_all_processes(found, training_group(self.model))
-        if found.why in _not_finite and state.steps==state.skips: return False
-        found = found.joined(known)
+        found = found.after(known)
         self.state = state._replace(measured=found)
         half.follow(found)
         return bool({*found.names}.difference(known.names if known else ()))

@@ -51,12 +51,12 @@ class half_precision:
     ):
         _check_types(model, fp8, way, measure)
         self.model,self.dtype,self.keep,self.rules,self.fp8,self.way = model,_check_dtype(dtype),keep,rules,fp8,way
-        self._measure = measure # True: the first call is measured; False: none is; or what was `Measured`
-        self._begin()
+        self._begin(measure)
         self.refresh()
 
-    def _begin(self):
+    def _begin(self, measure):
         "Begin without a choice, and without anybody who holds it"
+        self._remember(measure)
         self._chosen,self.params = None,[] # `ChosenWays`, and the parameters of the model, from `refresh` on
         self._holders = {} # who holds it -> whether that is an open `with`
 
@@ -79,8 +79,14 @@ class half_precision:
 
     def __setstate__(self, settings):
         vars(self).update(settings)
-        self._measure = vars(self).pop('measure')
-        self._begin()
+        self._begin(vars(self).pop('measure'))
+
+    def _remember(self, measure):
+        "Remember whether to measure, or what was measured"
+        self._measure = measure # True: the first call is measured; False: none is; or what was `Measured`
+        self.measured = measure if isinstance(measure, Measured) else None # attributes, as each call looks at them
+        # the next call; a training measures its batches by itself
+        self.to_measure = measure is True or self.measured is not None and measure.waiting and not measure.params
 
     @property
     def settings(self)->dict:
@@ -219,16 +225,6 @@ class half_precision:
             yield name,type(module).__name__,size,param,way.name,dtype_name(way.compute_dtype(self)),why
 
     @property
-    def to_measure(self)->bool:
-        "Whether the first call is to be measured"
-        return self._measure is True
-
-    @property
-    def measured(self)->Measured: # None: nothing was
-        "The result of the measure"
-        return self._measure if isinstance(self._measure, Measured) else None
-
-    @property
     def measurable(self)->bool:
         "Whether there is something to measure, and it is wanted. FP8 has a [report](../look/fp8_report.ipynb) instead."
         return self._measure is not False and self.rules and not self.fp8 and self.chosen.beyond_autocast
@@ -255,7 +251,7 @@ class half_precision:
     ):
         "Compute from now on as `measured` says"
         before = ifnone(self.measured, Measured()).as_autocast
-        self._measure = measured
+        self._remember(measured)
         if measured.as_autocast==before: return
         self._choose(_state_of(self.model))
         new = [name for name in measured.names if name not in before]
@@ -278,8 +274,8 @@ class half_precision:
         if self._holders:
             raise RuntimeError("measure computes the batch under autocast, too. Call it outside of `with half:`.")
         self.refresh()
-        found = _measure_part(self, lambda _: measure_gradients(self, compute_loss, scale))
-        self.follow(found.joined(self.measured))
+        found = _measure_part(self, lambda _: measure_gradients(self, compute_loss, scale), 'gradients')
+        self.follow(found.after(self.measured))
         return found
 
     def works_without_rules(self,

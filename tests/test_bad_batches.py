@@ -201,3 +201,76 @@ def test_not_in_a_look():
     learn = ask_nothing(get_learner(cbs=overflow(*range(3, 16))).to_fp16(max_loss_scale=2., headroom=None))
     assert rates(learn.lr_find, show_plot=False, num_it=16)==[] and learn.mixed_precision.steps.recent.warned_at is None
     assert skipped(learn)==0 and rates(learn.fit, 2)!=[] # it is at its smallest there
+
+# --- Told at the end of a fit
+
+ends = 'of this fit w'
+def at_end(learn, epochs=1, cbs=()): return heard(learn.fit, epochs, cbs=cbs)[0]
+def of_batches(n, call='to_bf16', **kwargs):
+    return ask_nothing(getattr(get_learner(dls=as_dls(*numbers(n), bs=1)), call)(**kwargs))
+
+@pytest.mark.parametrize('call', calls)
+@pytest.mark.parametrize('epochs', [1,3])
+def test_no_step_was_made(call, epochs):
+    "Said once at the end of each such fit, also if callbacks end it, with what was not finite, and of the weights"
+    learn,n = of_batches(4, call),4*epochs
+    told, = at_end(learn, epochs, InfiniteAt(*range(n)))
+    assert told.startswith(f'All {n} steps of this fit were skipped because gradients were not finite. In the last of '
+                           'them, the loss was inf or nan before it was scaled. For the cause: learn.find_nonfinite().')
+    assert told.endswith('the weights have not changed since step 0.')
+    told, = at_end(learn, 1, [overflow(0,1),On('after_batch', raises(CancelFitException), at=(1,))])
+    assert told.startswith('All 2 steps of this fit') and 'the gradient of 0.weight was the first' in told
+    assert told.endswith(f'the weights have not changed since step {n}.')
+    told, = at_end(learn, 1, [overflow(0),On('after_batch', raises(CancelFitException), at=(0,))])
+    assert told.startswith('The only step of this fit was skipped')
+
+@pytest.mark.parametrize('call', ['to_bf16','to_native_fp16'])
+@pytest.mark.parametrize('bad,of,said', [(5,15,1), (2,39,1), (2,40,0), (1,6,0)])
+def test_some_steps_were_skipped(call, bad, of, said):
+    "Infinite losses have nothing to do with a search for the first scale; once in the life of a learner"
+    learn = of_batches(of, call, **(dict(init_scale=16.) if call=='to_native_fp16' else {}))
+    texts = at_end(learn, 1, InfiniteAt(*range(bad)))
+    assert len(texts)==said and skipped(learn)==bad
+    if said: assert texts[0].startswith(f'{bad} of the {of} steps of this fit were skipped because')
+    if said: assert 'was told in step' in learn.precision_recorder.summary()
+    assert at_end(learn, 1, InfiniteAt(*range(bad)))==[]
+
+def searched(learn, n): return heard(learn.lr_find, show_plot=False, num_it=n, suggest_funcs=())[0]
+
+def test_search_of_a_fit():
+    "What is skipped in the search for the first scale doesn't count, in a fit after `lr_find`, either"
+    learn = of_batches(30, 'to_native_fp16', init_scale=2.**24)
+    assert searched(learn, 20)==[] and at_end(learn)==[] and 2<=skipped(learn)<30
+    assert at_end(learn, 1, overflow(3,5))!=[]
+
+@pytest.mark.parametrize('end', [KeyboardInterrupt,ValueError])
+def test_nothing_after_an_error(end):
+    "What the user has stopped isn't explained"
+    learn = of_batches(4)
+    with warnings.catch_warnings(record=True) as told, pytest.raises(end):
+        warnings.simplefilter('always')
+        learn.fit(1, cbs=[overflow(*range(4)),On('after_batch', raises(end('as asked')), at=(2,))])
+    assert not any(ends in str(o.message) for o in told) and at_end(learn)==[]
+
+def test_nothing_more_is_said():
+    "After a warning of skipped steps in this fit, a change of precision, in a validation, and of a look"
+    learn = of_batches(6, warn_skips=3)
+    told, = at_end(learn, 1, overflow(*range(6)))
+    assert told.startswith('3 steps in a row')
+    told, = at_end(learn, 1, overflow(*range(6))) # steps in a row are counted on, and the fit isn't the same
+    assert told.startswith('All 6 steps of this fit')
+    assert at_end(learn, 1, [overflow(*range(6)),Now('after_train', lambda learn: learn.to_fp16())])==[]
+    with warnings.catch_warnings(record=True) as told: learn.validate(); learn.find_nonfinite()
+    assert not any(ends in str(o.message) for o in told)
+
+def test_diverging_search():
+    "`lr_find` warns of data that it can't train with, and of nothing where it has trained before"
+    learn = of_batches(4, warn_skips=2, max_skips=3)
+    assert searched(learn, 8)==[]
+    diverges = of_batches(4, warn_skips=2, max_skips=3)
+    diverges.add_cb(overflow(*range(1, 8)))
+    assert searched(diverges, 8)==[] and skipped(diverges)==0
+    diverges = of_batches(4, warn_skips=2)
+    diverges.add_cb(overflow(*range(8)))
+    told, = searched(diverges, 8)
+    assert told.startswith('2 steps in a row')

@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/core/checked_steps.html.md"""
 __all__ = ['shared_options', 'StepSettings', 'CheckedSteps']
 
 # %% ../../nbs/core/checked_steps.ipynb #cc000007
-import torch
+import math,torch
 from collections.abc import Mapping
 from contextlib import contextmanager
 from operator import is_
@@ -65,7 +65,7 @@ class CheckedSteps(StepSettings):
     """Steps that are checked, and then made, or skipped without a trace
 
     A subclass has `model`, `device`, `opt_params` and `recent_steps` (of which few may be skipped: their number,
-    infinite if none is to be warned of, and their name)."""
+    infinite if nothing is to be said of skipped steps, and their name)."""
     cancels = () # exceptions that are part of a plan: nothing is undone for them
     opts = () # optimizers that are watched for steps by themselves
     measures = False # whether a batch can be computed again, to compare its gradients
@@ -340,14 +340,14 @@ class CheckedSteps(StepSettings):
         self.step.stats,self.step.learns = self.last,any(p.grad is not None for p in opt_params)
         return self.last
 
-    def skip(self):
+    def skip(self)->bool: # Whether it was said that steps were skipped, or done what cures it
         "Let the step leave no trace, and count it"
         self.step.drop(self.params())
         self.step.outcome = 'skipped'
         finite = _losses_finite(self.model, self.step.stats.loss_finite)
         self.state = self._state.after(self.step.stats._replace(loss_finite=finite))
         self.recent = self.recent.one_more()
-        self._report_skips()
+        return self._report_skips()
 
     def made(self):
         "Count a step that the optimizer has made"
@@ -370,12 +370,16 @@ class CheckedSteps(StepSettings):
     # --- Warnings
 
     def _report_skips(self):
-        "Warn or stop after many skipped steps, or rescue"
-        state,must_report = self._state,self.must_report(self._state.skips)
-        many = self.recent.text(state, self.last.scale, *self.recent_steps)
-        if not (must_report or many): return
+        "Warn or stop after many skipped steps, or rescue, and return whether there was a reason to"
+        state,must_report,(of,name) = self._state,self.must_report(self._state.skips),self.recent_steps
+        many = self.recent.text(state, self.last.scale, of, name)
+        if of==math.inf or not (must_report or many): return False
         # autocast may be able to train what was skipped
-        if self.step.batches and self.measure_batch(self.step.batches[-1], again=True): return self.restart()
+        if self.step.batches and self.measure_batch(self.step.batches[-1], again=True): self.restart()
+        else: self._explain_skips(state, many, must_report)
+        return True
+
+    def _explain_skips(self, state, many, must_report):
         found = self.find_cause()
         if not must_report:
             self.recent = self.recent._replace(warned_at=state.steps-1)

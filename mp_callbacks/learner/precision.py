@@ -17,7 +17,7 @@ from operator import attrgetter
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-from fastai.callback.core import CancelStepException
+from fastai.callback.core import CancelFitException,CancelStepException
 from fastai.torch_core import default_device
 
 from ..core.loss_scale import DynamicLossScale,StaticLossScale
@@ -27,6 +27,8 @@ from ..core.grads import prepare_grads
 from ..core.measure import copy_batch
 from ..core.half import check_device,half_precision
 from ..core.misuse import check_float32
+from ..core.devices import warn_caller
+from ..core.skips import FitSkips
 from ..core.checked_steps import CheckedSteps,StepSettings
 from .fastai_internals import LeanCallback,_cancels,_hand_over_loss,_is_fastai_precision,_is_dry_run,_keep_average
 from .fastai_internals import _reset_hidden,_within_batch
@@ -61,6 +63,7 @@ class _LearnerSteps(CheckedSteps):
     ):
         super().__init__(scaling, **settings)
         self.cb,self._written = cb,self._state.as_dict() # the latter is what the optimizer has
+        self.of_fit = FitSkips()
 
     model = property(attrgetter('cb.learn.model'), doc="The learner's model")
     opt = property(lambda self: getattr(self.cb.learn, 'opt', None), doc="The learner's optimizer; None: it has none")
@@ -70,7 +73,8 @@ class _LearnerSteps(CheckedSteps):
     def recent_steps(self):
         "The number of the steps of an epoch, and their name"
         learn = self.cb.learn
-        return math.inf if _is_dry_run(learn) else learn.n_iter/max(1, len(self.step.losses)),'the steps of this epoch'
+        diverges = self.of_fit.made and _is_dry_run(learn) # as a search for the learning rate does at its end
+        return math.inf if diverges else learn.n_iter/max(1, len(self.step.losses)),'the steps of this epoch'
 
     def opt_params(self): return [*chain.from_iterable(self.cb.learn.opt.param_lists)]
     def new_half(self, model): return self.cb.new_half(model)
@@ -109,6 +113,39 @@ class _LearnerSteps(CheckedSteps):
     def write(self):
         "Put the state into the optimizer"
         write_state(self.opt, self._written)
+
+    def skip(self):
+        "Skip the step, and count it for the end of the fit"
+        stats,searching,fit = self.last,self.recent.count is None,self.of_fit
+        told = super().skip()
+        # where the loss is infinite, or the scale doesn't shrink, none is looked for
+        fit.add(stats, searching and stats.loss_finite and self._state.scaling.loss_scale<stats.scale)
+        fit.told |= told
+
+    @contextmanager
+    def fit(self):
+        "Context manager around the epochs of a fit"
+        learn,outer,recent = self.cb.learn,self.of_fit,self.recent
+        self.of_fit = FitSkips()
+        try: yield
+        except CancelFitException:
+            self._end_fit(learn)
+            raise
+        else: self._end_fit(learn)
+        finally:
+            self.of_fit,self.copies = outer,BufferCopies()
+            if _is_dry_run(learn): self.recent = recent # the loss scale is put back, too
+
+    def _end_fit(self, learn):
+        "Warn if no step was made, or many were skipped, and nothing was said of it, unless the precision has changed"
+        fit,state = self.of_fit,self._state
+        text = fit.text()
+        if not text or fit.told or self.cb.learn is None or _is_dry_run(learn): return
+        if fit.made and self.recent.warned_at is not None: return
+        text += f" For the cause: learn.find_nonfinite(). The loss scale is {state.scaling.loss_scale:.9g}"
+        if not fit.made: return warn_caller(f"{text}, and {self.weights_since(state.steps-fit.skipped)}")
+        self.recent = self.recent._replace(warned_at=state.steps-1)
+        warn_caller(f"{text}. This is told once.")
 
     def drop_overflow(self):
         "Drop an unfinished step if its gradients are not finite"
@@ -205,11 +242,9 @@ class PrecisionCallback(_PrecisionPart):
         self.steps.drop_overflow()
         self.steps.step = None # an unfinished step goes on, but the model may have loaded other buffers
 
-    @contextmanager
     def fit(self):
         "Context manager around the epochs of a fit"
-        try: yield
-        finally: self.steps.copies = BufferCopies()
+        return self.steps.fit()
 
     def before_train(self):
         self.steps.new_epoch()
@@ -326,6 +361,7 @@ class PrecisionCallback(_PrecisionPart):
 
     def after_step(self): # fastai calls it after a step that another callback has cancelled, too
         if not self.steps.step.outcome: self.steps.made()
+        self.steps.of_fit.made += self.steps.step.outcome=='made'
 
 # %% ../../nbs/learner/precision.ipynb #10c00006
 def _precision_callback(learn):

@@ -40,8 +40,8 @@ def test_another_kind_of_device(entries, want, monkeypatch):
     for dtype,need in entries.items(): monkeypatch.setitem(devices.native_with, ('hpu',dtype), need)
     with pretend(machine('HPU')):
         assert [support('hpu', o) for o in (f16,bf16,fp8)]==want.split()
-        assert emulation('hpu', f16).endswith({'emulated native no':'Use to_bf16() or to_native_bf16().',
-                                               'emulated emulated no':'Use to_fp32().'}.get(want, ''))
+        assert emulation('hpu', f16).endswith({'emulated native no':'Use torch.bfloat16.',
+                                               'emulated emulated no':'Use torch.float32.'}.get(want, ''))
     assert [Machine().capability(torch.device(o)) for o in ('hpu','mps','xpu')]==[None]*3
 
 @pytest.mark.parametrize('need', [(2,0), {'bf16'}, set()])
@@ -136,10 +136,10 @@ def own_loop(error=None):
     with pytest.raises(error) if error else nullcontext(), steps.batch():
         if error: raise error
 
-no_lstm = 'stay in float32 (no bfloat16 LSTM on this CPU), so half precision changes nothing. Use to_fp32' # not: `keep`
+no_lstm = 'stay in float32 (no bfloat16 LSTM on this CPU), so half precision changes nothing. Use ' # not: `keep`
 warned = dict( # what the warning says, and what leads to it
-    nothing_half  = (no_lstm, lambda: half_precision(nn.LSTM(2,2), bf16)),
-    at_a_call     = (no_lstm, lambda: get_learner(nn.LSTM(2,2)).to_native_bf16()),
+    nothing_half  = (f'{no_lstm}torch.float32.', lambda: half_precision(nn.LSTM(2,2), bf16)),
+    at_a_call     = (f'{no_lstm}learn.to_fp32().', lambda: get_learner(nn.LSTM(2,2)).to_native_bf16()),
     own_loop      = ('only emulates bfloat16', own_loop),
     skipped       = ('2 steps in a row were skipped', overflow),
     rescued       = ('Kept in float32 from step', lambda: overflow(rescue=True)),

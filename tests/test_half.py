@@ -1,12 +1,14 @@
 """`half_precision` in a loop written by hand: what a `with` does, and what is left after it, in any order, after an
 exception, in copies; how layers compute in it, and what it refuses"""
-import weakref
+import ast,weakref
 
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from mp_callbacks.core.half import check_device
 from mp_callbacks.core.modules import parameter_name
 from mp_callbacks.core.ways import is_norm
 from learners import *
+from machines import Fake,machine,pretend
 
 class Block(nn.Sequential): pass
 
@@ -390,11 +392,11 @@ FSDP1 = type('FullyShardedDataParallel', (nn.Linear,), {})
 @pytest.mark.parametrize('make,match', [
     (lambda: torch.jit.script(nn.Linear(2,2)),                 'A scripted model .* or use torch.compile'),
     (lambda: nn.DataParallel(nn.Linear(2,2)),                  'Use DistributedDataParallel'),
-    (lambda: nn.Sequential(FSDP1(2,2), nn.ReLU()),             r'has flat shards .* Use to_fp32\(\) and its own mixed'),
+    (lambda: nn.Sequential(FSDP1(2,2), nn.ReLU()),             r'has flat shards .* Use its own mixed precision'),
     (lambda: nn.Sequential(nn.LazyLinear(2), nn.Linear(2,2)),  'lazy parameters .* Call it once'),
     (lambda: nn.ReLU(),                                        r'This ReLU has no float32 parameters \(none at all\)'),
     (lambda: nn.Linear(2,2).half(), r'no float32 parameters \(torch.float16\).* model.float\(\)'),
-    (get_learner, 'model is a Learner, and must be an nn.Module.*pass learn.model')])
+    (get_learner, 'model is a Learner, and must be an nn.Module. Pass its model')])
 def test_refused(make, match):
     with pytest.raises((ValueError,TypeError), match=match): unmeasured(make(), bf16)
 
@@ -498,3 +500,72 @@ def test_after_an_error_of_refresh():
     with pytest.raises(ValueError, match='no float32 parameters'): half.refresh()
     half.model.float()
     for o in (half,deepcopy(half)): assert o.measurable and len(o.modules)==6 and o.model_checksum==before
+
+# --- What to write: the loop's words in a loop, the learner's after its calls
+
+of_learners = re.compile(r'learn\.|\bto_(native_|non_native_)?(fp|bf)\d+\(')
+
+def texts_in(path):
+    "The strings in the code at `path` but for docstrings"
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    docs = {id(o.value) for o in nodes if isinstance(o, ast.Expr)}
+    return [o.value for o in nodes if isinstance(o, ast.Constant) and isinstance(o.value, str) and id(o) not in docs]
+
+@pytest.mark.parametrize('folder', ['core','look'])
+def test_no_text_names_a_learner(folder):
+    "Loops without a learner get these"
+    found = {path.name:texts_in(path) for path in (root/'mp_callbacks'/folder).glob('*.py')}
+    assert sum(map(len, found.values()))>99
+    assert not [(name,o) for name,texts in found.items() for o in texts if of_learners.search(o)]
+
+def told(f):
+    "What `f` warns of and raises, with notes"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        try: f(); errors = []
+        except (ValueError,TypeError,RuntimeError) as e: errors = [str(e),*getattr(e, '__notes__', ())]
+    return ' '.join([*[str(o.message) for o in caught if o.category is UserWarning],*errors])
+
+def rounded(m, x):
+    m.weight.data = m.weight.data.bfloat16()
+    return F.linear(x, m.weight.float())
+def float32_only(m, x):
+    if (res := m.layer(x)).dtype!=f32: raise RuntimeError('expected scalar type Float')
+    return res
+def without_gradients():
+    model = mlp()
+    for p in model.parameters(): p.register_post_accumulate_grad_hook(lambda p: setattr(p, 'grad', None))
+    return model
+
+no_half = Fake('cpu', 'this CPU', no_dtype={f16,bf16})
+ways_out = dict( # dtype, model, machine, `keep`, and the way out
+    emulated    = (bf16, mlp, machine('AVX2'), (), f32),
+    unsupported = (bf16, mlp, no_half, (), f32),
+    all_kept    = (bf16, mlp, None, nn.Module, f32),
+    rounded     = (bf16, lambda: Does(rounded, weight=torch.ones(1,8)), None, (), f32),
+    the_model   = (bf16, lambda: Does(float32_only, layer=nn.Linear(8,1)), None, (), f32),
+    no_gradient = (f16, without_gradients, None, (), bf16))
+
+def loop(dtype, model, keep):
+    half = half_precision(model, dtype, keep, measure=False)
+    train_steps(TrainingSteps(model, torch.optim.SGD(model.parameters(), lr=.1), half), [numbers(4)])
+
+@pytest.mark.skipif(sys.version_info<(3,11), reason='errors have no notes')
+@pytest.mark.parametrize('name', ways_out)
+def test_way_out(name):
+    dtype,make,on,keep,way = ways_out[name]
+    call = 'to_fp16' if dtype==f16 else 'to_bf16'
+    with pretend(on) if on else nullcontext():
+        in_loop = told(lambda: loop(dtype, make(), keep))
+        in_learner = told(lambda: getattr(get_learner(make()), call)(keep=keep, measure=False).fit(1))
+    assert str(way) in in_loop and not of_learners.search(in_loop)
+    assert {f32:'learn.to_fp32()', bf16:'to_bf16()'}[way] in in_learner
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')
+def test_no_gpu():
+    "Float32 is no way out"
+    learn = get_learner()
+    learn.dls.device = torch.device('cuda')
+    for f in (learn.to_bf16,learn.to_fp8,lambda: check_device(torch.device('cuda'), half(mlp()))):
+        assert "device=cuda doesn't compute on this machine. Put data and model on" in (text := told(f))
+        assert 'float32' not in text

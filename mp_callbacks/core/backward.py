@@ -10,7 +10,6 @@ __all__ = ['scaled_backward', 'other_leaves']
 # %% ../../nbs/core/backward.ipynb #ba000007
 import torch
 from contextlib import contextmanager
-from torch import nn
 
 from .dtypes import half_dtypes,leaves
 from .grads import mul_grads,reached_leaves
@@ -21,7 +20,7 @@ from .processes import is_sharded
 def scaled_backward(
     loss:torch.Tensor, # Loss of a batch
     scale:float, # Loss scale
-    model:nn.Module, # The model, in half precision: checkpointed parts compute again
+    half, # How the model computes, a `half_precision`; checkpointed parts compute again
     params, # Those whose gradients are multiplied
     step, # `PendingStep` that the batch belongs to
 ): # What to call `backward` of
@@ -53,13 +52,13 @@ def scaled_backward(
         "small. `with steps.scaled(loss) as scaled:` gives this loss, for scaled.backward() or torch.autograd.grad. In "
         "a _backward of your own, write self.loss_grad.backward(), not self.loss.backward().")
     none = scale!=1 and loss.grad_fn and all(p.grad is None for p in params) # a leaf is the loss of an empty batch
-    if none: raise RuntimeError(_no_gradient(model, scale))
+    if none: raise RuntimeError(_no_gradient(half, scale))
 
-def _no_gradient(model, scale):
+def _no_gradient(half, scale):
     "Why no parameter may have a gradient after a backward pass, and what to do"
     text = "After the backward pass no parameter has a gradient"
-    without = "to_bf16() or to_native_bf16() (in a loop of your own torch.bfloat16), which have no loss scale"
-    if is_sharded(model): return (
+    without = f"{half.calls[torch.bfloat16]}, without a loss scale"
+    if is_sharded(half.model): return (
         f"{text}: set_requires_gradient_sync(False) keeps the gradients back, with the loss scale of {scale:.9g}, and "
         f"this batch is lost. Leave it on, as GradientAccumulation adds up what is sent, or use {without}.")
     return (f"{text}. If an optimizer steps in the backward pass, as with register_post_accumulate_grad_hook, it has "

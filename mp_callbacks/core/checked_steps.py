@@ -206,7 +206,7 @@ class CheckedSteps(StepSettings):
             try: self._half = self._half.keeping(names) if names else self._half
             except ValueError: pass # another model, of which nothing would be left in half precision
             self._half.refresh() # a copy of it has chosen nothing yet
-            if half is None and (text := emulation(self.device, self._half.dtype)): warn_caller(text)
+            if half is None and (text := emulation(self.device, self._half.dtype, self._half.calls)): warn_caller(text)
         known = None if inside else state.measured
         if known is not None and known!=self._half.measured and known.model==self._half.model_checksum:
             self._half.follow(known, warn=False)
@@ -321,7 +321,7 @@ class CheckedSteps(StepSettings):
         may_report = self.must_report(state.skips+1) or state.bad_losses+1==self.warn_skips
         if may_report or self.recent.may_warn(state.scaling): step.batches.append(batch)
         step.losses.append(loss.detach())
-        return scaled_backward(loss, state.scaling.loss_scale, self._half.model, [*params,*others], step)
+        return scaled_backward(loss, state.scaling.loss_scale, self._half, [*params,*others], step)
 
     # --- A step
 

@@ -65,7 +65,7 @@ class ChosenWays:
         layers = _cast_layers(named, self.ways, compiled, half.rules)
         self.cast = OneCast(layers, half.dtype, _untied(layers, self.modules) if half.rules else ())
         # not `self`, which would refer to itself through the switch, and be freed late
-        context = _HalfContext(self.device_type, half.dtype, half.rules, self.ways, self.cast)
+        context = _HalfContext(self.device_type, half.dtype, half.rules, self.ways, self.cast, half.calls)
         owners = [m for name,m in named.items() if isinstance(self.ways[name], Own)]
         if self.device_type=='cpu': owners += _without_fast_path(self.modules, compiled)
         self.switch = Switch(_wrapped_forwards(half, named, context), owners, _find_stored(self.modules))
@@ -79,7 +79,7 @@ class ChosenWays:
 # %% ../../nbs/core/chosen_ways.ipynb #c400000a
 def _choose(half, named, device_type, compiled):
     "Choose how each module computes: name -> `Way`"
-    context = _HalfContext(device_type, half.dtype, half.rules, {}, None)
+    context = _HalfContext(device_type, half.dtype, half.rules, {}, None, half.calls)
     ways = {name:half.way and half.way(name, m) or choose_way(context, m) for name,m in named.items()}
     for name,o in ways.items():
         if not isinstance(o, Way): raise TypeError(f"way returned {o!r} for {name!r}. Return a Way, or None.")
@@ -100,15 +100,15 @@ def _check_ways(half, ways, named):
     "Raise a `ValueError` if no module that has float32 parameters computes in half precision, or in FP8 if asked for"
     if half.fp8 and not any(way.compute_dtype(half).itemsize==1 for way in ways.values()):
         raise ValueError(f"keep={half.keep!r} leaves no layer of this {type(half.model).__name__} in FP8. Keep less, "
-                         "or use to_bf16().")
+                         f"or use {half.calls[torch.bfloat16]}.")
     if half.dtype==torch.float32: return
     owners = [name for name,m in named.items() if any(p.dtype==torch.float32 for p in m.parameters(recurse=False))]
     if any(type(ways[name]) is not Float32 for name in owners): return
-    reasons = [*dict.fromkeys(ways[name].why for name in owners)]
+    reasons,float32 = [*dict.fromkeys(ways[name].why for name in owners)],half.calls[torch.float32]
     text = f"All float32 parameters of this {type(half.model).__name__} stay in float32"
     if 'keep' in reasons:
-        raise ValueError(f"{text}, so nothing is left to compute in half precision. Keep less, or use to_fp32().")
-    warn_caller(f"{text} ({', '.join(reasons)}), so half precision changes nothing. Use to_fp32().")
+        raise ValueError(f"{text}, so nothing is left to compute in half precision. Keep less, or use {float32}.")
+    warn_caller(f"{text} ({', '.join(reasons)}), so half precision changes nothing. Use {float32}.")
 
 # %% ../../nbs/core/chosen_ways.ipynb #8a140a12
 def _cast_layers(named, ways, compiled, rules):

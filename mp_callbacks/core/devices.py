@@ -166,16 +166,18 @@ def device_name(
     "What an error or a warning calls `device`"
     return _machine.name(torch.device(device))
 
-calls = {torch.float16: 'to_fp16() or to_native_fp16()', torch.bfloat16: 'to_bf16() or to_native_bf16()'}
+# what errors and warnings say to write in a loop for each dtype, and for autocast alone; a learner has its own words
+calls = {**{o:str(o) for o in (torch.float16,torch.bfloat16,torch.float32)}, 'autocast':'rules=False'}
 
 def emulation(
     device:torch.device|str, # Device, such as 'cuda'
     dtype:torch.dtype|str, # Half-precision dtype
+    calls:dict=calls, # What to write for another
 )->str: # Empty if `device` doesn't emulate `dtype`
     "What `device` emulates, how much slower that is, and what to call instead"
     device,dtype = torch.device(device),as_dtype(dtype)
     if support(device, dtype)!='emulated': return ''
-    use = next((o for d,o in calls.items() if support(device, d)=='native'), 'to_fp32()')
+    use = calls[next((o for o in half_dtypes if support(device, o)=='native'), torch.float32)]
     name,times = _machine.name(device),_slowdown(_machine, device, dtype)
     size = f'about {10**round(math.log10(times))}' if times>10**.5 else 'up to 3' # measurements vary
     return (f"{name[0].upper()}{name[1:]} only emulates {dtype_name(dtype)}: a matrix product takes {size} times as "

@@ -43,14 +43,12 @@ def note_dtypes(
     e.mp_modules,where,cure = _raised_in(e, named, isinstance(half, _HalfContext)) # which the call of the model passes
     if e.mp_modules:
         if all(isinstance(half.ways.get(name), Float32) for name in e.mp_modules): return # a new one has none yet
-        cure = f"keep={e.mp_modules[0]!r} computes it" if e.mp_modules[0] else 'learn.to_fp32() computes'
-        cure += ' in float32.'
+        keep = f'keep={e.mp_modules[0]!r}' if e.mp_modules[0] else half.calls[torch.float32]
+        cure = f"{keep} computes it in float32."
     elif not re.search(_half_words, text, re.IGNORECASE): return
     users = ' and '.join(f"{name or 'the model'} ({type(named[name]).__name__})" for name in e.mp_modules)
     way_out = _way_out(half, cure, text)
-    if autocast_works and autocast_works():
-        way_out += (" Autocast alone computes it: to_native_fp16() or to_native_bf16(), in a loop of your own "
-                    "rules=False.")
+    if autocast_works and autocast_works(): way_out += f" Autocast alone computes it: {half.calls['autocast']}."
     e.add_note(f"In {where.format(users)} operations in half precision: {way_out}")
 
 def _last_line(e):
@@ -115,5 +113,6 @@ def _way_out(half, cure, text):
     if _writing.search(text): return ("What is written to and what is written must have one dtype: make it by "
                                       f"h.new_zeros(…), not torch.zeros(…), or write h.float() on that line. Or {cure}")
     if 'without overflow' not in text: return cure
-    name,other = dtype_name(half.dtype),"Or use to_bf16(). " if half.dtype==torch.float16 else ""
-    return f"A number is beyond {name}: write torch.finfo(x.dtype).min in place of it. {other}Or {cure}"
+    other = f"Or use {half.calls[torch.bfloat16]}. " if half.dtype==torch.float16 else ""
+    return (f"A number is beyond {dtype_name(half.dtype)}: write torch.finfo(x.dtype).min in place of it. {other}Or "
+            f"{cure}")

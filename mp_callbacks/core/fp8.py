@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .dtypes import cast_tree,half_dtypes
-from .devices import device_name,support
+from .devices import calls,device_name,support
 from .forwards import replaced_forward
 from .torch_internals import _scaled_product
 from .cast import _has_plain_weights
@@ -164,12 +164,13 @@ def fp8_linear(
 
 def check_fp8(
     device:torch.device|str, # Where to compute
+    calls:dict=calls, # What to write instead
 ):
     "Raise a `ValueError` if `device` can't multiply in FP8: NVIDIA GPUs can since compute capability 8.9"
     if support(device, torch.float8_e4m3fn)!='native':
         raise ValueError(f"device={device} ({device_name(device)}) doesn't multiply in FP8. That needs an NVIDIA GPU "
-                         "of compute capability 8.9 or newer: Ada, Hopper or Blackwell. Use to_bf16(), or "
-                         "emulate=True, which is slow, to study it.")
+                         "of compute capability 8.9 or newer: Ada, Hopper or Blackwell. Use "
+                         f"{calls[torch.bfloat16]}, or emulate=True, which is slow, to study it.")
 
 # %% ../../nbs/core/fp8.ipynb #f8000025
 class Fp8Product(Layer):
@@ -225,7 +226,7 @@ class Fp8:
         if all(reasons.values()):
             found = [f"{name or 'the model'} ({why})" for name,why in reasons.items()][:4]
             raise ValueError(f"No linear layer of this {type(half.model).__name__} can multiply in FP8: "
-                             f"{', '.join(found) or 'there is none'}. Use to_bf16().")
+                             f"{', '.join(found) or 'there is none'}. Use {half.calls[torch.bfloat16]}.")
         for name,why in reasons.items():
             if why: ways[name].why = f'not in FP8: {why}'
         return {name:Fp8Product(self, ways[name]) for name,why in reasons.items() if not why}

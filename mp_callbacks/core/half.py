@@ -19,7 +19,7 @@ from fastcore.basics import ifnone
 from torch import nn
 
 from .dtypes import as_dtype,dtype_name,half_dtypes
-from .devices import support,warn_caller
+from .devices import calls,support,warn_caller
 from .fp8 import check_fp8
 from .modules import is_scripted,named_modules
 from .processes import several_ranks
@@ -40,6 +40,8 @@ class half_precision:
     can't compute so, and for a pattern in `keep` that matches nothing.
 
     In the first call with two items or more, predictions are [compared with those under autocast](measure.ipynb)."""
+    calls = calls # what errors and warnings say to write
+
     def __init__(self,
         model:nn.Module, # Model with float32 parameters
         dtype:torch.dtype|str=torch.float16, # `torch.float16`, `torch.bfloat16`, or `torch.float32`: all is as without
@@ -258,7 +260,7 @@ class half_precision:
         if not new or not warn: return
         named = ', '.join([name or 'the model itself' for name in new[:8]])+', …'*(len(new)>8)
         begin = keep_option(self.keeping(new, 'autocast').keep)
-        if not self.measurable: begin = f'{begin}, or autocast alone: to_native_fp16(), to_native_bf16(), rules=False'
+        if not self.measurable: begin = f'{begin}, or autocast alone: {self.calls["autocast"]}'
         text = f"{measured} These compute as under autocast from now on: {named}. To begin so: {begin}."
         _,_,trace = measured.cause.partition('\n')
         if trace: text = f"{text} {_please_report}\n{trace}"
@@ -297,17 +299,19 @@ def check_half(
 )->torch.dtype:
     "The half-precision dtype that `dtype` names. Raises a `ValueError` for any other."
     if (res := _dtype_in(dtype, half_dtypes)) is not None: return res
-    raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. Use learn.to_fp32() for float32.")
+    raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. For float32 leave it out.")
 
 def check_device(
     device:torch.device, # Where the model is to compute
     half:half_precision, # How the model computes
 ):
     "Raise a `ValueError` if `device` can't compute like `half`"
-    if half.fp8 and not half.fp8.emulate: check_fp8(device)
+    if support(device, torch.float32)=='no':
+        raise ValueError(f"device={device} doesn't compute on this machine. Put data and model on a device that does.")
     if support(device, half.dtype)=='no':
-        raise ValueError(f"device={device} doesn't compute in {half.dtype} on this machine. Use learn.to_fp32() (in a "
-                         "loop of your own no half precision), or put data and model on a device that does.")
+        raise ValueError(f"device={device} doesn't compute in {half.dtype} on this machine. Use "
+                         f"{half.calls[torch.float32]}, or put data and model on a device that does.")
+    if half.fp8 and not half.fp8.emulate: check_fp8(device, half.calls)
 
 def _dtype_in(dtype, some):
     "The dtype that `dtype` names if it is one of `some`, or None"
@@ -330,8 +334,8 @@ def _check_types(model, fp8, way, measure):
     "Raise a `TypeError` if arguments of `half_precision` are of other types"
     if isinstance(model, (FunctionType,MethodType)): raise TypeError(_no_decorator)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}, and must be an nn.Module. For a learner, pass "
-                        "learn.model.")
+        hint = " Pass its model." if isinstance(getattr(model, 'model', None), nn.Module) else ""
+        raise TypeError(f"model is a {type(model).__name__}, and must be an nn.Module.{hint}")
     if fp8 is not None and not hasattr(fp8, 'ways'):
         raise TypeError(f"fp8={fp8!r} must be an Fp8, as in half_precision(model, torch.bfloat16, fp8=Fp8()).")
     if way is not None and not callable(way):
@@ -345,10 +349,10 @@ def _check_model(model):
         raise ValueError("A scripted model can't be changed. Train it before scripting it, or use torch.compile.")
     for m in model.modules():
         if isinstance(m, _DataParallel):
-            raise ValueError("DataParallel copies the model to each GPU. Use DistributedDataParallel, or to_fp32().")
+            raise ValueError("DataParallel copies the model to each GPU. Use DistributedDataParallel, or no half precision.")
         if type(m).__name__=='FullyShardedDataParallel':
-            raise ValueError("FullyShardedDataParallel has flat shards for parameters. Use to_fp32() and its own mixed "
-                             "precision, or DistributedDataParallel.")
+            raise ValueError("FullyShardedDataParallel has flat shards for parameters. Use its own mixed precision "
+                             "instead, or DistributedDataParallel.")
     params = [*model.parameters()]
     for name,p in model.named_parameters():
         if p.is_meta: raise ValueError(
@@ -360,4 +364,4 @@ def _check_model(model):
     if any(p.dtype==torch.float32 for p in params): return
     dtypes = ', '.join(sorted({str(p.dtype) for p in params})) or 'none at all'
     raise ValueError(f"This {type(model).__name__} has no float32 parameters ({dtypes}). Mixed precision starts from a "
-                     "float32 model: call model.float() first, or use to_fp32().")
+                     "float32 model: call model.float() first, or use none.")

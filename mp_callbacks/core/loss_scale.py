@@ -157,7 +157,8 @@ class DynamicLossScale(LossScale):
         if name not in [*loss_scale_presets]:
             try: as_dtype(name)
             except ValueError: text = f"must be a preset. Use one of {', '.join(loss_scale_presets)}."
-            else: text = f"is a dtype. The name of the call says it, as to_bf16(); a callback takes dtype={name!r}."
+            else: text = ("is a dtype. The name of the call says it; TrainingSteps takes "
+                          f"half={name!r}, a callback takes dtype={name!r}.")
             raise ValueError(f"loss_scale={name!r} {text}")
         return cls(**{**loss_scale_presets[name], **changes})
 

@@ -17,16 +17,16 @@ from .torch_internals import _factors,_living_scales
 
 # %% ../../nbs/core/misuse.ipynb #9b00001b
 def check_float32(
-    model:nn.Module, # The model
+    half, # How the model computes, a `half_precision`
     full:list, # Its float32 parameters before the forward pass
 ):
     "Raise a `RuntimeError` if the forward pass has rounded parameters for good"
     changed = [p for p in full if p.dtype is not float32]
     if not changed: return
-    name,dtype = parameter_name(model, changed[0]),changed[0].dtype
+    name,dtype = parameter_name(half.model, changed[0]),changed[0].dtype
     for p in changed: p.data = p.data.float()
     path = name.rpartition('.')[0]
-    way = f"Keep the module in float32 with keep={path!r}" if path else "Use to_fp32()"
+    way = f"Keep the module in float32 with keep={path!r}" if path else f"Use {half.calls[float32]}"
     raise RuntimeError(f"The forward pass has turned the parameter {name} into {dtype}, and later steps would be "
                        f"rounded, too. It is float32 again, but this once it has been rounded. {way}.")
 

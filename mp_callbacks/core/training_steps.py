@@ -123,7 +123,7 @@ class TrainingSteps(CheckedSteps):
         "Context manager around the backward pass of `loss`, for code that calls `backward` itself"
         if not (self.step and self.step.batch):
             raise RuntimeError("The backward pass belongs into `with steps.batch():`.")
-        check_float32(self.model, self.full)
+        check_float32(self._half, self.full)
         if self._is_first: check_unscaled(loss)
         return super().scaled(loss, self.step.batch)
 

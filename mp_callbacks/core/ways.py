@@ -38,6 +38,7 @@ class _HalfContext(NamedTuple):
     rules:bool # By our rules; else as autocast alone
     ways:dict # Name of a module -> its `Way`
     cast:OneCast # Of the weights of its layers
+    calls:dict # What errors say to write
 
 class Way:
     "How a module computes: as autocast decides. Subclasses do something `around` the module's `forward`."

@@ -27,7 +27,7 @@ from ..core.misuse import check_bools,check_options
 from ..core.processes import without_ddp
 from ..core.checked_steps import StepSettings,shared_options
 from ..core.training_steps import first_scale
-from .precision import PrecisionCallback,_PrecisionPart,_precision_callback,fit_device
+from .precision import LearnerHalf,PrecisionCallback,_PrecisionPart,_precision_callback,fit_device
 
 # %% ../../nbs/learner/callback.ipynb #203fafa1
 def _options_of(
@@ -287,7 +287,7 @@ class NativeMixedPrecision(_OnlySettings, PrecisionCallback):
         vars(self).update(scales=enabled and self.dtype==torch.float16)
         super().__init__(scaling if self.scales else StaticLossScale(), memory, **kwargs)
 
-    def new_half(self, model): return half_precision(model, self.dtype, self.keep, rules=False)
+    def new_half(self, model): return LearnerHalf(model, self.dtype, self.keep, rules=False)
 
     def check_scaler(self):
         "Raise a `ValueError` if somebody has assigned another `learn.scaler`"
@@ -333,7 +333,7 @@ class ModelToHalf(_OnlySettings):
         model:nn.Module, # The learner's model
     )->half_precision:
         "How `model` computes"
-        return half_precision(model, self.dtype, self.keep, fp8=self.fp8, way=self.way, measure=self.measure)
+        return LearnerHalf(model, self.dtype, self.keep, fp8=self.fp8, way=self.way, measure=self.measure)
 
     def before_fit(self):
         if not any(isinstance(cb, MixedPrecision) for cb in self.learn.cbs):

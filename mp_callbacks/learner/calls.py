@@ -138,7 +138,7 @@ def _set_precision(learn, new, model_to_half=None):
     device,old = fit_device(learn),_precision_callback(learn)
     check_device(device, half)
     _check_memory(learn, new.memory, device)
-    if text := emulation(device, half.dtype): warn_caller(text)
+    if text := emulation(device, half.dtype, half.calls): warn_caller(text)
     _remove_precision(learn)
     if old is not None and (type(old),old.initial)!=(type(new),new.initial): _forget_scale(learn)
     learn.add_cbs([new] if model_to_half is None else [model_to_half,new])

@@ -18,7 +18,7 @@ from fastcore.basics import num_cpus
 from torch import nn
 
 from ..core.dtypes import dtype_name,half_dtypes
-from ..core.devices import calls,device_name,emulation,support
+from ..core.devices import device_name,emulation,support
 from ..core.loss_scale import DynamicLossScale,StaticLossScale
 from ..core.blame import keep_option
 from ..core.nonfinite import Finding
@@ -27,7 +27,7 @@ from ..look.checkpointing import share_left
 from ..look.plan import MemoryPlan
 from .fastai_internals import _is_fastai_precision,_training_batches
 from .explain_skips import _call_name
-from .precision import fit_device,is_precision,_precision_callback
+from .precision import LearnerHalf,fit_device,is_precision,_precision_callback
 from .recorder import _count_outcomes
 from .looks import _check_batch,batch_noise,batch_times,find_nonfinite,precision_plan
 
@@ -263,11 +263,11 @@ def _what_to_do(learn, cb, found, failed):
             "on, lower the learning rate, or ask about one batch: learn.precision_checkup(batch).")
     if cb is not None: yield from _about_rounded(learn.model)
     if cb is not None and not {'Machine','Precision'}&{*failed}:
-        if text := emulation(fit_device(learn), cb.half_dtype): yield 'Emulated',text
+        if text := emulation(fit_device(learn), cb.half_dtype, cb.half.calls): yield 'Emulated',text
     if healthy and not any(map(is_precision, learn.cbs)):
         dtypes = [o for o in (torch.bfloat16,torch.float16) if support(fit_device(learn), o)=='native']
         if dtypes: yield 'Try half precision',(
-            f"This device computes in {dtype_name(dtypes[0])} natively: {calls[dtypes[0]]} may save time and memory. "
+            f"This device computes in {dtype_name(dtypes[0])} natively: {LearnerHalf.calls[dtypes[0]]} may save time and memory. "
             "python -m mp_callbacks compares them here.")
 
 def _about_rounded(model):

@@ -53,10 +53,11 @@ class Fp8Report:
 
     def __repr__(self):
         if not math.isfinite(self.bfloat16_error):
-            return "In bfloat16, gradients are not finite, so FP8 is not the cause: ask learn.find_nonfinite()."
+            return ("In bfloat16, gradients are not finite, so FP8 is not the cause: ask diagnose(), or a learner's "
+                    "find_nonfinite().")
         res = (f"In FP8, gradients {_error_in_words(self.error)}. Rounding to the digits of FP8 alone makes "
                f"{self.digits_error:.2%}, and bfloat16 {self.bfloat16_error:.2%}. ")
-        if self.keep is None: return f"{res}No choice of layers in FP8 is exact enough: use to_bf16()."
+        if self.keep is None: return f"{res}No choice of layers in FP8 is exact enough: use bfloat16."
         if not self.keep: return f"{res}No layer has to be taken out of FP8."
         for name,factor,ratio in self.outliers()[:3]:
             res += f"In {name}, the largest number of the {factor} is {ratio:.0f} times the median. "

@@ -173,6 +173,6 @@ def _compare_gradients(seen, full, scale=1.):
               for c in full.calls if full.grads[c.name]}
     if not errors or not all([math.isfinite(norm) for _,norm in errors.values()]):
         raise ValueError(f"In float32 this batch has a loss of {full.loss:g} and gradients that are not finite, so "
-                         "half precision is not the cause. Ask learn.find_nonfinite() what is, or diagnose().")
+                         "half precision is not the cause. Ask diagnose() what is, or a learner's find_nonfinite().")
     error = math.sqrt(sum([_relative(o)**2 for o in errors.values()])/max(len(errors), 1))
     return errors,error if math.isfinite(error) else math.inf

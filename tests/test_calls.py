@@ -15,7 +15,7 @@ def offloaded():
     return cpu_offload(model, torch.device('cpu')) or model
 
 unfit = dict( # others: test_half
-    half      = (lambda: mlp().half(), r'has no float32 parameters \(.*call model.float\(\) first, or use none'),
+    half      = (lambda: mlp().half(), r'has no float32 parameters \(.*call model.float\(\) first, or train without'),
     offloaded = (offloaded, r"0.weight is on the device 'meta', without numbers.*cpu_offload"))
 
 @pytest.mark.parametrize('call', calls)

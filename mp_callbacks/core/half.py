@@ -364,4 +364,4 @@ def _check_model(model):
     if any(p.dtype==torch.float32 for p in params): return
     dtypes = ', '.join(sorted({str(p.dtype) for p in params})) or 'none at all'
     raise ValueError(f"This {type(model).__name__} has no float32 parameters ({dtypes}). Mixed precision starts from a "
-                     "float32 model: call model.float() first, or use none.")
+                     "float32 model: call model.float() first, or train without half precision.")

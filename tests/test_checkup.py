@@ -71,7 +71,7 @@ def test_machines(name, mode, word):
     learn = all_modes[mode](get_learner(opt_func=fused_adam))
     with on_gpu(name) as m:
         facts = checkup.precision_checkup(learn)
-        text = emulation('cuda', torch.bfloat16)
+        text = emulation('cuda', torch.bfloat16, precision.LearnerHalf.calls)
     texts,todo = lines(facts)
     can = ('native' if name=='H100' else 'emulated'),('native' if name=='H100' else 'no')
     assert texts['Machine']==f'{m.called} (cuda). float16: native, bfloat16: {can[0]}, FP8: {can[1]}.'

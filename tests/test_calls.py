@@ -166,7 +166,7 @@ def test_scaler_is_to_read():
 ways_out = dict( # a layer between two others, a change of its input, and what the note has to say
     double  = (lambda: nn.Linear(8,8), torch.Tensor.double, r'In 1 \(Linear\).* use x\.float\(\)'),
     mask    = (lambda: Lambda(lambda x: x.masked_fill(x>1, -1e9)), noop, # a number that float16 can't hold
-               r"In 1 \(Lambda\).*torch\.finfo\(x\.dtype\)\.min.* use to_bf16.*keep='1' computes it in"),
+               r"In 1 \(Lambda\).*torch\.finfo\(x\.dtype\)\.min.* use torch\.bfloat16\. .*keep='1' computes it in"),
     # an error of a device surfaces in an innocent module
     device  = (lambda: Lambda(raises(RuntimeError('CUDA error: an illegal memory access; half'))), noop, None),
     another = (lambda: Lambda(raises(RuntimeError('shapes do not fit'))), noop, None))

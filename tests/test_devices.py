@@ -87,8 +87,7 @@ def test_known_fault_of_any_module(monkeypatch):
     table = unmeasured(nn.Sequential(nn.LSTMCell(2,2), nn.Linear(2,2)), bf16).policy()
     assert table.why[0]=='no cells here' and table.compute.tolist()==['float32','bfloat16']
 
-@pytest.mark.parametrize('dtype,other,use', [(f16,bf16,'to_bf16() or to_native_bf16()'),
-                                             (bf16,f16,'to_fp16() or to_native_fp16()')])
+@pytest.mark.parametrize('dtype,other,use', [(f16,bf16,'torch.bfloat16'), (bf16,f16,'torch.float16')])
 @pytest.mark.parametrize('name', machines)
 def test_emulation(name, dtype, other, use):
     "What it is, how much slower, and what to call instead, which the device has instructions for; else not a word"
@@ -96,7 +95,7 @@ def test_emulation(name, dtype, other, use):
         text = emulation(device_of(name), dtype)
         assert bool(text)==(support(device_of(name), dtype)=='emulated')
         if not text: return
-        if support(device_of(name), other)!='native': use = 'to_fp32()'
+        if support(device_of(name), other)!='native': use = 'torch.float32'
         size = 10**round(math.log10(m.times[dtype])) # an order of magnitude, as measurements differ
         assert text==(f'{m.called[0].upper()}{m.called[1:]} only emulates {str(dtype)[6:]}: a matrix product takes '
                       f'{f"about {size}" if size>1 else "up to 3"} times as long as in float32, a training step less. '

@@ -34,9 +34,9 @@ sidebar = {k: v if isinstance(v, list) else [v] for part in yaml.safe_load((here
            for k,v in part.items()}
 generated,root_files = 'names.md',['CONTRIBUTING.md','CHANGELOG.md'] # pages that come from no notebook
 # modules that hold the package together: no user needs a name of theirs
-internals = {*'core.own core.modules core.processes core.restore core.returned core.forwards core.error_notes '
-             'core.cast core.blame core.measure learner.fastai_internals learner.explain_skips learner.opt_state '
-             'learner.precision demo'.split()}
+internals = {*'core.own core.modules core.processes core.restore core.rehearse core.returned core.forwards '
+             'core.error_notes core.cast core.blame core.measure learner.fastai_internals learner.explain_skips '
+             'learner.opt_state learner.precision demo'.split()}
 
 # --- What the pages are made of, in three dialects of Markdown
 

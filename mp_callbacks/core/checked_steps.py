@@ -245,7 +245,7 @@ class CheckedSteps(StepSettings):
         if not half.measurable: return False
         def _measure(part):
             with self.again(part) as compute_loss: return measure_gradients(
-                half.replace(model=unwrap(self.model)), compute_loss, state.scaling.loss_scale, self.loss_modules())
+                half.replace(model=unwrap(self.model)), compute_loss, state.scaling.loss_scale)
         with half.paused(): found = _measure_part(half, _measure, 'gradients', batch, again)
         found = _in_all_processes(found, training_group(self.model))
         found = found.after(known)

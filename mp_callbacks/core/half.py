@@ -23,7 +23,7 @@ from .devices import calls,support,warn_caller
 from .fp8 import check_fp8
 from .modules import is_scripted,named_modules
 from .processes import several_ranks
-from .restore import unchanged
+from .rehearse import rehearse
 from .ways import _matches
 from .error_notes import note_dtypes
 from .blame import keep_option
@@ -288,8 +288,7 @@ class half_precision:
         if not self.rules or several_ranks() or not _can_repeat(args, kwargs): return False
         with self.paused():
             try:
-                with unchanged(self.model), self.replace(rules=False, way=None, measure=False):
-                    self.model(*args, **kwargs)
+                with rehearse(self.model, self.replace(rules=False, way=None)): self.model(*args, **kwargs)
             except Exception: return False
         return True
 

@@ -11,7 +11,7 @@ __all__ = ['tolerance', 'least_steps', 'most_tries', 'most_waits', 'most_operati
 
 # %% ../../nbs/core/measure.ipynb #aea50009
 import math,torch,traceback,zlib
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from threading import current_thread,main_thread
@@ -19,11 +19,10 @@ from typing import NamedTuple
 from torch import nn
 
 from .dtypes import _keep_attributes,leaves,map_tensors
-from .grads import reached_leaves
 from .own import _CountOperations
 from .modules import compiled_parts,named_modules
 from .processes import single_process
-from .restore import unchanged
+from .rehearse import rehearse
 from .ways import Own,_own_parameters
 from .blame import ddmin
 from .torch_internals import _accumulate_hooks,_in_transform,_is_tracing
@@ -215,20 +214,12 @@ def gradients_apart(
 # %% ../../nbs/core/measure.ipynb #aea50016
 _grad = attrgetter('grad')
 
-@contextmanager
-def _parameters_put_back(params):
-    before = [(p,p.detach().clone()) for p in params]
-    def _put_back():
-        for p,was in before:
-            if not torch.equal(p.detach(), was): p.data.copy_(was) # of which no graph of the user's takes notice
-    try: yield _put_back
-    finally: _put_back()
+def _casts_ahead(half): return half is not None and half.rules # but not in the first call of a model
 
 @contextmanager
 def batch_gradients(
     model:nn.Module, # Model that `compute_loss` calls
     compute_loss, # Function without arguments that calls `model` on a batch, and returns the loss
-    others=(), # More modules that are put back, such as those of a loss, without those inside them
 ):
     """Inside a `with`, a function of a `half_precision` or None, and a loss scale: gradients of the batch, unscaled
 
@@ -238,37 +229,24 @@ def batch_gradients(
         raise ValueError('an optimizer may step in the backward pass, in a hook of register_post_accumulate_grad_hook')
     params = [p for p in model.parameters() if p.requires_grad]
     def _gradients(half, scale=1.):
-        ours = half is not None and half.rules
-        with torch.compiler.set_stance('force_eager'):
-            if ours: # the first call of a model casts nothing ahead
-                with unchanged(model, others=others), half: compute_loss()
-                put_back()
-            with unchanged(model, others=others), half or nullcontext():
-                loss = compute_loss()
-                # inputs, hidden states and parameters elsewhere have gradients of their own
-                reached = reached_leaves(loss)
-                beside = [*zip(reached, map(_grad, reached))]
-                try:
-                    (loss.float()*scale).as_subclass(torch.Tensor).backward() # see `scaled_backward`
-                    grads = [*map(_grad, params)]
-                finally:
-                    for t,grad in beside: t.grad = grad
-        put_back()
+        if _casts_ahead(half):
+            with rehearse(model, half): compute_loss()
+        with rehearse(model, half) as backward:
+            backward(compute_loss(), scale)
+            grads = [*map(_grad, params)]
         return grads if scale==1 else [g if g is None else g/scale for g in grads]
-    with single_process(model), torch.enable_grad(), _parameters_put_back(model.parameters()) as put_back:
-        yield _gradients
+    with single_process(model), torch.enable_grad(): yield _gradients
 
 # %% ../../nbs/core/measure.ipynb #aea50024
 def measure_gradients(
     half, # The `half_precision` of the model
     compute_loss, # Function without arguments that calls the model on a batch, and returns the loss
     scale:float=1., # Loss scale
-    others=(), # More modules that are put back, such as those of a loss, without those inside them
 )->Measured:
     """Measure whether gradients are as exact as under autocast. Everything is as before afterwards.
 
     Raises what the batch raises under autocast or in float32, and `_NoEvidence` if gradients are inf, nan or all zero."""
-    with batch_gradients(half.model, compute_loss, others) as gradients:
+    with batch_gradients(half.model, compute_loss) as gradients:
         for o in dict.fromkeys([scale,1.]):
             def _run(half): return gradients(half, 1. if half is None else o)
             try: return compare_with_autocast(half, _run, gradients_apart)
@@ -291,15 +269,11 @@ def measure_predictions(
     Raises as `measure_gradients`."""
     model = half.model
     def _run(half):
-        ours = half is not None and half.rules
-        with torch.compiler.set_stance('force_eager'):
-            for _ in range(1+ours): # the first call of a model casts nothing ahead
-                given,named = copy_batch((args,kwargs))
-                with unchanged(model), half or nullcontext(): out = model.forward(*given, **named)
-                put_back()
+        for _ in range(1+_casts_ahead(half)):
+            given,named = copy_batch((args,kwargs))
+            with rehearse(model, half): out = model.forward(*given, **named)
         return [t for t in leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    with single_process(model), _parameters_put_back(model.parameters()) as put_back:
-        return compare_with_autocast(half, _run, _predictions_apart, 'predictions')
+    with single_process(model): return compare_with_autocast(half, _run, _predictions_apart, 'predictions')
 
 # %% ../../nbs/core/measure.ipynb #aea50020
 def _checksum(data):

@@ -10,7 +10,7 @@ __all__ = ['diverged', 'most_named', 'item_places', 'BadItem', 'Finding', 'diagn
 
 # %% ../../nbs/core/nonfinite.ipynb #6c83ed94
 import math,torch
-from contextlib import ExitStack,nullcontext
+from contextlib import ExitStack
 from functools import partial
 from textwrap import fill
 from time import perf_counter
@@ -20,7 +20,7 @@ from torch import nn
 from .dtypes import dtype_name,half_dtypes,leaves,map_tensors
 from .grads import prepare_grads
 from .modules import is_scripted,named_modules
-from .restore import unchanged
+from .rehearse import rehearse
 from .forwards import WrappedForward
 from .torch_internals import TorchDispatchMode,_sees_operations,_softmaxes
 from .half import half_precision
@@ -76,7 +76,7 @@ def diagnose(
     """What was not finite first in a batch, whether precision is the cause, and what to do
 
     Runs the batch in half precision and in float32, and more often to find the modules to keep in float32.
-    Parameters, buffers, gradients and random numbers are as before. Raises `RuntimeError` inside `with half:`, and
+    Afterwards [nothing has changed](rehearse.ipynb). Raises `RuntimeError` inside `with half:`, and
     `ValueError` if `compute_loss` doesn't call `model`."""
     if isinstance(now := vars(model).get('forward'), WrappedForward) and not now.below:
         raise RuntimeError(
@@ -154,7 +154,6 @@ def trace_batch(
     with_masks:bool=False, # Look for softmaxes of masked rows, too, in each operation: three times as long
 )->_Trace:
     "Run `compute_loss` and the backward pass, and `measure` what modules take and return, and all gradients"
-    if half is not None: half = half.without_measure() # by the hooks below it would be seen
     named,calls,running,halved,masked = named_modules(model),[],[],[],set()
     def _watch(tree):
         seen = []
@@ -177,8 +176,7 @@ def trace_batch(
                 masked.add(running[-1][0])
             return func(*args, **(kwargs or {}))
 
-    # `unchanged` gives each run the same random numbers
-    with unchanged(model), half or nullcontext(), torch.compiler.set_stance('force_eager'), ExitStack() as watches:
+    with rehearse(model, half) as backward, ExitStack() as watches: # with the same random numbers in each run
         if with_masks and _sees_operations: watches.enter_context(_MaskedRows())
         with ExitStack() as hooks: # removed before checkpointing runs `forward` again
             for name,m in filter(_takes_hooks, named.items()):
@@ -186,7 +184,7 @@ def trace_batch(
                 hooks.enter_context(m.register_forward_hook(partial(_after, name), with_kwargs=True))
             loss = compute_loss().as_subclass(torch.Tensor) # see `scaled_backward`
         check_called(model, any(not o.name for o in calls)) # the model itself has no name
-        if loss.isfinite() and torch.is_grad_enabled(): (loss*scale).backward() # there is none in a validation
+        if loss.isfinite() and torch.is_grad_enabled(): backward(loss, scale) # there is none in a validation
         grads = dict(zip(named, map(measure, map(_own_grads, named.values()))))
     return _Trace(loss.item(), calls, grads, halved)
 
@@ -207,15 +205,14 @@ def bad_items(
     "The items of a batch, at most `most_named`, whose loss or gradients are not finite by themselves"
     sizes = {len(t) if t.dim() else 0 for t in leaves(batch) if isinstance(t, torch.Tensor)}
     n = sizes.pop() if len(sizes)==1 else 0
-    if half is not None: half = half.without_measure()
     def _bad(rows, half=half):
         if perf_counter()>end: raise TimeoutError
         if len(rows)==1: rows = [*rows]*2 # code such as `squeeze` may not expect a batch of one
         items = map_tensors(lambda t: t.detach()[rows].requires_grad_(t.requires_grad), batch)
-        with unchanged(model), half or nullcontext(), torch.compiler.set_stance('force_eager'):
+        with rehearse(model, half) as backward:
             model.eval()
             loss = compute_loss(items)
-            if loss.isfinite() and torch.is_grad_enabled(): loss.backward()
+            if loss.isfinite() and torch.is_grad_enabled(): backward(loss)
             return not (loss.isfinite() and prepare_grads(model.parameters()).finite)
     try:
         rows = each_bad(range(n), _bad, most_named) if n else []

@@ -6,12 +6,15 @@ Docs: https://example.github.io/mp_callbacks/core/restore.html.md"""
 
 # %% auto #0
 __all__ = ['remember_buffers', 'restore_buffers', 'BufferCopies', 'as_float32', 'restore_float32', 'of_pytorch', 'fork_rngs',
-           'remember_contents', 'restore_contents', 'unchanged']
+           'remember_contents', 'restore_contents']
 
 # %% ../../nbs/core/restore.ipynb #9b2d006
 import random,sys,torch
-from collections import Counter,OrderedDict,defaultdict,deque
+from collections import OrderedDict,deque
 from contextlib import ExitStack,contextmanager
+from functools import cache,partial
+from types import MemberDescriptorType,SimpleNamespace
+from fastcore.foundation import L
 from torch import nn
 
 from .dtypes import half_dtypes,_keep_attributes,map_tensors,_parts_of
@@ -153,55 +156,120 @@ def fork_rngs(
         yield
 
 # %% ../../nbs/core/restore.ipynb #9b1c2a33
-_containers = dict,list,set,deque,OrderedDict,defaultdict,Counter # subclasses of others may refuse to be emptied
+_most_levels = 8 # of containers and objects in each other
+_most_parts = 1000 # of a container that are looked into: a recorder has a tensor for each step
 
 def remember_contents(
-    objects, # Lists and dicts, such as the attributes of modules
+    objects, # Objects such as modules and callbacks, or dicts
+    but=(), # Objects that are left as they are
+    levels:int=_most_levels, # How deep to look into them
 )->list: # For `restore_contents`
-    "What is in `objects`, in lists, dicts, sets and deques in them, and the numbers of tensors in them"
-    held = [*objects]
-    held += [o for d in held for o in (d.values() if isinstance(d, dict) else d) if type(o) in _containers]
-    found = [o for d in held if isinstance(d, dict) for o in d.values() if type(o) is torch.Tensor]
-    tensors = [(t,t._version,t.detach().clone()) for t in found if not t.is_inference() and t.layout==torch.strided]
-    return [(o,o.copy()) for o in held],tensors
+    """What is in `objects`: in containers, tensors, arrays, random number generators and plain objects in them
+
+    Plain are those of classes that belong to nobody's library, or to one that has a class of `objects`, and that are no
+    modules, datasets, optimizers or learners: these are references, and stay what they are."""
+    objects,seen,res = [*objects],{id(o):o for o in but},[]
+    near = frozenset(_package(type(o)) for o in objects)
+    now = [part for o in objects for part in (_dict if isinstance(o, dict) else _attributes)(o, res)]
+    for _ in range(levels):
+        inside = []
+        for o in now:
+            look = _look_for(type(o), near)
+            if look is None or id(o) in seen: continue
+            seen[id(o)] = o
+            inside += look(o, res)
+        now = inside
+    return res
 
 @torch.no_grad()
 def restore_contents(
     before, # From `remember_contents`
 ):
     "Put back what was in the objects, which stay the same"
-    containers,tensors = before
-    for o,had in containers:
-        if isinstance(o, dict): _restore_dict(o, had)
-        elif [*map(id, o)]!=[*map(id, had)]:
-            o.clear()
-            (o.update if isinstance(o, set) else o.extend)(had)
-    for t,version,numbers in tensors:
-        if t._version!=version: t.copy_(numbers)
+    for put,*state in before: put(*state)
 
-def _restore_dict(o, had):
+def _restore_dict(o, base, had):
     "Restore a dict that is never empty in between: another thread may be reading"
-    for k in [k for k in o if k not in had]: del o[k]
+    if not (had or base.__len__(o)): return # as most of the hooks
+    for k in [k for k in base.keys(o) if k not in had]: base.__delitem__(o, k)
     for k,v in had.items():
-        if k not in o or o[k] is not v: o[k] = v
+        if not base.__contains__(o, k) or base.__getitem__(o, k) is not v: base.__setitem__(o, k, v)
+    if [*base.keys(o)]==[*had]: return
+    for k in had: base.__setitem__(o, k, base.pop(o, k)) # as caches that move what was used to the end
 
-# %% ../../nbs/core/restore.ipynb #9b1c2a34
-@contextmanager
-def unchanged(
-    model:nn.Module, # Model to look at
-    params=(), # More parameters whose gradients are to be restored
-    others=(), # More modules, such as those of a loss, without those inside them
-):
-    "At the end of a `with`, put back gradients (none inside), buffers, attributes and random numbers, but not weights"
-    modules = [*model.modules(),*others]
-    params = [*model.parameters(), *params, *[p for m in others for p in m.parameters(recurse=False)]]
-    before = remember_contents(map(vars, modules)) # with the dicts of parameters and buffers
-    buffers = remember_buffers(modules)
-    grads = [p.grad for p in params]
-    for p in params: p.grad = None
-    try:
-        with fork_rngs(params): yield
-    finally:
-        restore_contents(before)
-        restore_buffers(buffers)
-        for p,g in zip(params,grads): p.grad = g
+def _restore_items(o, base, had):
+    if [*map(id, base.__iter__(o))]==[*map(id, had)]: return
+    base.clear(o)
+    (base.update if base is set else base.extend)(o, had)
+
+def _restore_members(o, members, had):
+    for k in members:
+        if k in had: k.__set__(o, had[k])
+        elif hasattr(o, k.__name__): k.__delete__(o)
+
+# %% ../../nbs/core/restore.ipynb #9b1c2a35
+# each gives what is in `o`, and adds what restores it to `res`: a function and its arguments
+def _tensor(o, res):
+    if not o.is_inference(): res.append((_restore,*_remember(o)))
+    return ()
+
+def _generator(o, res):
+    if isinstance(o, random.Random): get,put = o.getstate,o.setstate
+    elif hasattr(o, 'bit_generator'): get,put = [partial(f, o.bit_generator, 'state') for f in (getattr,setattr)]
+    else: get,put = o.get_state,o.set_state
+    res.append((put,get()))
+    return ()
+
+def _array(o, res):
+    if o.flags.writeable: res.append((o.__setitem__,...,o.copy()))
+    return ()
+
+def _dict(o, res, base=dict):
+    had = dict(base.items(o))
+    res.append((_restore_dict,o,base,had))
+    return had.values() if len(had)<=_most_parts else ()
+
+def _items(o, res, base):
+    had = [*base.__iter__(o)]
+    res.append((_restore_items,o,base,had))
+    return had if len(had)<=_most_parts else ()
+
+def _attributes(o, res):
+    own,members = getattr(o, '__dict__', None),_members(type(o))
+    parts = [*_dict(own, res)] if isinstance(own, dict) else []
+    if members:
+        had = {k:k.__get__(o) for k in members if hasattr(o, k.__name__)}
+        res.append((_restore_members,o,members,had))
+        parts += had.values()
+    return parts
+
+@cache
+def _look_for(kind, near):
+    "The function above for objects of class `kind`; None: they have no state that can be put back, or are references"
+    np = sys.modules.get('numpy') # if nobody has imported it, there is none of its objects
+    if kind in (torch.Tensor,nn.Parameter): return _tensor
+    rngs = (torch.Generator,random.Random,*([np.random.Generator,np.random.RandomState] if np else []))
+    if issubclass(kind, rngs): return None if issubclass(kind, random.SystemRandom) else _generator
+    if np and kind is np.ndarray: return _array
+    if issubclass(kind, (tuple,frozenset)): return lambda o, res: o
+    base = next((k for k in (OrderedDict,dict,list,set,deque) if issubclass(kind, k)), None)
+    plain = _is_plain(kind, near)
+    if base is None: return _attributes if plain else None
+    look = partial(_dict if base in (OrderedDict,dict) else _items, base=base)
+    return (lambda o, res: [*look(o, res),*_attributes(o, res)]) if plain else look
+
+def _package(kind): return kind.__module__.partition('.')[0]
+
+def _is_plain(kind, near):
+    "Return whether objects of class `kind` are state, and no references"
+    if kind in (SimpleNamespace,L): return True
+    own,*others = [_package(o) for o in kind.__mro__[:-1]] or ['builtins']
+    if issubclass(kind, type) or {own,*others}&{'torch','fastai','mp_callbacks'}: return False
+    path = getattr(sys.modules.get(own), '__file__', None) or ''
+    return own not in sys.stdlib_module_names and (own in near or '-packages' not in path) # 'site-' or 'dist-'
+
+@cache
+def _members(kind):
+    "What the class keeps in `__slots__`"
+    own = [k for k in kind.__mro__ if '__slots__' in vars(k)] # those of C may be readonly
+    return [o for k in own for o in vars(k).values() if isinstance(o, MemberDescriptorType)]

@@ -15,7 +15,8 @@ from torch import nn
 
 from ..core.grads import StepStats
 from ..core.modules import compiled_parts,is_scripted,unwrap
-from ..core.restore import as_float32,remember_buffers,remember_contents,restore_buffers,restore_contents,unchanged
+from ..core.restore import as_float32,remember_contents,restore_contents
+from ..core.measure import copy_batch
 from ..core.half import half_precision
 from ..core.nonfinite import Finding,diagnose
 from ..core.skips import changed_weights
@@ -24,11 +25,13 @@ from ..core.explain import explain_batches
 from .fastai_internals import _cancels,_training_batches
 
 # %% ../../nbs/learner/explain_skips.ipynb #50ec3f53
+def _loss_owner(learn): # a callback's own loss function, as mixup's, has that of the learner
+    return getattr(learn.loss_func, '__self__', learn.loss_func)
+
 def _loss_modules(learn):
     "The modules of the loss function: it may be a module, or hold one, as those of fastai do"
     loss = learn.loss_func
-    owner = getattr(loss, '__self__', loss) # a callback's own loss function, as mixup's, has that of the learner
-    parts = [loss] if isinstance(loss, nn.Module) else getattr(owner, '__dict__', {}).values()
+    parts = [loss] if isinstance(loss, nn.Module) else getattr(_loss_owner(learn), '__dict__', {}).values()
     return [m for o in parts if isinstance(o, nn.Module) for m in o.modules()]
 
 @contextmanager
@@ -45,18 +48,45 @@ def _float32_loss(learn):
 
 # %% ../../nbs/learner/explain_skips.ipynb #50ec3f54
 @contextmanager
+def _unchanged_learner(
+    learn, # `Learner`
+    training:bool=True, # It looks at `dls.train`; False: at `dls.valid`, too
+):
+    """Restore the learner, its loss, its callbacks and the random number generators at the end, but not its model
+
+    It gives a function that puts them back at once."""
+    dls = _training_batches(learn),_training_batches(learn, training) # a look at one may change both
+    opt,rngs = learn.opt,get_random_states()
+    while hasattr(opt, 'opt'): opt = opt.opt
+    groups = getattr(opt, 'hypers', None) or getattr(opt, 'param_groups', ())
+    data = [getattr(dl, o, None) for dl in dls for o in ('dataset','sampler','batch_sampler','items')]
+    model = [*learn.model.modules(),*learn.model.parameters()] # the batch may be computing now
+    others = [o for o in _loss_modules(learn) if o not in model]
+    parts = [v for o in (*learn.cbs,*learn.metrics) for v in vars(o).values() if isinstance(v, (Metric,CheckedSteps))]
+    # loaders and datasets are large, and may change what they refer to: such as the order that shuffling changes
+    before = remember_contents([learn,*dls,*data,*groups], model, 2)
+    before += remember_contents([*learn.cbs,*learn.metrics,*parts,*others,_loss_owner(learn)], model)
+    def _put_back():
+        restore_contents(before)
+        set_random_states(**rngs)
+    if learn.opt is None: learn.create_opt()
+    try: yield _put_back
+    finally: _put_back()
+
+@contextmanager
 def _loss_again(
     learn, # `Learner` in the middle of a batch
 ):
     """Inside a `with`, a function that computes the learner's batch again, without wrappers of the model
 
-    It returns `learn.loss_grad`. The loss function has the same buffers at the start of each call, and model and loss
-    function are the same afterwards."""
-    modules = _loss_modules(learn)
-    buffers,budgets = remember_buffers(modules),[vars(cb)['budget'] for cb in learn.cbs if 'budget' in vars(cb)]
-    with budgets[0].again(learn) if budgets else nullcontext(), unchanged(unwrap(learn.model), others=modules):
-        def _compute():
-            restore_buffers(buffers) # half precision may have left nan there
+    It returns `learn.loss_grad`. All but the model is as it was at the start of each call, and afterwards. It takes a
+    function that sets another batch then: by default a copy of this one, as a pass may change, empty or free it."""
+    budgets = [vars(cb)['budget'] for cb in learn.cbs if 'budget' in vars(cb)]
+    def _copied(): learn.xb,learn.yb = copy_batch((learn.xb,learn.yb))
+    with budgets[0].again(learn) if budgets else nullcontext(), _unchanged_learner(learn) as put_back:
+        def _compute(set_batch=_copied):
+            put_back()
+            set_batch()
             learn.pred = unwrap(learn.model)(*learn.xb)
             learn('after_pred')
             learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
@@ -65,6 +95,7 @@ def _loss_again(
             return learn.loss_grad
         yield _compute
 
+# %% ../../nbs/learner/explain_skips.ipynb #50ec3f56
 def _call_name(half):
     "The learner's call that lets its model compute so, such as 'to_fp16'"
     if half.fp8: return 'to_fp8'
@@ -79,37 +110,6 @@ def _diagnose_batch(learn, half, scale):
     with _loss_again(learn) as compute_loss:
         return diagnose(unwrap(learn.model), compute_loss, half, learn.xb, learn.yb, scale, first, call,
                         getattr(recorder, 'first_weight', None))
-
-# %% ../../nbs/learner/explain_skips.ipynb #aa30d201
-_generators = (random.Random,torch.Generator,np.random.Generator,np.random.RandomState)
-
-@contextmanager
-def _unchanged_learner(
-    learn, # `Learner`
-    training:bool=True, # It looks at `dls.train`; False: at `dls.valid`, too
-):
-    """Restore the learner, its callbacks, its model and the random number generators at the end
-
-    It gives a function that puts back all but the model at once."""
-    dls = _training_batches(learn),_training_batches(learn, training) # a look at one may change both
-    opt,rngs = learn.opt,get_random_states()
-    while hasattr(opt, 'opt'): opt = opt.opt
-    groups = getattr(opt, 'hypers', None) or getattr(opt, 'param_groups', ())
-    data = [getattr(dl, o, None) for dl in dls for o in ('dataset','sampler','batch_sampler','items')]
-    holders = [o for o in (learn,learn.loss_func,*dls,*data,*learn.cbs,*learn.metrics) if hasattr(o, '__dict__')]
-    holders += [v for o in holders for v in vars(o).values() if isinstance(v, (L,Metric,CheckedSteps))]
-    held = [*map(vars, holders),*groups]
-    before = remember_contents(held) # such as the order that shuffling changes
-    for o in held: # copies of the random number generators that loaders, samplers and datasets have draw in their place
-        o.update({k:deepcopy(v) for k,v in o.items() if isinstance(v, _generators)})
-    def _put_back():
-        restore_contents(before)
-        set_random_states(**rngs)
-    if learn.opt is None: learn.create_opt()
-    params = [p for ps in learn.opt.param_lists for p in ps]
-    try:
-        with unchanged(learn.model, params, others=_loss_modules(learn)): yield _put_back
-    finally: _put_back()
 
 # %% ../../nbs/learner/explain_skips.ipynb #01e1eea1
 def explain_step(

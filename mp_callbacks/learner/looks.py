@@ -8,8 +8,7 @@ Docs: https://example.github.io/mp_callbacks/learner/looks.html.md"""
 __all__ = ['find_nonfinite', 'precision_report', 'precision_plan', 'BatchTimes', 'batch_times', 'batch_noise']
 
 # %% ../../nbs/learner/looks.ipynb #8d9c9a6d
-from contextlib import nullcontext
-from functools import partial
+from contextlib import ExitStack,nullcontext
 from time import perf_counter
 from typing import NamedTuple
 from fastai.basics import *
@@ -18,6 +17,7 @@ from torch.profiler import ProfilerActivity,profile
 
 from ..core.modules import unwrap
 from ..core.processes import single_process
+from ..core.rehearse import unchanged
 from ..core.nonfinite import Finding,bad_items,item_places,most_named
 from ..look.half_report import PrecisionReport,measure_precision
 from ..look.plan import MemoryPlan,plan_memory
@@ -27,7 +27,7 @@ from .fastai_internals import LeanCallback,_autocast_closed,_batch_order,_is_dry
 from .fastai_internals import _training_batches,_within_batch
 from .explain_skips import _diagnose_batch,_loss_again,_unchanged_learner
 from .opt_state import clear_state
-from .memory import _check_items,_loss_of
+from .memory import _check_items,_set_items
 from .precision import fit_device,_precision_callback
 
 # %% ../../nbs/learner/looks.ipynb #111f0db8
@@ -80,7 +80,7 @@ def _bad_items(learn, half, batch, end, of):
         o = items[i] if hasattr(items, '__getitem__') else None
         return str(o) if isinstance(o, (str,Path)) else f'item {i}{of} (batch {learn.iter}, row {row})'
     with _loss_again(learn) as compute_loss:
-        def _loss(batch): return _loss_of(learn, batch, compute_loss)
+        def _loss(batch): return compute_loss(lambda: _set_items(learn, batch))
         return bad_items(learn.model, _loss, batch, half, _name, end)
 
 # %% ../../nbs/learner/looks.ipynb #111f0dba
@@ -101,14 +101,10 @@ def precision_report(
     if half.fp8: report = Fp8Report(half.fp8, tolerance)
     else: report = PrecisionReport(cb.half_dtype, cb.loss_scale, .1 if tolerance is None else tolerance)
     def _look():
-        batch = learn.xb,learn.yb
-        with _loss_again(learn) as compute_loss:
-            def _loss():
-                learn.xb,learn.yb = batch # it may be called in a later batch
-                return compute_loss()
-            if half.fp8: measure_fp8(report, half.model, _loss, half)
-            else: measure_precision(report, half.model, _loss, half, losses)
-            losses.append(_loss)
+        with _loss_again(learn) as compute_loss: # it may be called in a later batch
+            if half.fp8: measure_fp8(report, half.model, compute_loss, half)
+            else: measure_precision(report, half.model, compute_loss, half, losses)
+            losses.append(compute_loss)
         return len(losses)==batches
     _look_at(learn, _look)
     return report
@@ -128,7 +124,7 @@ def precision_plan(
     def _look():
         if cb: clear_state(learn.opt) # some steppers refuse the loss scale
         with _loss_again(learn) as compute_loss:
-            loss = partial(_loss_of, learn, batch, compute_loss)
+            def loss(n): return compute_loss(lambda: _set_items(learn, batch, n))
             return plan_memory(unwrap(learn.model), loss, learn.opt, find_bs(learn.yb), half)
     return _look_at(learn, _look, batch)
 
@@ -154,10 +150,11 @@ def batch_times(
     half,device,rows = _half(learn),fit_device(learn),[]
     def _look():
         there = perf_counter()
-        with _loss_again(learn) as compute_loss, half or nullcontext():
+        # compiled, as it trains
+        with _loss_again(learn) as compute_loss, unchanged(unwrap(learn.model), False) as backward, half or nullcontext():
             def _compute():
                 start = perf_counter()
-                compute_loss().as_subclass(torch.Tensor).backward() # see `scaled_backward`
+                backward(compute_loss())
                 if device.type=='cuda': torch.cuda.synchronize(device)
                 return perf_counter()-start
             _compute() # the first may have to compile, or to choose kernels
@@ -249,8 +246,9 @@ def _look_at(learn, look, batch=None, training=True):
     if _is_dry_run(learn) or _within_batch(learn):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
     cb = _DryRun(look, _training_batches(learn, training) if batch is None else [batch], training)
-    quiet_learner = _unchanged_learner(learn, training)
-    with single_process(learn.model), quiet_learner, learn.no_mbar(), learn.no_logging(), _autocast_closed(learn):
+    as_before = _unchanged_learner(learn, training),unchanged(learn.model, weights=False),_autocast_closed(learn)
+    with single_process(learn.model), ExitStack() as stack, learn.no_mbar(), learn.no_logging():
+        for o in as_before: stack.enter_context(o)
         learn.model = unwrap(learn.model)
         _keep_quiet(learn)
         if hasattr(learn, 'progress'): vars(learn.progress).pop('mbar', None) # the bar of a fit that goes on

@@ -10,7 +10,6 @@ __all__ = ['free_gb', 'MemoryBudget']
 # %% ../../nbs/learner/memory.ipynb #3e300010
 import torch
 from contextlib import contextmanager,nullcontext
-from functools import partial
 from numbers import Real
 from weakref import ref
 
@@ -20,7 +19,7 @@ from ..core.modules import unwrap
 from ..core.processes import single_process,is_sharded,training_group
 from ..look.checkpointing import Checkpoints,check_parts,plan_checkpoints
 from .fastai_internals import _reset_hidden
-from .explain_skips import _loss_again,_unchanged_learner
+from .explain_skips import _loss_again
 from .opt_state import clear_state
 
 # %% ../../nbs/learner/memory.ipynb #3e300011
@@ -32,13 +31,12 @@ def _check_items(batch):
         f"The first dimensions of the tensors of this batch are {sorted(sizes)}, and must be the number of items, as "
         "the plan tries other numbers. Make one tensor of a list of images.")
 
-def _loss_of(learn, batch, compute_loss, n=None):
-    "Loss of `batch`, or of `n` items taken from it again and again, after the callbacks have changed them"
+def _set_items(learn, batch, n=None):
+    "Let the learner be in `batch`, or in one of `n` items taken from it again and again, changed by the callbacks"
     if n is not None: batch = map_tensors(lambda t: t[torch.arange(n, device=t.device)%len(t)], batch)
     learn._split(learn._set_device(batch)) # as `one_batch` does
     learn('before_batch')
     _reset_hidden(learn) # it may be of another size and dtype
-    return compute_loss()
 
 # %% ../../nbs/learner/memory.ipynb #3e300012
 def free_gb(
@@ -127,8 +125,9 @@ class MemoryBudget:
         _check_items(batch)
         if not (sizes := _sizes(batch)): raise ValueError(
             "This batch has no tensors, and the plan of memory= tries other numbers of items. Leave memory out.")
-        with _noted(), single_process(learn.model), _unchanged_learner(learn), _loss_again(learn) as compute_loss:
+        with _noted(), single_process(learn.model), _loss_again(learn) as compute_loss:
             clear_state(learn.opt) # some steppers refuse the loss scale
-            loss,n = partial(_loss_of, learn, batch, compute_loss),max(sizes)
+            n = max(sizes)
+            def loss(n): return compute_loss(lambda: _set_items(learn, batch, n))
             self.plan = plan_checkpoints(model, loss, learn.opt, n, gb, half.replace(model=model), _others(learn))
         if self.plan.checkpoints.segments or not self.plan.fits: warn_caller(str(self.plan))

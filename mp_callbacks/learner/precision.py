@@ -10,7 +10,7 @@ __all__ = ['fit_device', 'keep_freed_memory', 'LearnerHalf', 'is_precision', 'Pr
 # %% ../../nbs/learner/precision.ipynb #e07cead4
 import math,torch
 from contextlib import contextmanager
-from functools import cache
+from functools import cache,partial
 from inspect import signature
 from itertools import chain
 from operator import attrgetter
@@ -32,7 +32,7 @@ from ..core.skips import FitSkips
 from ..core.checked_steps import CheckedSteps,StepSettings
 from .fastai_internals import LeanCallback,_cancels,_hand_over_loss,_is_fastai_precision,_is_dry_run,_keep_average
 from .fastai_internals import _reset_hidden,_within_batch
-from .explain_skips import explain_step,_float32_loss,_loss_again,_loss_modules,_unchanged_learner,_weights_since
+from .explain_skips import explain_step,_float32_loss,_loss_again,_loss_modules,_weights_since
 from .optimizers import steps_at_once
 from .memory import MemoryBudget,_check_memory
 from .opt_state import clear_state,read_state,write_state
@@ -92,12 +92,8 @@ class _LearnerSteps(CheckedSteps):
     def again(self, batch):
         "Inside a `with`, a function without arguments that computes the loss of `batch` again"
         learn = self.cb.learn
-        with _unchanged_learner(learn) as put_back, _loss_again(learn) as compute_loss:
-            def _compute():
-                put_back() # what loss and callbacks have counted
-                learn.xb,learn.yb = copy_batch(batch)
-                return compute_loss()
-            yield _compute
+        def _set(): learn.xb,learn.yb = copy_batch(batch)
+        with _loss_again(learn) as compute_loss: yield partial(compute_loss, _set)
 
     @property
     def state(self):

@@ -18,7 +18,7 @@ from torch import nn
 from ..core.dtypes import map_tensors
 from ..core.half import half_precision
 from ..core.misuse import check_optimizers
-from ..core.restore import unchanged
+from ..core.rehearse import unchanged
 from ..core.torch_internals import TorchDispatchMode
 from ..core.nonfinite import check_called
 
@@ -100,7 +100,7 @@ def _check_half(half):
 def _show(x): return f'{x:,.0f}' if x>=100 else f'{x:.3g}'
 
 # %% ../../nbs/look/plan.ipynb #29d54850
-def _step(live, model, compute_loss, n, opts, stepped, half):
+def _step(live, model, compute_loss, backward, n, opts, stepped, half):
     "Bytes of gradients, of new optimizer state and of activations, and logs of forward pass and rest, of a step"
     if half: model.zero_grad()
     start,held = live.now,[]
@@ -109,7 +109,7 @@ def _step(live, model, compute_loss, n, opts, stepped, half):
         loss = compute_loss(n)
         check_called(model, bool(held))
         activations,end = live.now-start,len(live.log)
-        loss.as_subclass(torch.Tensor).backward() # see `scaled_backward`
+        backward(loss)
     for p,c in stepped.items(): c.grad = p.grad
     grads,before = sum(p.nbytes for p in stepped if p.grad is not None),live.now
     for o in opts: o.step()
@@ -139,7 +139,7 @@ class _CountedSteps:
         memo = {id(p):c for p,c in self._stepped.items()}
         self._copies = copy.deepcopy(self.opts, memo) # their state is in `memo`, too
         self._open = ExitStack()
-        self._open.enter_context(unchanged(self.model))
+        self._backward = self._open.enter_context(unchanged(self.model, weights=False)) # a copy may not fit
         self._open.enter_context(live)
         live.known.update(c.untyped_storage() for c in self._stepped.values())
         for t in (*params,*self.model.buffers()): live.add(t)
@@ -158,7 +158,7 @@ class _CountedSteps:
         half:half_precision=None, # How the model computes; None: in float32
     )->tuple: # Of gradients, new optimizer state and activations, and lists after each operation: forward pass, rest
         "The bytes of a step"
-        res = _step(self.live, self.model, self.compute_loss, n, self._copies, self._stepped, half)
+        res = _step(self.live, self.model, self.compute_loss, self._backward, n, self._copies, self._stepped, half)
         if self._made is None: self._made = res[1]
         return res
 

@@ -317,10 +317,12 @@ class PrecisionCallback(_PrecisionPart):
         learn,steps,loss = self.learn,self.steps,self.learn.loss_grad
         half,holder = steps.half,steps.open_batches[-1]
         try:
+            if self.budget.plan: self.budget.plan.checkpoints.turn_on() # a part that forward checkpoints calls them
             half.hold(holder) # checkpointed parts compute again
             with steps.scaled(loss, (learn.xb,learn.yb)) as learn.loss_grad: yield
         finally:
             half.release(holder)
+            self.budget.end()
             learn.loss_grad = loss
 
     def after_cancel_backward(self): reset_ddp(self.learn.model)

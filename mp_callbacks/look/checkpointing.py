@@ -20,7 +20,7 @@ from ..core.switch import Switch
 from ..core.half import half_precision
 from ..core.modules import compiled_parts,is_scripted,named_modules
 from ..core.torch_internals import TorchDispatchMode
-from ..core.restore import of_pytorch,remember_buffers,remember_contents,restore_buffers,restore_contents
+from ..core.restore import of_pytorch,remember_contents,restore_contents
 from ..core.forwards import WrappedForward,replaced_forward
 from .plan import _CountedSteps,MemoryPlan,_check_half,_check_items,_check_positive
 
@@ -78,8 +78,8 @@ class _Recomputed:
 
     def _remember(self):
         "What modules store, and random numbers of Python and NumPy, with what restores it. PyTorch sees to its own."
-        attributes = [vars(m) for m in self.modules if not of_pytorch(m)] # PyTorch's modules store only buffers
-        return [(restore_contents,remember_contents(attributes)), (restore_buffers,remember_buffers(self.modules)),
+        stored = [m._buffers if of_pytorch(m) else m for m in self.modules] # PyTorch's modules store only buffers
+        return [(restore_contents,remember_contents(stored, self.params)),
                 (random.setstate,random.getstate()), (np.random.set_state,np.random.get_state())]
 
 def _restore(states):

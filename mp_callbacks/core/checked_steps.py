@@ -340,14 +340,14 @@ class CheckedSteps(StepSettings):
         self.step.stats,self.step.learns = self.last,any(p.grad is not None for p in opt_params)
         return self.last
 
-    def skip(self)->bool: # Whether it was said that steps were skipped, or done what cures it
+    def skip(self):
         "Let the step leave no trace, and count it"
         self.step.drop(self.params())
         self.step.outcome = 'skipped'
         finite = _losses_finite(self.model, self.step.stats.loss_finite)
         self.state = self._state.after(self.step.stats._replace(loss_finite=finite))
         self.recent = self.recent.one_more()
-        return self._report_skips()
+        self._report_skips()
 
     def made(self):
         "Count a step that the optimizer has made"
@@ -370,16 +370,12 @@ class CheckedSteps(StepSettings):
     # --- Warnings
 
     def _report_skips(self):
-        "Warn or stop after many skipped steps, or rescue, and return whether there was a reason to"
+        "Warn or stop after many skipped steps, or rescue"
         state,must_report,(of,name) = self._state,self.must_report(self._state.skips),self.recent_steps
         many = self.recent.text(state, self.last.scale, of, name)
-        if of==math.inf or not (must_report or many): return False
+        if of==math.inf or not (must_report or many): return
         # autocast may be able to train what was skipped
-        if self.step.batches and self.measure_batch(self.step.batches[-1], again=True): self.restart()
-        else: self._explain_skips(state, many, must_report)
-        return True
-
-    def _explain_skips(self, state, many, must_report):
+        if self.step.batches and self.measure_batch(self.step.batches[-1], again=True): return self.restart()
         found = self.find_cause()
         if not must_report:
             self.recent = self.recent._replace(warned_at=state.steps-1)

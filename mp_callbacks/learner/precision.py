@@ -85,7 +85,6 @@ class _LearnerSteps(CheckedSteps):
     def new_half(self, model): return self.cb.new_half(model)
     def loss_modules(self): return _loss_modules(self.cb.learn)
     def predictions(self): return self.cb.learn.pred
-    def find_cause(self): return explain_step(self.cb.learn, self.half, self.step.stats, self.step.batches)
     def weights_since(self, first): return _weights_since(self.cb.learn, first, self.cb.order)
 
     @contextmanager
@@ -115,13 +114,18 @@ class _LearnerSteps(CheckedSteps):
         "Put the state into the optimizer"
         write_state(self.opt, self._written)
 
+    def find_cause(self):
+        "What was not finite first in the pending step, and what to do, for a warning"
+        self.of_fit.told = True
+        return explain_step(self.cb.learn, self.half, self.step.stats, self.step.batches)
+
     def skip(self):
         "Skip the step, and count it for the end of the fit"
         stats,searching,fit = self.last,self.recent.count is None,self.of_fit
-        told = super().skip()
+        super().skip()
         # where the loss is infinite, or the scale doesn't shrink, none is looked for
         fit.add(stats, searching and stats.loss_finite and self._state.scaling.loss_scale<stats.scale)
-        fit.told |= told
+        fit.told |= not self._state.skips # what cures it was done
 
     @contextmanager
     def fit(self):

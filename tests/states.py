@@ -21,7 +21,11 @@ def opt_state(learn):
     "What the optimizer remembers, without hyper-parameters: a schedule may have set these already"
     return {k:v for k,v in learn.opt.state_dict().items() if k not in ('hypers','param_groups')}
 
-def precision_state(learn): return learn.mixed_precision.state.as_dict()
+def precision_state(learn):
+    "Without the checksum of a file's weights, which the first batch after a load removes"
+    state = learn.mixed_precision.state.as_dict()
+    if 'measured' in state: del state['measured']['weights']
+    return state
 
 def model_and_opt(learn):
     "Weights, buffers and the optimizer's state"

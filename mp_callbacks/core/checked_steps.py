@@ -23,7 +23,8 @@ from .processes import is_sharded,reset_ddp,_reset_shards,reshard,several_ranks,
 from .restore import BufferCopies
 from .error_notes import note_dtypes
 from .blame import keep_option
-from .measure import _in_all_processes,measure_gradients,_measure_part
+from .measure import larger_items,_in_all_processes,measure_gradients,_measure_part,most_waits,numbers_per_item
+from .measure import weights_checksum
 from .half import half_precision
 from .training_state import TrainingState
 from .pending_step import PendingStep
@@ -72,6 +73,9 @@ class CheckedSteps(StepSettings):
     step = None # the `PendingStep`, if one has begun
     last = None # `StepStats` of the last step that was checked
     recent = RecentSkips()
+    compares = True # whether the next batch asks who has written the weights since the last step
+    _wrote_at = None # the last step before which others than a step had written them
+    _agreed = None # whether all processes measure their next batch; None: nobody has asked them
     open_batches = () # an object for each batch or step that is open, one in the other
     full = () # the model's float32 parameters in the last batch
     _half,_kept = None,[] # the `half_precision` that was chosen last, and the rescued modules that it was made for
@@ -86,7 +90,8 @@ class CheckedSteps(StepSettings):
         self.initial,self._state,self.copies = scaling,TrainingState(scaling),BufferCopies()
 
     def __getstate__(self): # for copies and pickles
-        return dict(vars(self), open_batches=(), step=None, full=(), copies=BufferCopies(), _half=None, _kept=[])
+        return dict(vars(self), _state=self._with_weights(self._state), open_batches=(), step=None, full=(),
+                    copies=BufferCopies(), _half=None, _kept=[])
 
     def new_half(self,
         model:nn.Module, # The model, without `DistributedDataParallel`
@@ -153,7 +158,17 @@ class CheckedSteps(StepSettings):
 
     def state_dict(self)->dict: # Numbers by name, and lists and dicts of numbers and texts, as JSON has them
         "Loss scale and counters, and what was measured and rescued, for a checkpoint"
-        return self.state.as_dict()
+        return self._with_weights(self.state).as_dict()
+
+    def forget_weights(self):
+        "Let the next batch compare the weights with what a file knows of them, or else be measured"
+        if self._half is not None: self._half.left = None
+
+    def _with_weights(self, state):
+        "`state`, with a checksum of the weights if the last step or measure has left them: a file is to know them"
+        half,known = self._half,state.measured
+        if known is None or half is None or half.left!=half.weights_state(): return state
+        return state._replace(measured=known._replace(weights=weights_checksum(half.params)))
 
     def load_state_dict(self,
         state:dict, # From `state_dict`
@@ -171,6 +186,7 @@ class CheckedSteps(StepSettings):
             "batches.")
         if self.step is not None: _remove_grads([*self.params(),*self.step.tensors])
         self.state,self.step = self.state.loaded(state),None
+        self.forget_weights()
 
     def restart(self,
         **changes # Fields of the state
@@ -234,24 +250,45 @@ class CheckedSteps(StepSettings):
 
     def measure_batch(self,
         batch:tuple, # Inputs and targets of a batch of the next step
-        again:bool=False, # Measure also if it was done for the model as it is, and with all items
-    )->bool: # Whether modules compute as under autocast from now on
-        "Compare gradients of a batch with those under autocast, unless it was measured before"
-        if not self.measures: return False
+    ):
+        "Compare gradients of a batch with those under autocast, if it is the first one or another reason is there"
+        half,known = self._half,self._state.measured
+        compares,agreed = self.compares,self._agreed
+        self.compares,self._agreed = False,None
+        if known is not None:
+            others = compares and half.left!=half.weights_state() and self._others_wrote(known)
+            if not (self._state.steps>=known.due or 0<known.waits<most_waits or agreed or
+                    self.measures and not known.covers(half.model_checksum, half.params_checksum)):
+                larger = numbers_per_item(batch[0])>=larger_items*max(1, known.largest)
+                if not (others or larger) or several_ranks(): return # they measure together, or not at all
+        if not self.measures: half.to_measure = half.to_measure or known is not None and half.measurable # its next call
+        elif half.measurable: self._measure(batch)
+
+    def _measure(self, batch, whole=False):
+        "Measure a batch, or the `whole` of it, and return whether modules compute as under autocast from now on"
         half,state = self._half,self._state
         known = state.measured
-        if not again and known is not None and not known.waiting \
-           and known.covers(half.model_checksum, half.params_checksum): return False
-        if not half.measurable: return False
-        def _measure(part):
+        def _compare(part):
             with self.again(part) as compute_loss: return measure_gradients(
                 half.replace(model=unwrap(self.model)), compute_loss, state.scaling.loss_scale)
-        with half.paused(): found = _measure_part(half, _measure, 'gradients', batch, again)
+        with half.paused(): found = _measure_part(half, _compare, 'gradients', batch, whole)
         found = _in_all_processes(found, training_group(self.model))
-        found = found.after(known)
+        found = found.at(state.steps).after(known)
         self.state = state._replace(measured=found)
         half.follow(found)
+        half.left = half.weights_state()
         return bool({*found.names}.difference(known.names if known else ()))
+
+    def _others_wrote(self, known):
+        "Whether others than the last step or measure have written the weights. Who does so in each step is asked once."
+        half,steps = self._half,self._state.steps
+        if known.weights is not None: # of a file
+            if known.weights==weights_checksum(half.params): half.left = half.weights_state()
+            self.state = self._state._replace(measured=known._replace(weights=None))
+            if half.measured is not None: half.follow(self._state.measured, warn=False) # else it is of another model
+        if half.left==half.weights_state(): return False
+        always,self._wrote_at = self._wrote_at==steps-1,steps
+        return not always
 
     # --- A batch
 
@@ -297,6 +334,7 @@ class CheckedSteps(StepSettings):
     def begin_batch(self):
         "Remember what the batch may change, and see whether an optimizer steps by itself"
         half = self._half
+        half.step = self._state.steps
         if self.step is None or self.step.modules is not half.modules:
             full = [p for p in half.params if p.dtype is float32]
             if len(full)!=len(self.full) or not all(map(is_, full, self.full)):
@@ -344,6 +382,7 @@ class CheckedSteps(StepSettings):
         "Let the step leave no trace, and count it"
         self.step.drop(self.params())
         self.step.outcome = 'skipped'
+        self._half.left = self._half.weights_state()
         finite = _losses_finite(self.model, self.step.stats.loss_finite)
         self.state = self._state.after(self.step.stats._replace(loss_finite=finite))
         self.recent = self.recent.one_more()
@@ -353,6 +392,7 @@ class CheckedSteps(StepSettings):
         "Count a step that the optimizer has made"
         step,state = self.step,self._state
         step.outcome = 'made'
+        self._half.left = self._half.weights_state()
         if step.stats is None: return # nobody has checked it
         if not step.learns: # of the scale it says nothing
             self.state = state._replace(steps=state.steps+1)
@@ -375,7 +415,8 @@ class CheckedSteps(StepSettings):
         many = self.recent.text(state, self.last.scale, of, name)
         if of==math.inf or not (must_report or many): return
         # autocast may be able to train what was skipped
-        if self.step.batches and self.measure_batch(self.step.batches[-1], again=True): return self.restart()
+        if self.step.batches and self.measures and self._half.measurable \
+           and self._measure(self.step.batches[-1], whole=True): return self.restart()
         found = self.find_cause()
         if not must_report:
             self.recent = self.recent._replace(warned_at=state.steps-1)

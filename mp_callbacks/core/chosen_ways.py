@@ -150,8 +150,10 @@ def _whole(owner, half, model, around, forward, args, kwargs):
     "Compute what the model returns, with its weights cast at once"
     if torch.compiler.is_compiling(): return around(forward, args, kwargs)
     of = owner()
+    predicts = of is not None and not torch.is_grad_enabled()
+    if predicts: of.begins_prediction()
     if of is not None and of.to_measure and _measure_call(of, args, kwargs): return model.forward(*args, **kwargs)
-    if of is not None and not torch.is_grad_enabled(): of.predicts()
+    if predicts: of.predicts()
     call,complete = half.cast.begin(),False
     try:
         res = around(forward, args, kwargs)

@@ -58,6 +58,8 @@ class half_precision:
 
     def _begin(self, measure):
         "Begin without a choice, and without anybody who holds it"
+        self.step = None # number of the training step that a call belongs to, if that is known
+        self.left = None # the `weights_state` that the last step or measure has left
         self._remember(measure)
         self._chosen,self.params = None,[] # `ChosenWays`, and the parameters of the model, from `refresh` on
         self._holders = {} # who holds it -> whether that is an open `with`
@@ -236,9 +238,24 @@ class half_precision:
         "A checksum of which parameters train"
         return _checksum(bytes([p.requires_grad for p in self.params]))
 
+    def measure_again(self):
+        "Let the next call be measured, too"
+        self.to_measure = True
+
+    def weights_state(self)->list:
+        "What is another after a parameter was replaced, or written otherwise than through `.data`"
+        return [(id(p),p._version) for p in self.params if not p.is_inference()] # which counts no versions
+
+    def begins_prediction(self):
+        "Let a call without gradients be measured if it is the first one with these weights, and no gradients were"
+        known = self.measured
+        if known is None or known.params or self.left is None or several_ranks(): return
+        if self.left!=self.weights_state(): self.measure_again()
+
     def without_measure(self)->'half_precision':
         "Return a copy that never measures, to look at a batch"
-        return self.replace(measure=False) if self.to_measure else self
+        if self.measured is None: return self.replace(measure=False) if self.to_measure else self
+        return self if self.measured.params else self.as_autocast() # gradients are never compared in a call
 
     def as_autocast(self,
         names=(), # Names of modules
@@ -278,6 +295,7 @@ class half_precision:
         self.refresh()
         found = _measure_part(self, lambda _: measure_gradients(self, compute_loss, scale), 'gradients')
         self.follow(found.after(self.measured))
+        self.left = self.weights_state()
         return found
 
     def works_without_rules(self,

@@ -107,7 +107,9 @@ class TrainingSteps(CheckedSteps):
         batch = _split(batch)
         self._check_not_stepped()
         with self._alone(), self.guarded():
-            if self.step is None: _remove_grads(self.opt_params()) # such as a generator's loss has left in a critic
+            if self.step is None:
+                self.compares = True
+                _remove_grads(self.opt_params()) # such as a generator's loss has left in a critic
             half,holder = self.choose_half(),self.open_batches[-1]
             half.refresh()
             if torch.is_grad_enabled(): self.measure_batch(batch)

@@ -220,10 +220,11 @@ _wrap_method('to_contiguous', _to_contiguous)
 # %% ../../nbs/learner/calls.ipynb #c9d2f4b8
 def _write(plain):
     def _unless_sharded(self, *args, **kwargs):
-        if _precision_callback(self) is not None and is_sharded(self.model): raise ValueError(
+        if (cb := _precision_callback(self)) is None: return plain(self, *args, **kwargs)
+        if is_sharded(self.model): raise ValueError(
             f"With FSDP2 each process has a part of the model, and learn.{plain.__name__} would write one part. Use "
             "get_state_dict of torch.distributed.checkpoint.state_dict.")
-        return plain(self, *args, **kwargs)
+        with cb.steps.saved(): return plain(self, *args, **kwargs)
     return _unless_sharded
 
 _wrap_method('save', _write)

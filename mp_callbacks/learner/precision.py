@@ -98,7 +98,9 @@ class _LearnerSteps(CheckedSteps):
     def state(self):
         "Loss scale and counters: those that a callback or `load` has put into the optimizer, or else the last ones"
         written = {} if (opt := self.opt) is None else read_state(opt)
-        if written and written!=self._written: self._remember(self._state.loaded(written))
+        if written and written!=self._written:
+            self._remember(self._state.loaded(written))
+            self.forget_weights()
         return self._state
 
     @state.setter
@@ -113,6 +115,14 @@ class _LearnerSteps(CheckedSteps):
     def write(self):
         "Put the state into the optimizer"
         write_state(self.opt, self._written)
+
+    @contextmanager
+    def saved(self):
+        "Context manager around what saves the optimizer: its file knows the weights"
+        if self.opt is not None: write_state(self.opt, self.state_dict())
+        try: yield
+        finally:
+            if self.opt is not None: self.write()
 
     def find_cause(self):
         "What was not finite first in the pending step, and what to do, for a warning"
@@ -159,9 +169,11 @@ class _LearnerSteps(CheckedSteps):
     def agree(self):
         "Let all processes that train this model have the state of the first one: each may have trained alone before"
         if (group := training_group(self.model)) is None: return
-        theirs = [self.state_dict(),self.recent]
+        known = self.state.measured
+        wrote = self.compares and known is not None and self._others_wrote(known)
+        theirs = [self.state.as_dict(),self.recent,wrote]
         torch.distributed.broadcast_object_list(theirs, group=group, group_src=0)
-        values,self.recent = theirs
+        values,self.recent,self._agreed = theirs
         own = self.state._replace(measured=None) # all measure together, or none
         self.state = own.loaded(values)._replace(bad_losses=own.bad_losses) # its losses are its own
 
@@ -246,6 +258,7 @@ class PrecisionCallback(_PrecisionPart):
         if fit_device(self.learn).type=='cpu': keep_freed_memory()
         self.steps.drop_overflow()
         self.steps.step = None # an unfinished step goes on, but the model may have loaded other buffers
+        self.steps.compares = True # a callback may write weights in a fit, and does so in most steps
 
     def fit(self):
         "Context manager around the epochs of a fit"

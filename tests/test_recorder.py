@@ -174,6 +174,12 @@ def test_plot(run):
     for ax in axs: assert [s[0][0] for s in ax.collections[0].get_segments()]==skips
     plt.close('all')
 
+def test_plot_marks_what_was_measured():
+    learn = fitted(get_learner().to_bf16())
+    line = learn.precision_recorder.plot()[0].lines[-1]
+    assert line.get_label()=='measured: 1' and [*line.get_xdata()]==[0]
+    plt.close('all')
+
 def test_plot_on_axes():
     "Those of the user are drawn on, and returned; too few or too many are refused"
     axs = plt.subplots(1, 3)[1]

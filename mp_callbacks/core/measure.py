@@ -41,7 +41,7 @@ _most_items = 16 # of the batch
 
 # %% ../../nbs/core/measure.ipynb #aea50011
 class Measured(NamedTuple):
-    "What one batch has shown: which modules have to compute as under autocast. Prints as a text."
+    "What batches have shown: which modules have to compute as under autocast. Prints as a text."
     names:tuple=() # These modules
     error:float=None # How far our rules were from float32; None: not computed, as they were near autocast
     autocast:float=None # How far autocast was from float32

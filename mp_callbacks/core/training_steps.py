@@ -54,7 +54,7 @@ class TrainingSteps(CheckedSteps):
         loss_scale:float|str|StaticLossScale|DynamicLossScale=None, # Or a preset; None: as `to_fp16`, none for bfloat16
         *,
         compute_loss=None, # Function of a model and of what `batch` is given: its loss, to explain and to measure
-        measure:bool=True, # Compare the first batch with autocast: what is less exact computes as autocast then
+        measure:bool=True, # Compare batches with autocast: what is less exact computes as autocast from then on
         **kwargs
     ):
         check_bools(measure=measure)

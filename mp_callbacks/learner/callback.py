@@ -320,7 +320,7 @@ class ModelToHalf(_OnlySettings):
         keep=(), # Modules to keep in float32, see [keep](../core/half.ipynb#keep-modules-to-keep-in-float32)
         fp8:Fp8=None, # How linear layers multiply in FP8; None: they don't
         way=None, # Function of a module's name and the module: a `Way` of your own for it, or None
-        measure:bool=True, # Compare the first batch with autocast: what is less exact computes as autocast then
+        measure:bool=True, # Compare batches with autocast: what is less exact computes as autocast from then on
         **events # Functions of the callback, by name of the event that calls them, as fastai's callbacks take them
     ):
         check_bools(measure=measure)

@@ -38,7 +38,7 @@ _of_all = [*shared_options,'memory'] # options that each call has
 def to_bf16(self:Learner, *,
     keep=(), # Modules to keep in float32, see [keep](../core/half.ipynb#keep-modules-to-keep-in-float32)
     way=None, # Function of name and module: a `Way`, or None, see [ways](../core/ways.ipynb#a-way-of-your-own)
-    measure:bool=True, # Compare the first batch with autocast, see [measure](../core/measure.ipynb)
+    measure:bool=True, # Compare batches with autocast, see [measure](../core/measure.ipynb)
     **kwargs
 )->Learner: # The same learner
     """Train in bfloat16, by autocast, and by rules for norms, embeddings and own parameters, which it leaves in float32
@@ -56,7 +56,7 @@ def to_bf16(self:Learner, *,
 def to_fp16(self:Learner, *,
     keep=(), # Modules to keep in float32, see [keep](../core/half.ipynb#keep-modules-to-keep-in-float32)
     way=None, # Function of name and module: a `Way`, or None, see [ways](../core/ways.ipynb#a-way-of-your-own)
-    measure:bool=True, # Compare the first batch with autocast, see [measure](../core/measure.ipynb)
+    measure:bool=True, # Compare batches with autocast, see [measure](../core/measure.ipynb)
     **kwargs
 )->Learner: # The same learner
     """Train in float16 with loss scaling, by autocast and by rules for what it leaves in float32, see `to_bf16`

@@ -201,7 +201,7 @@ def last_fit(self:PrecisionRecorder)->pd.DataFrame:
 def plot(self:PrecisionRecorder,
     axs=None, # Matplotlib axes, one for each panel; None: new ones
 ): # The axes
-    "Plot loss, gradient norm and loss scale (unless it is always 1), and mark skipped steps"
+    "Plot loss, gradient norm and loss scale (unless it is always 1), and mark skipped steps, and measured ones"
     log,panels = self.log,dict(loss='training loss', norm='gradient norm', scale='loss scale')
     if (log.scale==1).all(): del panels['scale']
     if axs is None:
@@ -210,18 +210,22 @@ def plot(self:PrecisionRecorder,
         raise ValueError(f"axs has {len(axs)} axes, and needs {len(panels)}: for {', '.join(panels.values())}. "
                          "Use axs=None for new ones.")
     norms,(skips,_,_,bad) = log.norm[log.finite],_count_outcomes(log)
+    state = getattr(getattr(self.learn, 'mixed_precision', None), 'state', None) # fastai's has none
+    asked = log.index[log.step.isin(state.measured.steps if state and state.measured else ())]
     for ax,(name,label) in zip(axs, panels.items()):
         ax.plot(log[name], '.-', lw=1, ms=3, drawstyle='steps-post' if name=='scale' else 'default')
         ax.vlines(skips, 0, 1, 'tab:red', lw=1, transform=ax.get_xaxis_transform(), label=f'skipped: {len(skips)}')
         if name=='loss' and len(bad): ax.vlines(bad, 0, 1, 'tab:orange', lw=1, transform=ax.get_xaxis_transform(),
                                                 label=f'loss not finite: {len(bad)}')
+        if name=='loss' and len(asked): ax.plot(asked, [0]*len(asked), '^', color='tab:gray', ms=4,
+                                                transform=ax.get_xaxis_transform(), label=f'measured: {len(asked)}')
         if name=='scale': ax.set_yscale('log', base=2)
         if name=='norm' and norms.max()>100*norms.min(): # two powers of ten, so that ticks are plain numbers
             ax.set_yscale('log')
             ax.yaxis.set_major_formatter('{x:g}')
         ax.set_ylabel(label)
     ax.set_xlabel('step')
-    if len(skips) or len(bad): axs[0].legend()
+    if len(skips) or len(bad) or len(asked): axs[0].legend()
     return axs
 
 @patch

@@ -144,6 +144,17 @@ def test_references_stay():
     norm,opt,series = model.others
     assert norm.num_batches_tracked==1 and opt.param_groups[0]['lr']>1 and series.name=='seen'
 
+def test_not_repeatable():
+    "Noise from a closure, which can't be put back, is no difference between precisions: no module is blamed for it"
+    rng = torch.Generator().manual_seed(0)
+    class Noisy(nn.Module):
+        def __init__(self): super().__init__(); self.table,self.layer = nn.Embedding(4,16),nn.Linear(16,1)
+        def forward(self, i): return self.layer(self.table(i)*torch.randn(16, generator=rng))
+    model = Noisy()
+    half = half_precision(model, bf16)
+    found = half.measure(lambda: loss_of(model, torch.arange(4)))
+    assert found.why.startswith('not repeatable') and found.names==() and 'not repeatable' in half.policy().why.iloc[0]
+
 # --- Learners
 
 class Everything:

@@ -91,14 +91,15 @@ def test_seen(train, valid, seconds, told):
     assert str(get_learner(dls=dls).find_nonfinite(seconds=seconds))==told
 
 @pytest.mark.parametrize('call', ['to_fp16','to_fp32'])
-@pytest.mark.parametrize('bs,told', [(16, 'all of 8 items'), (4, 'all of 4 items'), (1, 'all of 1 items')])
+@pytest.mark.parametrize('bs,told', [(16, 'all of 8 items looked at, the first is'),
+    (4, 'all of 4 items looked at, the first is'), (1, 'the only item,')])
 def test_all_items(bs, told, call):
     "That all are bad is said, and the first of them, once"
     x,y = numbers(32)
     learn = getattr(get_learner(dls=as_dls(x*math.nan, y, bs)), call)()
     found = learn.find_nonfinite()
     assert (found.where,found.items)==('inputs',())
-    assert str(found).endswith(f'Not finite by themselves: {told} looked at, the first is '
+    assert str(found).endswith(f'Not finite by themselves: {told} '
                                'item 0 of dls.train (batch 0, row 0) (data).')
 
 def test_one_item_and_then_all():

@@ -219,6 +219,7 @@ def test_rescued_modules_stay():
     ('to_bf16','model_to_half','fp8',r'learn\.to_fp8\(\)'),
     ('to_native_bf16','mixed_precision','way',r'learn\.to_bf16\(way=…\)'),
     ('to_native_fp16','mixed_precision','measure',r'learn\.to_fp16\(measure=…\)'),
+    ('to_fp16','mixed_precision','first_scale','MixedPrecision has no first_scale that can be set'),
     ('to_native_fp16','mixed_precision','enabled',r'learn\.to_native_fp16\(enabled=…\)'),
     ('to_native_fp16','mixed_precision','foo','It has .*growth_interval, .*clip')])
 def test_nobody_would_read(call, cb, name, text):
@@ -242,3 +243,8 @@ def test_others_may_set():
         cb.after_fit = lambda: seen.append(1)
     learn.fit(1)
     assert seen==[1,1]
+
+@pytest.mark.parametrize('name', ['keep','way','measure'])
+def test_without_a_learner(name):
+    "A callback of which no learner knows yet has no `ModelToHalf` to set it on"
+    with pytest.raises(AttributeError, match=rf'Use learn.to_fp16\({name}=…\)'): setattr(MixedPrecision(), name, ())

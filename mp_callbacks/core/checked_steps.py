@@ -23,7 +23,7 @@ from .processes import is_sharded,reset_ddp,_reset_shards,reshard,several_ranks,
 from .restore import BufferCopies
 from .error_notes import note_dtypes
 from .blame import keep_option
-from .measure import larger_items,_in_all_processes,measure_gradients,_measure_part,most_waits,numbers_per_item
+from .measure import larger_items,_in_all_processes,measure_gradients,_measure_part,numbers_per_item
 from .measure import weights_checksum
 from .half import half_precision
 from .training_state import TrainingState
@@ -224,8 +224,8 @@ class CheckedSteps(StepSettings):
             self._half.refresh() # a copy of it has chosen nothing yet
             if half is None and (text := emulation(self.device, self._half.dtype, self._half.calls)): warn_caller(text)
         known = None if inside else state.measured
-        if known is not None and known!=self._half.measured and known.model==self._half.model_checksum:
-            self._half.follow(known, warn=False)
+        of_this = known is not None and known.model==self._half.model_checksum and self._half.measures
+        if of_this and known!=self._half.measured: self._half.follow(known, warn=False)
         return self._half
 
     def _rescued_names(self, state):
@@ -257,7 +257,7 @@ class CheckedSteps(StepSettings):
         self.compares,self._agreed = False,None
         if known is not None:
             others = compares and half.left!=half.weights_state() and self._others_wrote(known)
-            if not (self._state.steps>=known.due or 0<known.waits<most_waits or agreed or
+            if not (self._state.steps>=known.due or known.waiting or agreed or
                     self.measures and not known.covers(half.model_checksum, half.params_checksum)):
                 larger = numbers_per_item(batch[0])>=larger_items*max(1, known.largest)
                 if not (others or larger) or several_ranks(): return # they measure together, or not at all
@@ -273,6 +273,7 @@ class CheckedSteps(StepSettings):
                 half.replace(model=unwrap(self.model)), compute_loss, state.scaling.loss_scale)
         with half.paused(): found = _measure_part(half, _compare, 'gradients', batch, whole)
         found = _in_all_processes(found, training_group(self.model))
+        if whole and found.waits and known is not None: return False # this batch wasn't due
         found = found.at(state.steps).after(known)
         self.state = state._replace(measured=found)
         half.follow(found)

@@ -43,8 +43,8 @@ def note_dtypes(
     e.mp_modules,where,cure = _raised_in(e, named, isinstance(half, _HalfContext)) # which the call of the model passes
     if e.mp_modules:
         if all(isinstance(half.ways.get(name), Float32) for name in e.mp_modules): return # a new one has none yet
-        keep = f'keep={e.mp_modules[0]!r}' if e.mp_modules[0] else half.calls[torch.float32]
-        cure = f"{keep} computes it in float32."
+        name = e.mp_modules[0]
+        cure = f"keep={name!r} computes it in float32." if name else f"use {half.calls[torch.float32]}."
     elif not re.search(_half_words, text, re.IGNORECASE): return
     users = ' and '.join(f"{name or 'the model'} ({type(named[name]).__name__})" for name in e.mp_modules)
     way_out = _way_out(half, cure, text)

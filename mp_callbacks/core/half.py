@@ -229,9 +229,14 @@ class half_precision:
             yield name,type(module).__name__,size,param,way.name,dtype_name(way.compute_dtype(self)),why
 
     @property
+    def measures(self)->bool:
+        "Whether measuring is wanted, or was done"
+        return self._measure is not False
+
+    @property
     def measurable(self)->bool:
         "Whether there is something to measure, and it is wanted. FP8 has a [report](../look/fp8_report.ipynb) instead."
-        return self._measure is not False and self.rules and not self.fp8 and self.chosen.beyond_autocast
+        return self.measures and self.rules and not self.fp8 and self.chosen.beyond_autocast
 
     @property
     def params_checksum(self)->int:
@@ -316,7 +321,7 @@ def check_half(
 )->torch.dtype:
     "The half-precision dtype that `dtype` names. Raises a `ValueError` for any other."
     if (res := _dtype_in(dtype, half_dtypes)) is not None: return res
-    raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. For float32 leave it out.")
+    raise ValueError(f"dtype={dtype} must be torch.float16 or torch.bfloat16. For float32 train without this callback.")
 
 def check_device(
     device:torch.device, # Where the model is to compute

@@ -33,7 +33,7 @@ from .torch_internals import _accumulate_hooks,_in_transform,_is_tracing
 tolerance = 3. # times autocast's error
 least_steps = dict(gradients=2.5, predictions=5.) # rounding steps of the dtype: what is nearer harms nobody
 most_tries = 20 # of the search
-most_waits = 20 # batches in a row that are no evidence, before it is left for later
+most_waits = 20 # batches in a row that are no evidence, before it waits for the next of the steps below
 first_asks,each_ask = (32,128),512 # steps before which it is measured again: these, and multiples of the last
 larger_items = 1.5 # times as many numbers in an item as in any measured before: measured again
 most_operations = 32 # with a module's own parameters in one call; each takes some ten microseconds of Python
@@ -186,14 +186,19 @@ def compare_with_autocast(
     autos,again = distance(again, reference),None
     ours = _off(half, reference)
     most,all_names = max(least, tolerance*autos),[name for name,way in half.ways.items() if way.beyond_autocast]
+    tries = []
+    def _works(some):
+        tries.append(some)
+        return _off(half.as_autocast(some), reference)<=most
     if ours<=most: names = []
-    else: names = ddmin(all_names, lambda some: _off(half.as_autocast(some), reference)<=most, most_tries)
+    else: names = ddmin(all_names, _works, most_tries)
     cause,trace = raised[0] if raised else ('','')
-    if raised and len(names)>1 and len(names)==len(all_names): cause = f'{cause}\n{trace}'
+    all_are = 1<len(names)==len(all_names) and len(tries)<most_tries # else the search has only ended early
+    if raised and all_are: cause = f'{cause}\n{trace}'
     return Measured(tuple(names), ours, autos, apart, of, passes=sum(passes), cause=cause, loops=loops)
 
 def _of_own_way(half, run):
-    "Whether an error is of a way of the user's own: without it there is none"
+    "Return whether an error is of a way of the user's own: without it there is none"
     if half.way is None: return False
     try: run(half.replace(way=None))
     except Exception: return False
@@ -215,6 +220,7 @@ def _in_loops(half, counts):
 
 def _check_evidence(ts, of, where):
     "Raise `_NoEvidence` if gradients or predictions are inf or nan, or have nothing that an error could be relative to"
+    if of=='predictions' and not ts: raise ValueError('the model returns no floating-point numbers')
     size = squared_norm([_spread(t.float()) if of=='predictions' else t for t in ts if t is not None])
     if not math.isfinite(size): raise _NoEvidence(f'{of} are not finite {where}')
     if not size: raise _NoEvidence(f"{of} are all {dict(gradients='zero', predictions='equal')[of]}")

@@ -55,7 +55,7 @@ class Finding(NamedTuple):
         if not items: return self
         if most: # of them all the model is to blame, if the batch isn't
             if self.where not in ('inputs','targets'): return self
-            return self._replace(text=f"{self} Not finite by themselves: {most}, the first is {items[0]}.")
+            return self._replace(text=f"{self} Not finite by themselves: {most} {items[0]}.")
         names = ', '.join(map(str, items))+', and perhaps more'*(len(items)>=most_named)
         return self._replace(items=tuple(items), text=f"{self} Not finite by themselves: {names}.")
 
@@ -218,7 +218,8 @@ def bad_items(
         rows = each_bad(range(n), _bad, most_named) if n else []
         judged = n if len(rows)<most_named else rows[-1]+1
         most = 2*len(rows)>judged
-        count = f"{'all' if len(rows)==judged else len(rows)} of {judged} items looked at" if most else ''
+        some = f"{'all' if len(rows)==judged else len(rows)} of {judged} items looked at, the first is"
+        count = '' if not most else 'the only item,' if judged==1 else some
         if most: rows = rows[:1]
         return [BadItem(name(i), 'data' if half is None or _bad([i], None) else 'precision') for i in rows],count
     except Exception: return [],'' # time is over, or whatever a model raises for some of the items

@@ -64,7 +64,7 @@ class FitSkips:
         self.made,self.skipped = 0,0
         self.searched = 0 # those skipped in the search for the first loss scale
         self.why = '' # what was not finite in the last of them
-        self.told = False # whether that was said before
+        self.told = False # whether a warning has said so before the end of the fit
 
     def add(self,
         stats:StepStats, # Of a skipped step
@@ -77,12 +77,12 @@ class FitSkips:
                     "not finite")
 
     def text(self)->str: # Sentences; empty if there is nothing to warn of
-        "The beginning of the warning"
+        "Say how many were skipped, and why"
         n,many = self.made+self.skipped,self.skipped-self.searched
         if self.made and (many<2 or many<=_many_share*(n-self.searched)) or not self.skipped: return ''
         which = f"{self.skipped} of the {n} steps of this fit were" if self.made else f"All {n} steps of this fit were"
         if n==1: which = 'The only step of this fit was'
-        return f"{which} skipped because gradients were not finite. In the last of them, {self.why}."
+        return f"{which} skipped because gradients were not finite. In {'it' if n==1 else 'the last of them'}, {self.why}."
 
 # %% ../../nbs/core/skips.ipynb #5c000007
 def _skips_text(state, found, weights):

@@ -106,7 +106,10 @@ def _setting_of_part(
     name:str, # Of the property, and of that of the callback's `part`
 ):
     "A property of a `PrecisionCallback` that its `part` has"
-    def _set(self, value): setattr(self.part, name, value)
+    def _set(self, value):
+        if self.learn is None or self.part is None: raise AttributeError(
+            f"{name} is set on the callback of a learner. Use learn.to_fp16({name}=…), or ModelToHalf({name}=…).")
+        setattr(self.part, name, value)
     return property(attrgetter(f'part.{name}'), _set, doc=f"`{name}` of `ModelToHalf`")
 
 def _half_setting(
@@ -118,15 +121,17 @@ def _half_setting(
         before = vars(self).get(name)
         vars(self)[name] = value
         if self.learn is None: return
-        try: self.new_half(without_ddp(self.learn.model)) # it checks the value
+        try:
+            self.new_half(without_ddp(self.learn.model)) # it checks the value
+            if cb := _precision_callback(self.learn): cb.steps.half_settings_changed = True
         except BaseException:
             vars(self)[name] = before
             raise
-        if cb := _precision_callback(self.learn): cb.steps.half_settings_changed = True
     return property(_get, _set, doc=f"As the option `{name}` of the calls")
 
 class _OnlySettings(_PrecisionPart):
     "In this package's own callbacks nothing can be set that nobody reads, in subclasses it can"
+    _read_in_fits = () # attributes that may be set, as each fit reads them
     def __setattr__(self, name, value):
         if not self._can_set(name) and type(self).__module__==_OnlySettings.__module__:
             call = 'to_bf16' if vars(self).get('dtype')==torch.bfloat16 else 'to_fp16'
@@ -135,7 +140,8 @@ class _OnlySettings(_PrecisionPart):
         super().__setattr__(name, value)
 
     def _can_set(self, name): # what is private is no setting, such as the state of fastcore's `Stateful`
-        return hasattr(type(self), name) or name in self._xtra or name in self._methods or name.startswith('_')
+        known = hasattr(Callback, name) or isinstance(getattr(type(self), name, None), property)
+        return known or name in (*self._read_in_fits,*self._xtra,*self._methods) or name.startswith('_')
 
     def _settings(self):
         "Say which options can be set"
@@ -155,7 +161,7 @@ class MixedPrecision(_OnlySettings, PrecisionCallback):
     div_factor = _scale_setting('to_fp16', 'div_factor', 'factor', backoff=None)
     min_loss_scale,max_loss_scale = [_scale_setting('to_fp16', o, o) for o in ('min_loss_scale','max_loss_scale')]
     keep,way,measure = [_setting_of_part(o) for o in ('keep','way','measure')]
-    flat_master = False
+    _read_in_fits = 'flat_master','memory'
 
     @_options_of(StepSettings.__init__, positional=['clip'], named=[*shared_options, 'rescue'])
     def __init__(self,
@@ -258,6 +264,7 @@ class NativeMixedPrecision(_OnlySettings, PrecisionCallback):
     min_loss_scale = _scale_setting('to_native_fp16', 'min_loss_scale', 'min_loss_scale')
     max_loss_scale = _scale_setting('to_native_fp16', 'max_loss_scale', 'max_loss_scale')
     keep = _half_setting('keep')
+    _read_in_fits = ('memory',)
 
     @_options_of(StepSettings.__init__, named=['clip', *shared_options, 'rescue'])
     def __init__(self,

@@ -220,7 +220,9 @@ _no_call = 'Nothing to measure: no call of this package is on.'
 def _measured(learn, cb, batch):
     if cb is None: return _no_call
     if cb.half.fp8: return 'Nothing to measure in FP8: learn.precision_report() says which layers lose most.'
-    if cb.half.measured is not None: return repr(cb.half.measured)
+    if cb.half.measured is not None: # the line has the title 'Measured'
+        text = repr(cb.half.measured).removeprefix('Measured').lstrip(': ')
+        return text[0].upper()+text[1:]
     if not cb.half.measurable: return 'Nothing to measure: autocast alone decides, or measure=False was given.'
     return 'Not measured yet: the first batch of a fit compares gradients with those under autocast.'
 

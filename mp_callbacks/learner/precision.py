@@ -78,8 +78,8 @@ class _LearnerSteps(CheckedSteps):
     def recent_steps(self):
         "The number of the steps of an epoch, and their name"
         learn = self.cb.learn
-        diverges = self.of_fit.made and _is_dry_run(learn) # as a search for the learning rate does at its end
-        return math.inf if diverges else learn.n_iter/max(1, len(self.step.losses)),'the steps of this epoch'
+        may_diverge = self.of_fit.made and _is_dry_run(learn) # as a search for the learning rate does at its end
+        return math.inf if may_diverge else learn.n_iter/max(1, len(self.step.losses)),'the steps of this epoch'
 
     def opt_params(self): return [*chain.from_iterable(self.cb.learn.opt.param_lists)]
     def new_half(self, model): return self.cb.new_half(model)
@@ -133,8 +133,8 @@ class _LearnerSteps(CheckedSteps):
         "Skip the step, and count it for the end of the fit"
         stats,searching,fit = self.last,self.recent.count is None,self.of_fit
         super().skip()
-        # where the loss is infinite, or the scale doesn't shrink, none is looked for
-        fit.add(stats, searching and stats.loss_finite and self._state.scaling.loss_scale<stats.scale)
+        # where a loss is infinite, or the scale doesn't shrink, none is looked for
+        fit.add(stats, searching and self._state.before is None and self._state.scaling.loss_scale<stats.scale)
         fit.told |= not self._state.skips # what cures it was done
 
     @contextmanager
@@ -201,7 +201,6 @@ class PrecisionCallback(_PrecisionPart):
     A subclass says how the model computes: it defines `new_half`."""
     order,name = 10,'mixed_precision' # fastai orders its callbacks around it, and `load_learner` looks for the name
     part = None # another callback of the learner that belongs to this precision
-    memory = None
     _default = 'steps' # what is not here is there
     _xtra = ['half','state','scaling','loss_scale','initial','rescued','policy','drop_overflow',
              *signature(StepSettings).parameters]

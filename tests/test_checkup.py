@@ -138,14 +138,14 @@ def test_infinite_losses():
     assert todo['Infinite losses'].startswith('Losses of the last fit were not finite, and the batches are finite now')
 
 def test_skipped_steps():
-    "Single ones are normal; a fit that ends in several, or a constant scale, is not"
+    "Single ones are normal; several of a few, a fit that ends in some, or a constant scale is not"
     def todo(at, **kwargs):
         learn = fitted(get_learner().to_fp16(**kwargs or dict(max_loss_scale=2.**10)), 1, *map(InfiniteAt, at))
         assert skipped(learn)==len(at)
         return lines(learn.precision_checkup())[1].get('Skipped steps', '')
-    assert todo([1])==todo([3])==todo([0,1])==''
+    assert todo([1])==todo([3])=='' and todo([0,1]).startswith('Many steps of the last fit were skipped')
     for text in (todo([0,2,3]),todo([1], dynamic=False)):
-        assert text.startswith('Steps of the last fit were skipped, and the batches are finite now: train on')
+        assert 'teps of the last fit were skipped, and the batches are finite now: train on' in text
     learn = fitted(get_learner().to_native_fp16(2.**24))
     texts,found = lines(learn.precision_checkup())
     assert 'loss scale' in texts['Batches'] and 'Not finite' not in found
@@ -229,12 +229,12 @@ def test_threads(threads, cores, has, monkeypatch):
 
 class Clock:
     "A clock that goes on when a batch is computed, and when an item is loaded"
-    now = 0.
-    def __call__(self): return self.now
-    def forward(self, *args): self.now += 3
+    now = 0. # of the class, as what the object has is put back
+    def __call__(self): return Clock.now
+    def forward(self, *args): Clock.now += 3
     def __len__(self): return 64
     def __getitem__(self, i):
-        self.now += .5
+        Clock.now += .5
         return [o[i] for o in numbers()]
 
 def kernel(seconds, device='CUDA', **kwargs):

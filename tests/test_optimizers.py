@@ -20,7 +20,9 @@ def test_steppers_see_no_numbers_of_ours(mode, tmp_path):
     assert len(seen)==8 and all(o.keys()>={'steps','skips'} for o in seen)
     assert [o['steps'] for o in seen]==[0,1,1,2,2,3,3,4]
     learn.save('now')
-    assert read_state(in_mode(mode, opt_func=strict, path=tmp_path).load('now').opt)==seen[-1]
+    saved = read_state(in_mode(mode, opt_func=strict, path=tmp_path).load('now').opt)
+    if saved.get('measured'): saved['measured']['weights'] = None # a checksum, which the file has
+    assert saved==seen[-1]
     learn.opt.cbs = L(raises(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt): learn.fit(1)
     assert read_state(learn.opt)==seen[-1]

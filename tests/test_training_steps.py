@@ -23,7 +23,7 @@ def test_as_a_learner(half):
     fitted((learn.to_fp16 if half=='float16' else learn.to_bf16)(clip=1.), lr=1e-2, wd=.01)
     steps = train_steps(make(half=half, scale=None, clip=1.), [infinite(*o) if i==2 else o for i,o in enumerate(data)])
     assert same(leaves(dict(learn.model.state_dict())), leaves(dict(steps.model.state_dict())))
-    assert learn.mixed_precision.state.as_dict()==steps.state_dict() and steps.last[:4]==learn.step_stats[:4]
+    assert learn.mixed_precision.steps.state_dict()==steps.state_dict() and steps.last[:4]==learn.step_stats[:4]
 
 def test_first_scale():
     "That of `to_fp16`, from which the search begins; bfloat16 has none"

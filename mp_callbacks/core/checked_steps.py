@@ -167,7 +167,7 @@ class CheckedSteps(StepSettings):
     def _with_weights(self, state):
         "`state`, with a checksum of the weights if the last step or measure has left them: a file is to know them"
         half,known = self._half,state.measured
-        if known is None or half is None or half.left!=half.weights_state(): return state
+        if known is None or half is None or half.left!=half.weights_state() or is_sharded(half.model): return state
         return state._replace(measured=known._replace(weights=weights_checksum(half.params)))
 
     def load_state_dict(self,

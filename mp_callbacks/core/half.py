@@ -258,9 +258,10 @@ class half_precision:
         if self.left!=self.weights_state(): self.measure_again()
 
     def without_measure(self)->'half_precision':
-        "Return a copy that never measures, to look at a batch"
-        if self.measured is None: return self.replace(measure=False) if self.to_measure else self
-        return self if self.measured.params else self.as_autocast() # gradients are never compared in a call
+        "Return a copy that never measures, to look at a batch, or itself if it doesn't"
+        known = self.measured # gradients are never compared in a call
+        may_measure = self.to_measure or known is not None and not known.params and self.left is not None
+        return self.as_autocast() if may_measure else self
 
     def as_autocast(self,
         names=(), # Names of modules

@@ -29,7 +29,8 @@ def unchanged(
             if t not in grads: grads[t],t.grad = t.grad,None
     def _backward(loss, scale=1.):
         _take_grads(reached_leaves(loss)) # inputs, hidden states and parameters elsewhere have gradients of their own
-        (loss.float()*scale).as_subclass(torch.Tensor).backward() # see `scaled_backward`
+        loss = loss.as_subclass(torch.Tensor) # see `scaled_backward`
+        (loss if scale==1 else loss.float()*scale).backward()
     _take_grads(params)
     try:
         with fork_rngs(params): yield _backward

@@ -18,6 +18,7 @@ from fastcore.foundation import L
 from torch import nn
 
 from .dtypes import half_dtypes,_keep_attributes,map_tensors,_parts_of
+from .modules import is_scripted
 from .own import _OwnView
 
 # %% ../../nbs/core/restore.ipynb #9b1c2a0e
@@ -237,6 +238,7 @@ def _items(o, res, base):
 def _attributes(o, res):
     own,members = getattr(o, '__dict__', None),_members(type(o))
     parts = [*_dict(own, res)] if isinstance(own, dict) else []
+    if isinstance(o, nn.Module) and is_scripted(o): parts += [*o.parameters(False),*o.buffers(False)] # C++ has them
     if members:
         had = {k:k.__get__(o) for k in members if hasattr(o, k.__name__)}
         res.append((_restore_members,o,members,had))

@@ -334,7 +334,8 @@ class ModelToHalf(_OnlySettings):
         check_options('ModelToHalf', events, [*signature(ModelToHalf).parameters][:-1]+[*Callback._methods])
         before_fit = events.pop('before_fit', None) # it comes after our own
         super().__init__(**events)
-        vars(self).update(dtype=check_half(dtype), keep=keep, fp8=fp8, way=way, measure=measure, _before_fit=before_fit)
+        self._before_fit = before_fit
+        vars(self).update(dtype=check_half(dtype), keep=keep, fp8=fp8, way=way, measure=measure) # none is a change
 
     def new_half(self,
         model:nn.Module, # The learner's model

@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/learner/looks.html.md"""
 __all__ = ['find_nonfinite', 'precision_report', 'precision_plan', 'BatchTimes', 'batch_times', 'batch_noise']
 
 # %% ../../nbs/learner/looks.ipynb #8d9c9a6d
-from contextlib import ExitStack,nullcontext
+from contextlib import nullcontext
 from time import perf_counter
 from typing import NamedTuple
 from fastai.basics import *
@@ -246,9 +246,8 @@ def _look_at(learn, look, batch=None, training=True):
     if _is_dry_run(learn) or _within_batch(learn):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
     cb = _DryRun(look, _training_batches(learn, training) if batch is None else [batch], training)
-    as_before = _unchanged_learner(learn, training),unchanged(learn.model, weights=False),_autocast_closed(learn)
-    with single_process(learn.model), ExitStack() as stack, learn.no_mbar(), learn.no_logging():
-        for o in as_before: stack.enter_context(o)
+    with (single_process(learn.model), _unchanged_learner(learn, training), unchanged(learn.model, weights=False),
+          learn.no_mbar(), learn.no_logging(), _autocast_closed(learn)):
         learn.model = unwrap(learn.model)
         _keep_quiet(learn)
         if hasattr(learn, 'progress'): vars(learn.progress).pop('mbar', None) # the bar of a fit that goes on

@@ -307,7 +307,7 @@ def test_note_to_the_model_itself(call):
     model = Does(lambda m, x: in_place(m.layer(x), torch.ones(1,1)), layer=nn.Linear(8,1))
     note = note_of(getattr(get_learner(model), call)().fit, 1)
     assert note.startswith('In the model (Does), with its operations in half precision: What is written to')
-    assert note.endswith('on that line. Or learn.to_fp32() computes it in float32.')
+    assert note.endswith('on that line. Or use learn.to_fp32().')
 
 @has_notes
 def test_note_outside_the_model():

@@ -261,7 +261,8 @@ class half_precision:
         "Return a copy that never measures, to look at a batch, or itself if it doesn't"
         known = self.measured # gradients are never compared in a call
         may_measure = self.to_measure or known is not None and not known.params and self.left is not None
-        return self.as_autocast() if may_measure else self
+        if not may_measure: return self
+        return self.replace(measure=False) if known is None else self.as_autocast()
 
     def as_autocast(self,
         names=(), # Names of modules

@@ -20,6 +20,7 @@ from torch import nn
 from .dtypes import half_dtypes,_keep_attributes,map_tensors,_parts_of
 from .modules import is_scripted
 from .own import _OwnView
+from .torch_internals import _without_modes
 
 # %% ../../nbs/core/restore.ipynb #9b1c2a0e
 def remember_buffers(
@@ -187,7 +188,8 @@ def restore_contents(
     before, # From `remember_contents`
 ):
     "Put back what was in the objects, which stay the same"
-    for put,*state in before: put(*state)
+    with _without_modes():
+        for put,*state in before: put(*state)
 
 def _restore_dict(o, base, had):
     "Restore a dict that is never empty in between: another thread may be reading"

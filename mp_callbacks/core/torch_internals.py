@@ -9,7 +9,7 @@ __all__ = ['TorchDispatchMode', 'function_of', 'foreach']
 
 # %% ../../nbs/core/torch_internals.ipynb #70a10005
 import gc,sys,torch,torch.utils.checkpoint
-from contextlib import ExitStack,suppress
+from contextlib import ExitStack,nullcontext,suppress
 from operator import attrgetter
 
 # %% ../../nbs/core/torch_internals.ipynb #70a10006
@@ -30,6 +30,7 @@ _is_tracing = _of_torch('jit.is_tracing', lambda: False)
 _is_lazy = _of_torch('nn.parameter.is_lazy', lambda p: False)
 _DataParallel = _of_torch('nn.parallel.DataParallel', ())
 _TorchFunctionMode = _of_torch('overrides.TorchFunctionMode', ExitStack) # a `with` that sees nothing
+_without_modes = _of_torch('utils._python_dispatch._disable_current_modes', nullcontext) # what counts bytes sees nothing
 _softmaxes = tuple(_of_torch(f'ops.aten.{o}') for o in ('_softmax','_log_softmax')) # as operations are known by
 
 # %% ../../nbs/core/torch_internals.ipynb #70a1000e

@@ -224,8 +224,8 @@ class CheckedSteps(StepSettings):
             self._half.refresh() # a copy of it has chosen nothing yet
             if half is None and (text := emulation(self.device, self._half.dtype, self._half.calls)): warn_caller(text)
         known = None if inside else state.measured
-        of_this = known is not None and known.model==self._half.model_checksum and self._half.measures
-        if of_this and known!=self._half.measured: self._half.follow(known, warn=False)
+        if known is not None and known!=self._half.measured and self._half.measures \
+           and known.model==self._half.model_checksum: self._half.follow(known, warn=False)
         return self._half
 
     def _rescued_names(self, state):

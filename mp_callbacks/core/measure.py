@@ -327,8 +327,12 @@ def numbers_per_item(
     inputs, # Tensors in any structure
 )->int: # 0 without tensors
     "How many numbers an item of `inputs` has"
-    tensors = inputs if all([isinstance(t, torch.Tensor) for t in inputs]) else leaves(inputs) # in each batch: in a hurry
-    return sum([t.numel()//len(t) for t in tensors if isinstance(t, torch.Tensor) and t.dim() and len(t)])
+    tensors,n = inputs,0
+    for t in inputs: # in each batch, so without functions for those that are tensors
+        if not isinstance(t, torch.Tensor): tensors = leaves(inputs)
+    for t in tensors:
+        if isinstance(t, torch.Tensor) and (shape := t.shape) and shape[0]: n += shape.numel()//shape[0]
+    return n
 
 def weights_checksum(
     params, # Parameters

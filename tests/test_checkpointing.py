@@ -2,7 +2,7 @@
 from ranks import *
 from mp_callbacks.core.forwards import replaced_forward
 from mp_callbacks.learner.memory import free_gb
-from mp_callbacks.look.checkpointing import ChangedInput,Checkpoints,Segment,plan_checkpoints,share_left
+from mp_callbacks.look.checkpointing import ChangedInput,Checkpoints,Segment,_choose,plan_checkpoints,share_left
 
 class Block(nn.Module):
     "A shortcut around layers that draw, normalize and count"
@@ -235,7 +235,7 @@ def test_scripted_part():
 def test_said_once():
     "In a warning, in the first batch; the next fit says nothing, as nothing is new, and plans nothing"
     learn = limited(memory=4e-4)
-    with pytest.warns(UserWarning, match='of 4 blocks: batches of 256 need .* GB') as told: learn.fit(2)
+    with pytest.warns(UserWarning, match=r'of \d blocks: batches of 256 need .* GB') as told: learn.fit(2)
     assert len([o for o in told if 'blocks' in str(o.message)])==1
     plan = learn.mixed_precision.budget.plan
     with warnings.catch_warnings():
@@ -379,6 +379,26 @@ def test_a_loop_of_ones_own():
     assert not any('forward' in vars(m) for m in model.modules())
     with h: loss.backward()
 
+by_hand = { # bytes with some of two levels, the larger segments of work 6 and the smaller ones of 2
+    '':100, 'A':60,'AB':40,'ABC':40, 'a':85,'ab':75,'abc':70,'abcd':65}
+@pytest.mark.parametrize('target,chosen', [(90,'a'),(80,'ab'),(70,'A'),(50,'AB'),(40,'AB'),(30,'AB')])
+def test_choice_by_hand(target, chosen):
+    "What fits with the least work; if nothing does, as few as it takes to come as low as any"
+    levels = [[*'ABC'],[*'abcd']]
+    def _peak(some): return by_hand[''.join(some)]
+    some,n = _choose(levels, lambda o: 6 if o.isupper() else 2, _peak, target)
+    assert ''.join(some)==chosen and n==(3 if chosen.isupper() else 4)
+
+def test_choice_asks_for_little():
+    "Of 64 segments, 40 of which fit, 7 numbers are tried; if none saves anything, none is taken"
+    asked = []
+    def _peak(some):
+        asked.append(len(some))
+        return 100-len(some)
+    some,_ = _choose([[*range(64)]], lambda o: 1, _peak, 60)
+    assert len(some)==40 and len(asked)<=7
+    assert _choose([[*range(64)]], lambda o: 1, lambda some: 100, 60)==([],0)
+
 def test_float32():
     "The function plans float32, too"
     model,(x,y) = net(),numbers(64)
@@ -415,7 +435,7 @@ def test_no_global_hooks():
 def test_warning_as_error():
     "What the plan says ends the fit then; the next one plans anew"
     learn = limited()
-    with warnings.catch_warnings(), pytest.raises(UserWarning, match='Checkpoints 3'):
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match=r'Checkpoints \d'):
         warnings.simplefilter('error', UserWarning)
         learn.fit(1)
     learn.precision_report()

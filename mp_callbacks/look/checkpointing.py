@@ -8,9 +8,10 @@ Docs: https://example.github.io/mp_callbacks/look/checkpointing.html.md"""
 __all__ = ['share_left', 'Segment', 'ChangedInput', 'check_parts', 'Checkpoints', 'CheckpointPlan', 'plan_checkpoints']
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0010
-import random,torch,weakref,numpy as np
-from contextlib import ExitStack
-from functools import cache,partial
+import random,torch,numpy as np
+from bisect import bisect_left
+from contextlib import ExitStack,nullcontext
+from functools import partial
 from typing import NamedTuple
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -119,182 +120,115 @@ class Checkpoints(Switch):
     def __exit__(self, *args): self.turn_off()
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0013
-class _Call:
-    "A call of a module in a counted step: bytes in use, and when, in numbers of operations"
-    back = None # when the backward pass comes to it
-    def __init__(self, live, before, work, args, res):
-        self.log,self.stop,self.before,self.after,self.work = live.log,len(live.log),before,live.now,work
-        given,self.freed = {t.untyped_storage() for t in _tensors(args)},[]
-        self.out = sum(o.nbytes() for o in {t.untyped_storage() for t in _tensors(res)}-given)
-        for o in given: weakref.finalize(o, self._free, o.nbytes()).atexit = False
-        for t in _tensors(res):
-            if t.requires_grad: t.register_hook(self._reach)
-
-    def _free(self, n): self.freed.append((len(self.log),n))
-    def _reach(self, grad): self.back = self.back or len(self.log)
-
-class _Calls(TorchDispatchMode):
-    "The calls of modules in the forward pass of a counted step. `work`: operations in products, and bytes of results"
-    def __init__(self, model, live):
+class _Sizes(TorchDispatchMode):
+    "For each module the bytes that its calls keep and return in a forward pass of `n` items, and their work"
+    def __init__(self, steps, n, half):
         super().__init__()
         from torch.utils.flop_counter import flop_registry # which needs what a version may lack
-        self.live,self.work,self.open,self.flops = live,0,[],flop_registry
-        self.names = {m:name for name,m in named_modules(model).items()}
-        self.calls = {name:[] for name in self.names.values()}
+        self.live,self.work,self.open,self.flops = steps.live,0,[],flop_registry
+        self.names = {m:name for name,m in named_modules(steps.model).items()}
+        self.of = {name:np.zeros(3) for name in self.names.values()}
+        with self, ExitStack() as hooks: # a global hook with `with_kwargs` leaves a trace, of which compiling warns
+            for m in self.names:
+                hooks.enter_context(m.register_forward_pre_hook(self._begin))
+                hooks.enter_context(m.register_forward_hook(self._end, with_kwargs=True))
+            for k,self.share in ((2,(4-n)/2),(4,(n-2)/2)): # a line through both, to `n` items
+                with half or nullcontext(): steps.compute_loss(k)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         res,count = func(*args, **(kwargs or {})),self.flops.get(func.overloadpacket)
-        self.work += sum(t.nbytes for t in _tensors(res))
+        self.work += sum(t.nbytes for t in _tensors(res)) # with the operations in products
         if count: self.work += count(*args, **(kwargs or {}), out_val=res)
         return res
 
-    def begin(self, module, args):
-        "Note the beginning of a call, but not of one by the loss, or in the backward pass"
-        if self.open or not self.names[module]: self.open.append((self.live.now,self.work))
-
-    def end(self, module, args, kwargs, res):
-        "Note the end of a call"
-        if not self.open: return
+    def _begin(self, module, args): self.open.append((self.live.now,self.work))
+    def _end(self, module, args, kwargs, res):
         before,work = self.open.pop()
-        self.calls[self.names[module]].append(_Call(self.live, before, self.work-work, (args,kwargs), res))
-
-# %% ../../nbs/look/checkpointing.ipynb #c4ec0017
-_parts = 1.5,2,3,4,6,8,12,16,24,32,48,64 # of what all keep: what a segment keeps at most
-
-class _Choice(NamedTuple):
-    "Segments to compute again"
-    over:float # Bytes above the target
-    work:int # To compute them
-    segments:list # The segments
-    peak:float # Bytes at the most
-    of:int # Number of segments of that size
+        given,made = [{t.untyped_storage() for t in _tensors(o)} for o in ((args,kwargs),res)]
+        out = sum(o.nbytes() for o in made-given)
+        self.of[self.names[module]] += self.share*np.array([self.live.now-before-out,out,self.work-work])
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0014
-class _Profile:
-    "What the modules of a model keep in a training step of `n` items, and what segments would save"
-    def __init__(self,
-        steps:_CountedSteps, # Steps that are counted
-        n:int, # Number of items
-        half:half_precision=None, # How the model computes; None: in float32
-    ):
-        runs = []
-        for k in (2,4):
-            run = _Calls(steps.model, steps.live)
-            with run, ExitStack() as hooks: # a global hook with `with_kwargs` leaves a trace, of which compiling warns
-                for m in run.names:
-                    hooks.enter_context(m.register_forward_pre_hook(run.begin))
-                    hooks.enter_context(m.register_forward_hook(run.end, with_kwargs=True))
-                *_,forward,rest = steps.step(k, half)
-            runs.append((np.array(forward+rest, float),run.calls))
-        (two,few),(four,many) = runs
-        line = [((4-n)/2,two,few),((n-2)/2,four,many)] # through both steps, to `n` items
-        # if these can't be compared, the second is taken for a part of `n` items
-        if len(two)!=len(four) or any(len(few[k])!=len(o) for k,o in many.items()): line = [(n/4,four,many)]
-        self.calls,self._line,self.live = many,line,sum(share*log for share,log,_ in line)
-        self.named,self.names = named_modules(steps.model),run.names
-        self.refused = set() # names of modules that can't be computed again
-        self.less = cache(self.less)
+class _Halves:
+    "The segments of a model, from coarse to fine"
+    def __init__(self, steps, n, half):
+        sizes = _Sizes(steps, n, half)
+        self.named,self.names,self.of = named_modules(steps.model),sizes.names,sizes.of
+        self.refused = set() # names of modules that change their input, so that no segment begins with them
 
-    def inside(self, name):
-        "Names of the modules right inside the one called `name`"
-        return [self.names[m] for m in self.named[name].children() if m in self.names] # no wrappers
+    def levels(self):
+        """Lists of segments, of which some first ones are to be computed again
 
-    def modules(self, segment):
-        "Names of the modules that `segment` calls"
-        name,first,last = segment
-        return [name] if last is None else self.inside(name)[first:last]
-
-    def less(self, segment):
-        "How much less memory would be in use after each operation if `segment` were computed again"
-        return sum(share*self._less(calls, segment) for share,_,calls in self._line)
-
-    def _less(self, calls, segment):
-        modules,res = self.modules(segment),np.zeros(len(self.live))
-        for first,last in zip(calls[modules[0]], calls[modules[-1]]):
-            if last.back is None: continue
-            between = [] if first is last else last.freed # inputs that the segment makes, and drops at its end
-            dropped = sum(n for when,n in between if when==last.stop)
-            res[last.stop:last.back] += last.after-dropped-first.before-last.out
-            for when,n in first.freed: # its own inputs would be kept longer
-                if when>=last.stop: res[when:last.back] -= n
+        Each level is there in the order of the model, as the backward pass comes to the first ones last, with the rest
+        freed, and beginning with those that keep most for their work."""
+        res,most = [],self._kept(Segment(''))
+        for i in range(7):
+            level = self._cover(Segment(''), most/2**(i+.5)) # a bit more than halves, which keep what is between, too
+            res += [level,sorted(level, key=lambda o: self._kept(o)/self.work(o), reverse=True)]
         return res
-
-    def kept(self, segment):
-        "Bytes that `segment` keeps"
-        return self.less(segment).max()
 
     def work(self, segment):
         "What it takes to compute `segment` again"
-        return sum(o.work for k in self.modules(segment) for o in self.calls[k])
+        return self._sizes(segment)[:,2].sum()
+
+    def first(self, segment):
+        "Name of the module that `segment` begins with"
+        return segment.name if segment.last is None else self._inside(segment.name)[segment.first]
+
+    def _kept(self, segment):
+        "Bytes that `segment` keeps, with what is returned inside it"
+        kept,out,_ = self._sizes(segment).T
+        return kept.sum()+out[:-1].sum()
+
+    def _sizes(self, segment):
+        name,first,last = segment
+        return np.array([self.of[k] for k in ([name] if last is None else self._inside(name)[first:last])])
+
+    def _inside(self, name):
+        return [self.names[m] for m in self.named[name].children() if m in self.names] # no wrappers
+
+    def _cover(self, segment, limit):
+        "Return `segment`, or parts of it if it keeps more than `limit` bytes"
+        layer = segment.last is None and of_pytorch(self.named[segment.name]) and not self._inside(segment.name)
+        alone = [] if layer or self.first(segment) in self.refused or self._kept(segment)<=0 else [segment]
+        if alone and self._kept(segment)<=limit: return alone
+        return [o for part in self._parts(segment) for o in self._cover(part, limit)] or alone
+
+    def _parts(self, segment):
+        "Return the halves of a sequence, or else the modules inside"
+        name,first,last = segment
+        inside,module = self._inside(name),self.named[name]
+        plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+        plain = plain and len(inside)==len(module) and not replaced_forward(module) and self.of[name].any()
+        last = last or len(inside)
+        def _run(i, j): return Segment(name, i, j) if j-i>1 else Segment(inside[i])
+        cuts = [i for i in range(first+1, last) if plain and inside[i] not in self.refused]
+        if not cuts: return [Segment(o) for o in inside[first:last]]
+        # what is between both is kept, beside one of them at a time
+        return min([(_run(first, i),_run(i, last)) for i in cuts],
+                   key=lambda o: self._sizes(o[0])[-1,1]+max(map(self._kept, o)))
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0019
-class _Chooser(_Profile):
-    "A profile that chooses segments to compute again, by what they would save"
-    def cover(self, limit, segment=Segment('')):
-        "Segments in `segment` that keep at most `limit` bytes each, the outermost of them"
-        parts = self._runs(segment, limit) if self._in_sequence(segment) else map(Segment, self.inside(segment.name))
-        return [o for part in parts for o in self._outermost(part, limit)]
+def _choose(levels, work, peak, target):
+    """The first segments of a level that take no more than `target` bytes, with the least work, and how many it has
 
-    def _outermost(self, segment, limit):
-        "Return `segment`, or those inside it if it keeps more than `limit`"
-        alone = [segment] if self._worth(segment) else []
-        if segment.last or alone and self.kept(segment)<=limit: return alone
-        return self.cover(limit, segment) or alone # what can't be smaller is as large as it is
-
-    def _worth(self, segment):
-        "Return whether it keeps something and can be computed again, and isn't a layer of PyTorch's"
-        name = self.modules(segment)[0]
-        layer = segment.last is None and of_pytorch(self.named[name]) and not self.inside(name)
-        return not layer and name not in self.refused and self.kept(segment)>0
-
-    def _in_sequence(self, segment):
-        "Return whether it is an `nn.Sequential` that calls each of its modules once"
-        module,calls = self.named[segment.name],[self.calls[k] for k in (segment.name,*self.inside(segment.name))]
-        plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-        plain = plain and len(calls)==1+len(module) # none of them is wrapped
-        return plain and not replaced_forward(module) and len({*map(len, calls)})==1
-
-    def _runs(self, segment, limit):
-        "Parts of a sequence: modules that follow each other and keep at most `limit` together, or single ones"
-        name,first,last = segment
-        inside,runs = self.inside(name),[]
-        for i in range(len(inside))[first:last]:
-            longer = runs and runs[-1]._replace(last=i+1)
-            if longer and inside[longer.first] not in self.refused and self.kept(longer)<=limit: runs[-1] = longer
-            else: runs.append(Segment(name, i, i+1))
-        return [o if o.last-o.first>1 else Segment(inside[o.first]) for o in runs]
-
-    def _fill(self, pool, target, chosen=()):
-        "Take some of `pool`, beside `chosen`, until no more than `target` bytes are in use"
-        live,res,left = self.live-sum(map(self.less, chosen)),[*chosen],[*dict.fromkeys(pool)]
-        while left and live.max()>target:
-            at = live.argmax()
-            best = max(left, key=lambda o: self.less(o)[at]/self.work(o))
-            if self.less(best)[at]<=0: break
-            left.remove(best)
-            res.append(best)
-            live = live-self.less(best)
-        most = max(target, live.max())
-        for o in sorted(res, key=self.work, reverse=True): # those that turn out not to be needed
-            if (live+self.less(o)).max()>most: continue
-            res.remove(o)
-            live = live+self.less(o)
-        peak = live.max()
-        return _Choice(max(0, peak-target), sum(map(self.work, res)), res, peak, len(left)+len(res))
-
-    def choose(self, target):
-        "Segments to compute again, so that no more than `target` bytes are in use: with as little work as possible"
-        kept = self.kept(Segment(''))
-        best = min([self._fill(self.cover(kept/k), target) for k in _parts], key=lambda o: o[:2])
-        for o in sorted(best.segments, key=self.work, reverse=True): # a part of one may be enough
-            others = [c for c in best.segments if c!=o]
-            some = [self._fill(self.cover(self.kept(o)/k, o), target, others) for k in (1.25,2,3,4)]
-            best = min([best,*some], key=lambda o: o[:2])
+    `work` is that of a segment, and `peak` the bytes with a list of them. If nothing fits, as few bytes as possible."""
+    def _least(goal):
+        best,least = ([],0),float('inf')
+        for level in levels:
+            works = np.cumsum([work(o) for o in level])
+            n = bisect_left(works, least) # more of them would take more work than the best
+            if not n or peak(level[:n])>goal: continue
+            k = 1+bisect_left(range(1, n), True, key=lambda k: peak(level[:k])<=goal)
+            best,least = (level[:k],len(level)),works[k-1]
         return best
+    best = _least(target)
+    if best[0]: return best
+    lowest = min(map(peak, levels))
+    return _least(lowest) if lowest<peak([]) else best
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0015
 share_left = .1 # of the memory: for what is no tensor
-_most_plans = 6 # that are tried
 
 class CheckpointPlan(NamedTuple):
     "What to compute again so that a batch fits into memory. Prints as a text."
@@ -349,24 +283,20 @@ def plan_checkpoints(
     _check_half(half)
     _check_positive('gb', gb, 'the memory, in GB')
     check_parts(model)
-    target,bias,tried,half = gb*(1-share_left)*2**30-others,0.,[],half and half.without_measure()
+    target,plans,half = gb*(1-share_left)*2**30-others,{},half and half.without_measure()
+    chosen,of,time = [],0,1.
     with _CountedSteps(model, compute_loss, opt) as steps:
-        def _plan(name, segments):
-            with Checkpoints(model, segments): return steps.plan({name:half}, batch_size)
-        def _peak(plan): return plan.table.peak.iloc[-1]*2**20
-        plan = _plan('all kept', ())
-        if _peak(plan)<=target: return CheckpointPlan(Checkpoints(model, ()), 0, plan, gb, target/2**30, 1.)
-        profile = _Chooser(steps, batch_size, half)
-        while len(tried)<_most_plans:
-            choice = profile.choose(target-bias)
-            if any(o.segments==choice.segments for o,_ in tried): break
-            try: some = _plan('checkpointed', choice.segments)
-            except ChangedInput as e: profile.refused.add(profile.modules(e.segment)[0])
-            else:
-                bias = _peak(some)-choice.peak
-                tried.append((choice._replace(over=max(0, _peak(some)-target)),some))
-    choice,some = min(tried, key=lambda o: o[0][:2])
-    whole = 3*profile.work(Segment('')) # the backward pass takes twice as long as the forward pass
-    both = plan._replace(steps={**plan.steps, **some.steps})
-    checkpoints = Checkpoints(model, choice.segments)
-    return CheckpointPlan(checkpoints, choice.of, both, gb, target/2**30, 1+choice.work/whole)
+        def _peak(segments):
+            if (key := frozenset(segments)) not in plans:
+                name = 'checkpointed' if segments else 'all kept'
+                with Checkpoints(model, segments): plans[key] = steps.plan({name:half}, batch_size)
+            return plans[key].table.peak.iloc[-1]*2**20
+        if _peak(chosen)>target:
+            halves,chosen = _Halves(steps, batch_size, half),None
+            while chosen is None:
+                try: chosen,of = _choose(halves.levels(), halves.work, _peak, target)
+                except ChangedInput as e: halves.refused.add(halves.first(e.segment))
+            # the backward pass takes twice as long as the forward pass
+            time = 1+sum(map(halves.work, chosen))/halves.work(Segment(''))/3
+    both = MemoryPlan(batch_size, {**plans[frozenset()].steps, **plans[frozenset(chosen)].steps})
+    return CheckpointPlan(Checkpoints(model, chosen), of, both, gb, target/2**30, time)

@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/look/plan.html.md"""
 __all__ = ['LiveBytes', 'MemoryPlan', 'plan_memory']
 
 # %% ../../nbs/look/plan.ipynb #17eef170
-import copy,torch,weakref,pandas as pd
+import copy,torch,weakref,numpy as np,pandas as pd
 from bisect import bisect_right
 from contextlib import ExitStack,nullcontext
 from numbers import Integral,Real
@@ -49,8 +49,8 @@ class LiveBytes(TorchDispatchMode):
 def _line(two, four):
     "Bytes without items, and for each item, from the bytes with two and with four items"
     if len(two)!=len(four): two,four = [max(two)],[max(four)]
-    two,four = torch.tensor([two,four], dtype=torch.float64)
-    return torch.stack([2*two-four, (four-two)/2])
+    two,four = np.array([two,four], float) # no tensors, which would be counted in the next steps
+    return np.stack([2*two-four, (four-two)/2])
 
 def _most(line, n):
     "Most bytes on `line` with `n` items"
@@ -131,7 +131,7 @@ class _CountedSteps:
         self.model,self.compute_loss = model,compute_loss
         self.opts = [*opt] if isinstance(opt, (list,tuple)) else [opt]
         check_optimizers(self.opts)
-        self.live,self._made = LiveBytes(),None # by the first step of the optimizer
+        self.live,self._begun,self._made = LiveBytes(),[],None # what the first step of the optimizer made
 
     def __enter__(self):
         params,live = [*self.model.parameters()],self.live
@@ -169,17 +169,19 @@ class _CountedSteps:
         """A plan with a row for each of `halves`, from steps with two and with four items
 
         Raises `ValueError` if both take the same bytes."""
-        # the first doesn't count: in its first call a model casts nothing ahead
-        def _steps(half): return [self.step(n, half) for n in (2,2,4)]
+        def _steps(half):
+            if half not in self._begun: self.step(2, half) # in its first call a model casts nothing ahead
+            self._begun.append(half)
+            return [self.step(n, half) for n in (2,4)]
         seen = dict(zip(halves, map(_steps, halves.values())))
         state = self._had+self._made
         def _columns(grads, _, activations, *logs): return [self.weights],[grads],[state],[activations],*logs
-        lines = {k:[_line(*o) for o in zip(_columns(*two), _columns(*four))] for k,(_,two,four) in seen.items()}
+        lines = {k:[_line(*o) for o in zip(_columns(*two), _columns(*four))] for k,(two,four) in seen.items()}
         for *_,forward,_ in lines.values():
             if not forward[1].any(): raise ValueError(
                 f"compute_loss(2) and compute_loss(4) take the same bytes, so a batch of {batch_size} can't be "
                 "planned. Compute the loss of as many items as it is called with, as in model(x[:n]).")
-        return MemoryPlan(batch_size, {k:[*v[:4],torch.cat(v[4:], 1)] for k,v in lines.items()})
+        return MemoryPlan(batch_size, {k:[*v[:4],np.concatenate(v[4:], 1)] for k,v in lines.items()})
 
 # %% ../../nbs/look/plan.ipynb #29d54851
 def plan_memory(

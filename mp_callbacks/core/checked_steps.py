@@ -257,7 +257,7 @@ class CheckedSteps(StepSettings):
         self.compares,self._agreed = False,None
         if known is not None:
             others = compares and half.left!=half.weights_state() and self._others_wrote(known)
-            if not (self._state.steps>=known.due or known.waiting or agreed or
+            if not (self._state.steps>=known.due or agreed or
                     self.measures and not known.covers(half.model_checksum, half.params_checksum)):
                 larger = numbers_per_item(batch[0])>=larger_items*max(1, known.largest)
                 if not (others or larger) or several_ranks(): return # they measure together, or not at all

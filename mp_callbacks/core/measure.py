@@ -115,7 +115,8 @@ class Measured(NamedTuple):
     )->'Measured':
         "Join it with what was known before: what was named stays named"
         before = 0 if known is None or known.model!=self.model else known.waits
-        return self.joined(known)._replace(waits=self.waits and self.waits+before)
+        res = self.joined(known)._replace(waits=self.waits and self.waits+before)
+        return res._replace(due=0) if res.waiting else res # the next batch is due
 
     def __str__(self):
         if self.why: return f"Not measured: {self.why}{f', {self.waits} batches in a row' if self.waits>1 else ''}"

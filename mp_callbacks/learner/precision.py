@@ -338,7 +338,7 @@ class PrecisionCallback(_PrecisionPart):
             with steps.scaled(loss, (learn.xb,learn.yb)) as learn.loss_grad: yield
         finally:
             half.release(holder)
-            self.budget.end()
+            if self.budget.plan: self.budget.end()
             learn.loss_grad = loss
 
     def after_cancel_backward(self): reset_ddp(self.learn.model)

@@ -207,7 +207,6 @@ def test_lora_block(forked, tmp_path):
 def test_several_gpus(tmp_path):
     "The Python blocks of that page, in order, in one process that has a learner as in the example"
     pytest.importorskip('accelerate')
-    found = blocks('howto/several_gpus')
     start = f"""import sys
 sys.path.insert(0, '{root}/examples')
 from distributed import get_dls,get_model as new_model # fastai has a `get_model`, too
@@ -219,6 +218,8 @@ progress.defaults.callbacks.remove(progress.ProgressCallback)
 dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
 model = nn.Sequential(OrderedDict(layers=nn.Sequential(new_model())))
 """
+    # tensor parallel needs two processes, as in test_tensor_parallel
+    found = [o for o in blocks('howto/several_gpus') if 'parallelize_module' not in o]
     of_shards = [o for o in found if 'fully_shard' in o or 'dcp.save' in o]
     code = start+''.join(o for o in found if o not in of_shards)
     paste(code+sharded+'learn.fit(1)\n'.join(of_shards)+'learn.fit(1)\ndist.destroy_process_group()', tmp_path)

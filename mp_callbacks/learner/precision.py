@@ -150,6 +150,8 @@ class _LearnerSteps(CheckedSteps):
         finally:
             self.of_fit,self.copies = outer,BufferCopies()
             if _is_dry_run(learn): self.recent = recent # the loss scale is put back, too
+            # DDP writes the weights when the next fit begins, with the same numbers
+            elif training_group(learn.model) is not None: self.state = self._with_weights(self.state)
 
     def _end_fit(self, learn):
         "Warn if no step was made, or many were skipped, and nothing was said of it, unless the precision has changed"

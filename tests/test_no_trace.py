@@ -92,9 +92,9 @@ class Writes(nn.Module):
 def loss_of(model, x): return model(x).square().mean()
 def all_of(model, x): return dict(half=half_precision(model, bf16), compute_loss=lambda *_: loss_of(model, x))
 def report(model, half, compute_loss): measure_precision(PrecisionReport(bf16, 1., 0.), model, compute_loss, half)
-def plan(model, half, _):
-    def compute_loss(n): return loss_of(model, x[:n])
-    plan_memory(model, compute_loss, torch.optim.Adam(model.parameters()), 4, half)
+def plan(model, half, compute_loss):
+    def loss(n): return loss_of(model, x[:n]) # as many items as it asks for
+    plan_memory(model, loss, torch.optim.Adam(model.parameters()), 4, half)
 x = torch.arange(8.).view(4,2)
 looks = dict(
     gradients=lambda model, half, compute_loss: measure_gradients(half, compute_loss),

@@ -463,6 +463,15 @@ def test_written_between_all_steps():
         train_steps(steps, [points()], l1_of)
     assert steps.state.measured.steps==(0,1,32)
 
+def test_checksum_without_other_classes():
+    "Such as quantized parameters, of which nothing but their class knows the numbers"
+    class Packed(torch.Tensor):
+        def flatten(self, *args): raise NotImplementedError
+    packed,plain = nn.Parameter(torch.ones(2).as_subclass(Packed), False),nn.Parameter(torch.ones(3))
+    assert type(packed) is Packed
+    both,one,none = map(measure.weights_checksum, ([plain,packed],[plain],[packed]))
+    assert both==one!=none
+
 def test_larger_items():
     "Half as large again as any before"
     model = Does(lambda m, x: m.lin(x[...,None]).mean(1), lin=nn.Linear(1,1))

@@ -135,3 +135,9 @@ def test_bad_arguments(plan, name):
     model = mlp()
     with pytest.raises(error, match=match):
         plan(model, lambda n: model(torch.ones(n,8)).mean(), **(dict(opt=sgd(model), batch_size=4)|given))
+
+def test_float32_as_half():
+    "Has its row anyway"
+    model = mlp()
+    with pytest.raises(ValueError, match='half computes in float32.*Leave half out'):
+        plan_memory(model, lambda n: model(torch.ones(n,8)).mean(), sgd(model), 4, half_precision(model, torch.float32))

@@ -194,6 +194,8 @@ def plan_memory(
     "Memory that training `model` takes in each precision, from a few steps with two and with four items"
     _check_items(batch_size)
     _check_half(half)
+    if half is not None and half.dtype==torch.float32:
+        raise ValueError("half computes in float32, for which the plan has a row anyway. Leave half out.")
     half = half_precision(model, torch.bfloat16, measure=False) if half is None else half.without_measure()
     short = {torch.float16:'fp16', torch.bfloat16:'bf16'}[half.dtype]
     halves = {'float32':None, f'to_{short}':half.replace(rules=True, fp8=None),

@@ -47,7 +47,7 @@ class half_precision:
         dtype:torch.dtype|str=torch.float16, # `torch.float16`, `torch.bfloat16`, or `torch.float32`: all is as without
         keep=(), # Modules to keep in float32: type, name pattern, function, collection of these, or dict of dtypes
         rules:bool=True, # Cast weights together, and round what autocast leaves in float32; else autocast decides
-        fp8=None, # `Fp8`: how linear layers multiply in FP8, see [fp8](fp8.ipynb); None: they don't
+        fp8=None, # `Fp8`: how linear layers multiply in FP8, see [fp8](../core/fp8.ipynb); None: they don't
         way=None, # Function of a module's name and the module: a `Way` of your own for it, or None
         measure=True, # Compare the first call with autocast: what is less exact computes as autocast then
     ):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 from .loss_scale import DynamicLossScale,StaticLossScale
-from .grads import StepStats,largest_number
+from .grads import StepStats,_numbers
 from .modules import parameter_name
 from .processes import is_sharded,several_ranks,training_group
 from .half import half_precision
@@ -104,7 +104,8 @@ def changed_weights(
     first:int, # The first of them
 )->str: # The end of a sentence
     "What has become of the weights since that step"
-    bad = [p for p in model.parameters() if not math.isfinite(largest_number([p.detach()]))]
+    params = [p for p in model.parameters() if p.numel()]
+    bad = [p for p,(o,) in zip(params, _numbers([[p.detach()] for p in params], math.inf)) if not math.isfinite(o)]
     if not bad: return f"the weights have not changed since step {first}."
     name = parameter_name(model, bad[0])
     return f"{len(bad)} of the model's parameters are inf or nan, such as {name}: load weights from before."

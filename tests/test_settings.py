@@ -227,6 +227,49 @@ def test_nobody_would_read(call, cb, name, text):
     cb = getattr(new(call), cb)
     with stays(lambda: {*vars(cb)}), pytest.raises(AttributeError, match=text): setattr(cb, name, 3)
 
+def named_half(name, value):
+    half = half_precision(mlp(), bf16)
+    setattr(half, name, value)
+    with half: pass
+
+def named_steps(name, value, cls=TrainingSteps, **kwargs):
+    model = mlp()
+    steps = cls(model, torch.optim.SGD(model.parameters(), .1), bf16, **kwargs)
+    setattr(steps, name, value)
+    with steps.batch(*[o[:16] for o in numbers()]): pass
+
+def named_recorder(name, value):
+    learn = get_learner(cbs=PrecisionRecorder()).to_bf16()
+    setattr(learn.precision_recorder, name, value)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+
+@pytest.mark.parametrize('new, name, text', [
+    (named_half,'keep',r"keep='2' can't be set.* half = half\.replace\(keep=…\)"),
+    (named_half,'dtype',r"dtype='2' can't be set"),
+    (named_half,'measure',r'half_precision has no measure that can be set\. Make another: half = half\.replace\(…\)'),
+    (named_half,'foo',r'half_precision has no foo that can be set'),
+    (named_steps,'foo',r'TrainingSteps has no foo that can be set\. It has compute_loss, loss_scale, clip'),
+    (named_steps,'keep',r'TrainingSteps has no keep that can be set.* TrainingSteps\(model, opt, half\)'),
+    (named_recorder,'foo',r'PrecisionRecorder has no foo that can be set\. It has columns, tensors and log_tensors')])
+def test_nobody_would_read_in_a_loop(new, name, text):
+    "Is refused at once, or in the next batch or fit"
+    with pytest.raises(AttributeError, match=text): new(name, '2')
+
+def test_an_attribute_that_was_refused_is_gone():
+    half = half_precision(mlp(), bf16)
+    half.foo = 1
+    with pytest.raises(AttributeError): half.refresh()
+    with half: assert not hasattr(half, 'foo')
+
+def test_others_may_set_in_a_loop():
+    "What is read, and anything in a subclass"
+    class Mine(TrainingSteps): pass
+    named_steps('clip', .5)
+    named_steps('foo', 1, Mine)
+    named_steps('compute_loss', mse_of)
+    named_recorder('columns', True)
+    named_recorder('after_epoch', noop)
+
 def test_others_may_set():
     "What fastai sets and reads, events, and anything in a subclass"
     class Mine(NativeMixedPrecision):

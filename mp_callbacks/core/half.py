@@ -26,6 +26,7 @@ from .processes import several_ranks
 from .rehearse import rehearse
 from .ways import _matches
 from .error_notes import note_dtypes
+from .misuse import attributes,refuse_attributes
 from .blame import keep_option
 from .torch_internals import _DataParallel,_is_lazy,_may_have_compiled
 from .measure import Measured,_can_repeat,_checksum,_measure_part,measure_gradients
@@ -33,6 +34,13 @@ from .switch import _switching
 from .chosen_ways import ChosenWays,_inside,_state_of
 
 # %% ../../nbs/core/half.ipynb #8a140b02
+def _setting(name):
+    "A property that `__init__` sets, and nobody else: how the modules compute was chosen by it"
+    def _refuse(self, value): raise AttributeError(
+        f"{name}={value!r} can't be set, as how the modules compute was chosen before. Make another: half = "
+        f"half.replace({name}=…).")
+    return property(attrgetter(f'_{name}'), _refuse, doc=f"As given to `half_precision`: `{name}`")
+
 class half_precision:
     """Inside a `with`, `model` computes in `dtype` from its float32 parameters, and returns float32
 
@@ -41,6 +49,8 @@ class half_precision:
 
     In the first call with two items or more, predictions are [compared with those under autocast](measure.ipynb)."""
     calls = calls # what errors and warnings say to write
+    model,dtype,keep,rules,fp8,way = map(_setting, ('model','dtype','keep','rules','fp8','way'))
+    _known = frozenset() # names of attributes that somebody reads
 
     def __init__(self,
         model:nn.Module, # Model with float32 parameters
@@ -52,7 +62,7 @@ class half_precision:
         measure=True, # Compare the first call with autocast: what is less exact computes as autocast then
     ):
         _check_types(model, fp8, way, measure)
-        self.model,self.dtype,self.keep,self.rules,self.fp8,self.way = model,_check_dtype(dtype),keep,rules,fp8,way
+        self._model,self._dtype,self._keep,self._rules,self._fp8,self._way = model,_check_dtype(dtype),keep,rules,fp8,way
         self._begin(measure)
         self.refresh()
 
@@ -63,6 +73,7 @@ class half_precision:
         self._remember(measure)
         self._chosen,self.params = None,[] # `ChosenWays`, and the parameters of the model, from `refresh` on
         self._holders = {} # who holds it -> whether that is an open `with`
+        self._known = attributes(self)
 
     modules = property(attrgetter('chosen.modules'), doc="The modules of the model")
     model_checksum = property(attrgetter('chosen.checksum'), doc="A checksum of the modules and how they compute")
@@ -82,8 +93,8 @@ class half_precision:
     def __getstate__(self): return self.settings # for copies and pickles
 
     def __setstate__(self, settings):
-        vars(self).update(settings)
-        self._begin(vars(self).pop('measure'))
+        vars(self).update({f'_{name}':o for name,o in settings.items()})
+        self._begin(self._measure)
 
     def _remember(self, measure):
         "Remember whether to measure, or what was measured"
@@ -177,6 +188,7 @@ class half_precision:
 
     def refresh(self):
         "Choose again how modules compute if modules, their classes, or devices or dtypes of parameters have changed"
+        if not vars(self).keys()<=self._known: refuse_attributes(self, self._known, _how_to_set)
         now,self.params = _state_of(self.model),[*self.model.parameters()]
         if self._chosen is not None and now==self._chosen.made_for: return
         self._choose(now)
@@ -351,6 +363,7 @@ def _check_dtype(dtype):
 # %% ../../nbs/core/half.ipynb #bbe22733
 _please_report = ("All modules are to blame for the error, so it is likely one of mp_callbacks. Please report it at "
                   "https://github.com/example/mp_callbacks/issues, with this trace:")
+_how_to_set = ("Make another: half = half.replace(…), which takes model, dtype, keep, rules, fp8, way and measure.")
 _no_decorator = ("half_precision is neither a decorator nor a model. Make it once, half = half_precision(model), and call "
                  "model(x) inside `with half:`.")
 

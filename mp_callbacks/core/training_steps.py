@@ -24,10 +24,13 @@ from .processes import single_process,without_ddp
 from .measure import copy_batch
 from .half import check_device,half_precision
 from .explain import explain_batch,explain_batches,_name_culprit
-from .misuse import check_bools,check_float32,check_optimizers,check_unscaled,check_options
+from .misuse import attributes,check_bools,check_float32,check_optimizers,check_unscaled,check_options
+from .misuse import refuse_attributes
 from .checked_steps import CheckedSteps,StepSettings
 
 # %% ../../nbs/core/training_steps.ipynb #9b00001f
+_how_to_set = ("It has compute_loss, loss_scale, clip, max_skips, warn_skips and rescue. How the model computes is said "
+               "once, in TrainingSteps(model, opt, half).")
 first_scale = DynamicLossScale(2.**10, period=500, headroom=default_headroom) # that of `to_fp16`
 
 _elsewhere = { # options of a learner's calls -> what to write in a loop
@@ -43,6 +46,7 @@ class TrainingSteps(CheckedSteps):
     `FloatingPointError` when `max_skips` steps in a row were not finite."""
     recent_steps = 1000,'the last 1,000 steps'
     _is_first = True # whether no step has been made or skipped yet
+    _known = frozenset() # names of attributes that somebody reads
     _warned_idle = False # whether a warning has said that a step changes nothing
     _in_batch = WeakSet() # all `TrainingSteps` between the beginning and the end of a batch
 
@@ -66,10 +70,11 @@ class TrainingSteps(CheckedSteps):
         self.opts = [*opt] if isinstance(opt, (list,tuple)) else [opt]
         check_optimizers(self.opts)
         self._model,self._opt,self._first_half = model,opt,half
-        self.compute_loss,self.measures = compute_loss,compute_loss is not None
+        self.compute_loss = compute_loss
         super().__init__(as_loss_scale(loss_scale), **kwargs)
         if self.rescue and compute_loss is None: raise ValueError("rescue=True needs compute_loss=, to find the cause.")
         check_device(self.device, half)
+        self._known = attributes(self)
 
     model = property(attrgetter('_model'), doc="The model, perhaps in `DistributedDataParallel`")
     opt = property(attrgetter('_opt'), doc="The optimizer, or a list of several")
@@ -102,6 +107,8 @@ class TrainingSteps(CheckedSteps):
         *batch, # For `compute_loss`: inputs, and at the end the targets
     ):
         "Context manager around forward and backward pass of a batch; those up to `make` are one step"
+        if not vars(self).keys()<=self._known: refuse_attributes(self, self._known, _how_to_set)
+        self.measures = self.compute_loss is not None
         if self.compute_loss is not None and not batch:
             raise ValueError("compute_loss= needs the batch, to compute it again. Use steps.batch(xb, yb).")
         batch = _split(batch)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from matplotlib.colors import LogNorm
 
 from ..core.grads import largest_number
+from ..core.misuse import attributes,refuse_attributes
 from ..core.modules import parameter_name
 from ..core.processes import is_sharded
 from .fastai_internals import LeanCallback,_add_columns,_is_dry_run,_within_batch
@@ -71,6 +72,7 @@ def _numbers_of(grad, tiny):
 class PrecisionRecorder(LeanCallback):
     "Record loss, gradient norm, loss scale and outcome of every step"
     order = 55 # after fastai's `Recorder`, before its progress bar and loggers
+    _known = frozenset() # names of attributes that somebody reads
     _stateattrs = '_stats','_new','_start','_measured'
     # stats of the last step; whether this batch added a row; rows when this epoch's training began, None if it hasn't
     _stats,_new,_start = None,False,None
@@ -90,8 +92,10 @@ class PrecisionRecorder(LeanCallback):
         if tensors is not None and (type(tensors) is not int or tensors<1):
             raise ValueError(f"tensors={tensors!r} must be an int, at least 1. Use tensors=100 for every 100th step.")
         self.columns,self.tensors,self.log_tensors,self.rows,self.tensor_rows = columns,tensors,log_tensors,[],[]
+        self._known = {*attributes(self),*self._methods}
 
     def before_fit(self):
+        refuse_attributes(self, self._known, 'It has columns, tensors and log_tensors.')
         if self.tensors and is_sharded(self.learn.model): raise ValueError(
             f"tensors={self.tensors} measures whole parameters, and with fully_shard (FSDP2) each process has parts. "
             "Use tensors=None.")

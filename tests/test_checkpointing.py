@@ -60,9 +60,15 @@ def drawing(block, x):
     "By random numbers of Python and NumPy"
     return x+block.b(F.gelu(block.a(x))*random.random())*(np.random.rand()>.5)
 
+def own_numbers(block, x):
+    "By generators of its own, in attributes and in an object"
+    noise = torch.randn(x.shape, generator=block.gen)*block.other.random()*block.inside.gen.random()
+    return x+block.b(F.gelu(block.a(x+noise.to(x.dtype))))
+
 def twice(block, x): return x+block.b(F.gelu(block.a(x)))+block.b(F.gelu(block.a(F.gelu(x)*block.gamma)))
 def in_place(block, x): return x.mul_(.9)+block.b(F.gelu(block.a(x)))
 def reentrant(block, x): return x+checkpoint(lambda x: block.b(F.gelu(block.a(x))), x, use_reentrant=True)
+def part(block, x): return x+checkpoint(block.f, x, use_reentrant=False)
 def itself(block, x): return x+checkpoint(lambda x: block.b(F.gelu(block.a(x))), x, use_reentrant=False)
 
 def layers(f, n=32, **parts):
@@ -86,6 +92,11 @@ def wrapped():
     def _block(): return layers(lambda m, x: x+m.b(F.gelu(m.a(x))))
     return nn.Sequential(nn.Linear(8,32), checkpoint_wrapper(_block()), *[_block() for _ in range(4)], nn.Linear(32,1))
 def recurrent(): return Does(remembers, cell=nn.GRU(32,64,batch_first=True), out=nn.Linear(64,32), hidden=None)
+def beside_parts():
+    "Some blocks checkpoint a part of themselves, which keeps most of what is left"
+    def _part(): return nn.Sequential(nn.Linear(32,32), nn.GELU(), nn.Dropout(.1))
+    def _block(i): return Does(part, f=_part()) if i%2 else layers(lambda m, x: x+m.b(F.gelu(m.a(x))))
+    return nn.Sequential(nn.Linear(8,32), *map(_block, range(5)), nn.Linear(32,1))
 def ends(**parts): return dict(start=nn.Linear(8,32), end=nn.Linear(32,1), **parts)
 def normed(): return nn.utils.parametrizations.spectral_norm(nn.Linear(32,128))
 def of_blocks(make): return lambda: nn.Sequential(nn.Linear(8,32), *[make() for _ in range(4)], nn.Linear(32,1))
@@ -103,6 +114,9 @@ kinds = dict(
     in_place  = of_blocks(lambda: layers(in_place)),
     reentrant = of_blocks(lambda: layers(reentrant)),
     itself    = of_blocks(lambda: nn.Sequential(layers(itself), nn.Dropout(.1), nn.GELU())),
+    part      = beside_parts,
+    own_numbers = of_blocks(lambda: layers(own_numbers, gen=torch.Generator(), other=random.Random(0),
+                                           inside=SimpleNamespace(gen=np.random.default_rng(0)))),
     chain     = chain,
     wrapped   = wrapped)
 
@@ -388,6 +402,27 @@ def test_choice_by_hand(target, chosen):
     def _peak(some): return by_hand[''.join(some)]
     some,n = _choose(levels, lambda o: 6 if o.isupper() else 2, _peak, target)
     assert ''.join(some)==chosen and n==(3 if chosen.isupper() else 4)
+
+class Drawing(nn.Module):
+    "A hook of it draws from the generator of another module, of which a part computed again doesn't know"
+    def __init__(self, at, n=64):
+        super().__init__()
+        torch.manual_seed(2)
+        self.gen,self.out = torch.Generator(),nn.Linear(n,1)
+        self.blocks = nn.Sequential(nn.Linear(8,n), *[Block(n, 0) for _ in range(4)])
+        def _noise(m, args, out): return out+.1*torch.randn(out.shape, generator=self.gen)
+        self.blocks[at].lin1.register_forward_hook(_noise)
+    def forward(self, x): return self.out(self.blocks(x))
+
+@pytest.mark.parametrize('call', ['to_fp16','to_native_bf16'])
+def test_other_bits_are_not_chosen(call):
+    "All but the part that isn't the same when it is computed again, and training has the bits of that without a limit"
+    def _new(): return get_learner(Drawing(2), big_dls())
+    learn,free = getattr(_new(), call)(memory=1e-3),getattr(_new(), call)()
+    for o in (learn,free): fitted(o)
+    def _has_hook(o): return o.name in ('blocks.2','blocks.2.lin1') if o.last is None else o.first<=2<o.last
+    assert segments(learn) and not any(map(_has_hook, segments(learn)))
+    assert_same(learn, free)
 
 def test_choice_asks_for_little():
     "Of 64 segments, 40 of which fit, 7 numbers are tried; if none saves anything, none is taken"

@@ -383,7 +383,7 @@ class CheckedSteps(StepSettings):
         "Let the step leave no trace, and count it"
         self.step.drop(self.params())
         self.step.outcome = 'skipped'
-        self._half.left = self._half.weights_state()
+        if self._state.measured is not None: self._half.left = self._half.weights_state()
         finite = _losses_finite(self.model, self.step.stats.loss_finite)
         self.state = self._state.after(self.step.stats._replace(loss_finite=finite))
         self.recent = self.recent.one_more()
@@ -393,7 +393,7 @@ class CheckedSteps(StepSettings):
         "Count a step that the optimizer has made"
         step,state = self.step,self._state
         step.outcome = 'made'
-        self._half.left = self._half.weights_state()
+        if self._state.measured is not None: self._half.left = self._half.weights_state()
         if step.stats is None: return # nobody has checked it
         if not step.learns: # of the scale it says nothing
             self.state = state._replace(steps=state.steps+1)

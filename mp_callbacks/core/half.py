@@ -253,15 +253,18 @@ class half_precision:
     @property
     def params_checksum(self)->int:
         "A checksum of which parameters train"
-        return _checksum(bytes([p.requires_grad for p in self.params]))
+        return _checksum(bytes(map(_trains, self.params)))
 
     def measure_again(self):
         "Let the next call be measured, too"
         self.to_measure = True
 
-    def weights_state(self)->list:
+    def weights_state(self)->tuple:
         "What is another after a parameter was replaced, or written otherwise than through `.data`"
-        return [(id(p),p._version) for p in self.params if not p.is_inference()] # which counts no versions
+        try: versions = [*map(_version, self.params)]
+        except RuntimeError: # tensors that were made in `inference_mode` have none
+            versions = [None if p.is_inference() else p._version for p in self.params]
+        return [*map(id, self.params)],versions
 
     def begins_prediction(self):
         "Let a call without gradients be measured if it is the first one with these weights, and no gradients were"
@@ -361,6 +364,9 @@ def _check_dtype(dtype):
     raise ValueError(f"dtype={dtype} must be torch.float16, torch.bfloat16 or torch.float32.")
 
 # %% ../../nbs/core/half.ipynb #bbe22733
+_trains = attrgetter('requires_grad')
+_version = attrgetter('_version') # of a tensor, which each operation in place raises by 1
+
 _please_report = ("All modules are to blame for the error, so it is likely one of mp_callbacks. Please report it at "
                   "https://github.com/example/mp_callbacks/issues, with this trace:")
 _how_to_set = ("Make another: half = half.replace(…), which takes model, dtype, keep, rules, fp8, way and measure.")

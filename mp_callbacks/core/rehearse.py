@@ -43,7 +43,8 @@ def unchanged(
 def rehearse(
     model:nn.Module, # Model to compute with
     half=None, # Its `half_precision`; None: in float32
+    weights:bool=True, # Put back parameters, too; it takes a copy of them
 ): # It gives a function of a loss and a loss scale that runs the backward pass
     "Inside a `with`, `model` computes as `half` says, without compiling, and with no gradients. Nothing is left of it."
     half = half.without_measure() if half else nullcontext()
-    with unchanged(model) as backward, half, torch.compiler.set_stance('force_eager'): yield backward
+    with unchanged(model, weights) as backward, half, torch.compiler.set_stance('force_eager'): yield backward

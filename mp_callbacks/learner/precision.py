@@ -35,7 +35,7 @@ from .fastai_internals import _reset_hidden,_within_batch
 from .explain_skips import explain_step,_float32_loss,_loss_again,_loss_modules,_weights_since
 from .optimizers import steps_at_once
 from .memory import MemoryBudget,_check_memory
-from .opt_state import clear_state,read_state,write_state
+from .opt_state import as_hypers,clear_state,read_state,state_hypers,write_state
 
 # %% ../../nbs/learner/precision.ipynb #67641138
 def fit_device(
@@ -67,7 +67,7 @@ class _LearnerSteps(CheckedSteps):
         **settings # As for `StepSettings`
     ):
         super().__init__(scaling, **settings)
-        self.cb,self._written = cb,self._state.as_dict() # the latter is what the optimizer has
+        self.cb,self._written = cb,as_hypers(self._state.as_dict()) # the latter is what the optimizer has
         self.of_fit = FitSkips()
 
     model = property(attrgetter('cb.learn.model'), doc="The learner's model")
@@ -97,9 +97,9 @@ class _LearnerSteps(CheckedSteps):
     @property
     def state(self):
         "Loss scale and counters: those that a callback or `load` has put into the optimizer, or else the last ones"
-        written = {} if (opt := self.opt) is None else read_state(opt)
+        written = {} if (opt := self.opt) is None else state_hypers(opt)
         if written and written!=self._written:
-            self._remember(self._state.loaded(written))
+            self._remember(self._state.loaded(read_state(opt)))
             self.forget_weights()
         return self._state
 
@@ -109,7 +109,7 @@ class _LearnerSteps(CheckedSteps):
         if (opt := self.opt) is not None: write_state(opt, self._written)
 
     def _remember(self, state):
-        self._state,self._written = state,state.as_dict()
+        self._state,self._written = state,as_hypers(state.as_dict())
         self.cb.on_state(state)
 
     def write(self):
@@ -119,7 +119,7 @@ class _LearnerSteps(CheckedSteps):
     @contextmanager
     def saved(self):
         "Context manager around what saves the optimizer: its file knows the weights"
-        if self.opt is not None: write_state(self.opt, self.state_dict())
+        if self.opt is not None: write_state(self.opt, as_hypers(self.state_dict()))
         try: yield
         finally:
             if self.opt is not None: self.write()

@@ -12,6 +12,7 @@ import random,torch,numpy as np
 from bisect import bisect_left
 from contextlib import ExitStack,nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +22,7 @@ from ..core.switch import Switch
 from ..core.half import half_precision
 from ..core.modules import compiled_parts,is_scripted,named_modules
 from ..core.torch_internals import TorchDispatchMode
+from ..core.rehearse import rehearse
 from ..core.restore import of_pytorch,remember_contents,restore_contents
 from ..core.forwards import WrappedForward,replaced_forward
 from .plan import _CountedSteps,MemoryPlan,_check_half,_check_items,_check_positive
@@ -155,6 +157,7 @@ class _Halves:
         sizes = _Sizes(steps, n, half)
         self.named,self.names,self.of = named_modules(steps.model),sizes.names,sizes.of
         self.refused = set() # names of modules that change their input, so that no segment begins with them
+        self.inexact = set() # segments that aren't the same when they are computed again
 
     def levels(self):
         """Lists of segments, of which some first ones are to be computed again
@@ -190,7 +193,8 @@ class _Halves:
     def _cover(self, segment, limit):
         "Return `segment`, or parts of it if it keeps more than `limit` bytes"
         layer = segment.last is None and of_pytorch(self.named[segment.name]) and not self._inside(segment.name)
-        alone = [] if layer or self.first(segment) in self.refused or self._kept(segment)<=0 else [segment]
+        refused = self.first(segment) in self.refused or segment in self.inexact
+        alone = [] if layer or refused or self._kept(segment)<=0 else [segment]
         if alone and self._kept(segment)<=limit: return alone
         return [o for part in self._parts(segment) for o in self._cover(part, limit)] or alone
 
@@ -228,6 +232,18 @@ def _choose(levels, work, peak, target):
     return _least(lowest) if lowest<peak([]) else best
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0015
+def _inexact(model, compute_loss, half, segments):
+    "Those of `segments` with which a trial's gradients have other bits. None if they have without a segment, too."
+    params = [p for p in model.parameters() if p.requires_grad]
+    def _gradients(some=()):
+        with Checkpoints(model, some), rehearse(model, half, weights=False) as backward:
+            backward(compute_loss(4))
+            return [*map(attrgetter('grad'), params)]
+    def _same(some): return all(a is b or torch.equal(a, b) for a,b in zip(_gradients(some), first))
+    first = _gradients()
+    if _same(segments) or not _same(()): return []
+    return [o for o in segments if not _same([o])] or segments
+
 share_left = .1 # of the memory: for what is no tensor
 
 class CheckpointPlan(NamedTuple):
@@ -277,8 +293,8 @@ def plan_checkpoints(
 )->CheckpointPlan: # Prints as a text
     """Which blocks of `model` to compute again, so that a batch fits into `gb`, and as little as possible
 
-    It plans with two and with four items. Raises `ValueError` for a bad size, for a loss that is of other items than
-    these, and for a compiled or scripted part."""
+    It plans with two and with four items, and chooses nothing with which their gradients have other bits. Raises
+    `ValueError` for a bad size, for a loss that is of other items than these, and for a compiled or scripted part."""
     _check_items(batch_size)
     _check_half(half)
     _check_positive('gb', gb, 'the memory, in GB')
@@ -296,6 +312,9 @@ def plan_checkpoints(
             while chosen is None:
                 try: chosen,of = _choose(halves.levels(), halves.work, _peak, target)
                 except ChangedInput as e: halves.refused.add(halves.first(e.segment))
+                else:
+                    if inexact := _inexact(model, compute_loss, half, chosen): halves.inexact.update(inexact)
+                    if inexact: chosen = None
             # the backward pass takes twice as long as the forward pass
             time = 1+sum(map(halves.work, chosen))/halves.work(Segment(''))/3
     both = MemoryPlan(batch_size, {**plans[frozenset()].steps, **plans[frozenset(chosen)].steps})

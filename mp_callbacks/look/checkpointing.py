@@ -236,7 +236,7 @@ def _inexact(model, compute_loss, half, segments):
     "Those of `segments` with which a trial's gradients have other bits. None if they have without a segment, too."
     params = [p for p in model.parameters() if p.requires_grad]
     def _gradients(some=()):
-        with Checkpoints(model, some), rehearse(model, half, weights=False) as backward:
+        with Checkpoints(model, some), rehearse(model, half) as backward:
             backward(compute_loss(4))
             return [*map(attrgetter('grad'), params)]
     def _same(some): return all(a is b or torch.equal(a, b) for a,b in zip(_gradients(some), first))

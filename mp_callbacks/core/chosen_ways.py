@@ -30,18 +30,20 @@ from .measure import _checksum,_measure_call
 from .switch import Switch
 
 # %% ../../nbs/core/chosen_ways.ipynb #c4000009
-def _state_of(model):
-    "What the choice for `model` depends on: device type, modules, those inside, forwards, compiled parts, dtypes"
+def _state_of(model, params):
+    """What the choice for `model`, which has `params`, depends on
+
+    That is the device type, modules, those inside, forwards, compiled parts and dtypes."""
     modules = [*model.modules()]
     forwards = {o:getattr_static(o, 'forward', None) for o in {*map(type, modules)}}
-    of_params = [(p.dtype,p.device) for p in model.parameters()]
-    return _device_type(model),modules,_inside(modules),forwards,compiled_parts(model),of_params
+    of_params = [(p.dtype,p.device) for p in params]
+    return _device_type(params),modules,_inside(modules),forwards,compiled_parts(model),of_params
 
 def _inside(modules):
     "The modules that each of `modules` has inside, one after the other, with None where a module is registered as None"
     return [o for parts in filter(None, map(attrgetter('_modules'), modules)) for o in parts.values()]
 
-def _device_type(model): return next((p.device.type for p in model.parameters() if p.dtype==torch.float32), None)
+def _device_type(params): return next((p.device.type for p in params if p.dtype==torch.float32), None)
 
 class ChosenWays:
     """How the modules of a model compute in half precision

@@ -189,7 +189,8 @@ class half_precision:
     def refresh(self):
         "Choose again how modules compute if modules, their classes, or devices or dtypes of parameters have changed"
         if not vars(self).keys()<=self._known: refuse_attributes(self, self._known, _how_to_set)
-        now,self.params = _state_of(self.model),[*self.model.parameters()]
+        self.params = [*self.model.parameters()]
+        now = _state_of(self.model, self.params)
         if self._chosen is not None and now==self._chosen.made_for: return
         self._choose(now)
 
@@ -294,7 +295,7 @@ class half_precision:
         before = ifnone(self.measured, Measured()).as_autocast
         self._remember(measured)
         if measured.as_autocast==before: return
-        self._choose(_state_of(self.model))
+        self._choose(_state_of(self.model, self.params))
         new = [name for name in measured.names if name not in before]
         if not new or not warn: return
         named = ', '.join([name or 'the model itself' for name in new[:8]])+', …'*(len(new)>8)

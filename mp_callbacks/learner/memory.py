@@ -108,10 +108,6 @@ class MemoryBudget:
                 self._for,self._size = now,size
             self.plan.checkpoints.turn_on()
 
-    def end(self):
-        "End the forward pass. Idempotent."
-        if self.plan is not None: self.plan.checkpoints.turn_off()
-
     def again(self,
         learn, # `Learner`
     ):

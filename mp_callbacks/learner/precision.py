@@ -316,14 +316,14 @@ class PrecisionCallback(_PrecisionPart):
             yield
         finally:
             half.release(holder)
-            self.budget.end()
+            if self.budget.plan: self.budget.plan.checkpoints.turn_off()
 
     def after_pred(self):
         steps = self.steps
         if steps.open_batches:
             half = steps.half
             half.release(steps.open_batches[-1])
-            self.budget.end()
+            if self.budget.plan: self.budget.plan.checkpoints.turn_off()
             if self.learn.training: check_float32(half, steps.full)
         elif self.learn.training: raise RuntimeError(
             f"This batch isn't run by Learner.one_batch, so {type(self).__name__} can't train with it. If your class "
@@ -340,7 +340,7 @@ class PrecisionCallback(_PrecisionPart):
             with steps.scaled(loss, (learn.xb,learn.yb)) as learn.loss_grad: yield
         finally:
             half.release(holder)
-            if self.budget.plan: self.budget.end()
+            if self.budget.plan: self.budget.plan.checkpoints.turn_off()
             learn.loss_grad = loss
 
     def after_cancel_backward(self): reset_ddp(self.learn.model)

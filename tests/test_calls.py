@@ -78,6 +78,8 @@ said = dict( # a call, and what its error says
     name_only = (lambda: half_precision(mlp(), keep=lambda name: True), 'keep=<lambda> must take the name and the mod'),
     way       = (lambda: half_precision(mlp(), way=3), "way=3 must be a function of a module's name"),
     rescue    = (lambda: get_learner().to_fp16(rescue=1), 'rescue=1 must be True or False'),
+    enabled   = (lambda: get_learner().to_native_fp16(enabled=1), 'enabled=1 must be True or False'),
+    of_half   = (lambda: ModelToHalf('float32'), 'dtype=float32 must be torch.float16 or torch.bfloat16'),
     only_half = (lambda: MixedPrecision(keep='0'), r'learn.to_fp16\(keep=…\)'),
     plan      = (lambda: get_learner().precision_plan().batch_size('16'), "gb='16' must be a positive number"),
     no_items  = (lambda: get_learner().precision_plan(([torch.rand(3,4,4)]*2,torch.rand(2,1))), # a list of images

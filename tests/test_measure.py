@@ -294,6 +294,14 @@ def test_most_tries(n, cost):
         if len(bad)==1: assert {*found.names}==bad and len(tries)<=cost+2
         elif n==64: assert len(found.names)==n
 
+def test_only_what_goes_beyond_autocast_is_in_question():
+    "A norm that was in half precision before computes as under autocast already"
+    model = nn.Sequential(nn.Linear(4,4), nn.BatchNorm1d(4).bfloat16(), nn.Linear(4,1))
+    half = half_precision(model, bf16, measure=False)
+    def run(half): return [torch.ones(1)*(1+bool(half and half.rules))]
+    assert half.ways['1'].name=='half norm'
+    assert compare_with_autocast(half, run, measure.gradients_apart).names==('0','2')
+
 # --- Nothing else changes
 
 def remembers(m, x):

@@ -4,6 +4,7 @@
 - masks: a training step of `TrainingSteps` for twelve small layers with a mask of bools each, and without masks
 - own: a training step of a narrow model that ends with a loop of some operations with its own parameters: by our rules
   (`measure=False`), as measured, and under autocast alone. `most_operations` of `mp_callbacks.core.measure` follows it.
+- measures: what a comparison with autocast takes of the time of a training step, of a small ViT with few items and many
 
 CPU time of the process, in turns in one process, in one thread; medians."""
 from contextlib import nullcontext
@@ -11,10 +12,12 @@ from time import process_time
 
 from common import *
 from loops import Variant
+from models import ViT
 from mp_callbacks.core.half import half_precision
-from mp_callbacks.core.measure import most_operations
+from mp_callbacks.core.measure import first_items,most_operations
 from mp_callbacks.core.training_steps import TrainingSteps
 from torch import nn
+from torch.nn import functional as F
 
 def turns(runs, n, warm=3):
     "Rows of (variant, turn, metric, value, note): microseconds of the functions in the dict `runs`, in turns"
@@ -94,6 +97,21 @@ def own(count, n):
                 autocast=half_precision(model, bf16, rules=False))
     return turns({Variant('ours',k,'bf16'):batch_of(model, x, o) for k,o in ways.items()}, n)
 
+def measures(items, n, blocks):
+    "As `turns`: a step with so many `items`, and a comparison with autocast, which computes 16 of them, or half"
+    torch.manual_seed(0)
+    model = ViT(32, 8, 64, 256, 4, blocks, 10)
+    x,y = torch.randn(items, 3, 32, 32),torch.arange(items)%10
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)
+    def compute_loss(model, x, y): return F.cross_entropy(model(x), y)
+    steps,half = TrainingSteps(model, opt, bf16),half_precision(model, bf16)
+    def _step():
+        with steps.batch(x, y): steps.backward(compute_loss(model, x, y))
+        steps.make()
+    part = first_items((x, y))
+    def _measure(): half.measure(lambda: compute_loss(model, *part))
+    return turns({Variant(k,'fused','bf16'):o for k,o in dict(step=_step, measure=_measure).items()}, n)
+
 counts = 0,4,8,16,32,64,128,256,800
 
 def tables(df):
@@ -107,7 +125,10 @@ def tables(df):
     ratios = pd.DataFrame({'by our rules':loops.rules/loops.autocast, 'measured':loops.measured/loops.autocast})
     ratios['rules, of those of no loop'] = ratios['by our rules']/ratios['by our rules'].iloc[0]
     ratios = ratios.rename_axis('operations')
-    text = [('Predictions, a call', call), ('Masks, a step', masked), ('Own parameters in a loop, of autocast', ratios)]
+    asks = us['measures'].droplevel(['opt','precision']).unstack()
+    asks = (asks.measure/asks.step).rename('steps').to_frame().rename_axis('items')
+    text = [('Predictions, a call', call), ('Masks, a step', masked), ('Own parameters in a loop, of autocast', ratios),
+            ('Measures, in steps', asks)]
     return [o for title,t in text for o in (f'## {title}\n', markdown(t.round(3)))]
 
 def main():
@@ -119,6 +140,8 @@ def main():
     results.measure('predictions', 'mlp 8x1024', 1, predictions(n, **small))
     results.measure('masks', '12 layers of 64', 8, masks(n, 16 if args.tiny else 2048))
     for count in counts[:2] if args.tiny else counts: results.measure('own', 'recurrence', count, own(count, n))
+    blocks = 1 if args.tiny else 12
+    for items in (4,64): results.measure('measures', 'vit', items, measures(items, n, blocks))
     text = [*tables(results.read()), f'most_operations is {most_operations}.']
     results.write('Calls beside autocast', text, of='turns')
     print('\n'.join(text))

@@ -35,7 +35,7 @@ from .chosen_ways import ChosenWays,_inside,_state_of
 
 # %% ../../nbs/core/half.ipynb #8a140b02
 def _setting(name):
-    "A property that `__init__` sets, and nobody else: how the modules compute was chosen by it"
+    "Make a property that `__init__` sets, and nobody else: how the modules compute was chosen by it"
     def _refuse(self, value): raise AttributeError(
         f"{name}={value!r} can't be set, as how the modules compute was chosen before. Make another: half = "
         f"half.replace({name}=…).")

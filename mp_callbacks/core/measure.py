@@ -130,11 +130,13 @@ class Measured(NamedTuple):
         return f"{which} are {ours} by our rules, and {others}"
 
     def _when(self):
+        "Name the steps: all of a few, else the first and the last"
         each = [*map(str, self.steps)]
         if len(each)>6: each = [*each[:4],'…',each[-1]]
         return f" at step{'s'*(len(each)>1)} {' and '.join(filter(None, [', '.join(each[:-1]),each[-1]]))}" if each else ''
 
     def _without_evidence(self):
+        "Say that batches since then were no evidence, if they were many"
         return f' Since then {self.waits} batches in a row have shown nothing.' if self.waits>=most_waits else ''
 
     def __repr__(self):
@@ -208,7 +210,7 @@ def _of_own_way(half, run):
     return True
 
 def _error_text(e):
-    "The error, and the line that raised it, in the code that called PyTorch"
+    "Return the error as a text, with the line that raised it in the code that called PyTorch"
     frames = traceback.extract_tb(e.__traceback__)
     of_modes = '__torch_function__','__torch_dispatch__'
     def _passes_on(frame): return 'torch' in Path(frame.filename).parts or frame.name in of_modes

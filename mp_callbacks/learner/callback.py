@@ -94,7 +94,7 @@ def _scale_setting(
     field:str, # Of a `DynamicLossScale`
     **beside # Fields that are set with it
 ):
-    "A property of a `PrecisionCallback` that reads and sets a `field` of its loss scale"
+    "Make a property of a `PrecisionCallback` that reads and sets a `field` of its loss scale"
     def _get(self): return getattr(self.scaling, field, None)
     def _set(self, value):
         if not isinstance(self.scaling, DynamicLossScale): raise ValueError(
@@ -105,7 +105,7 @@ def _scale_setting(
 def _setting_of_part(
     name:str, # Of the property, and of that of the callback's `part`
 ):
-    "A property of a `PrecisionCallback` that its `part` has"
+    "Make a property of a `PrecisionCallback` that its `part` has"
     def _set(self, value):
         if self.learn is None or self.part is None: raise AttributeError(
             f"{name} is set on the callback of a learner. Use learn.to_fp16({name}=…), or ModelToHalf({name}=…).")
@@ -115,7 +115,7 @@ def _setting_of_part(
 def _half_setting(
     name:str, # Of the property
 ):
-    "A property of a callback that its `new_half` reads. What is set counts from the next step on."
+    "Make a property of a callback that its `new_half` reads. What is set counts from the next step on."
     def _get(self): return vars(self)[name]
     def _set(self, value):
         before = vars(self).get(name)

@@ -27,7 +27,7 @@ from .fastai_internals import LeanCallback,_autocast_closed,_batch_order,_is_dry
 from .fastai_internals import _training_batches,_within_batch
 from .explain_skips import _diagnose_batch,_loss_again,_unchanged_learner
 from .opt_state import clear_state
-from .memory import _check_items,_set_items
+from .memory import _check_first_dimensions,_set_items
 from .precision import fit_device,_precision_callback
 
 # %% ../../nbs/learner/looks.ipynb #111f0db8
@@ -120,7 +120,7 @@ def precision_plan(
     cb,half = _precision_callback(learn),_half(learn)
     if batch is None:
         with _unchanged_learner(learn): batch = first(_training_batches(learn))
-    _check_items(batch)
+    _check_first_dimensions(batch)
     def _look():
         if cb: clear_state(learn.opt) # some steppers refuse the loss scale
         with _loss_again(learn) as compute_loss:

@@ -25,7 +25,7 @@ from .opt_state import clear_state
 # %% ../../nbs/learner/memory.ipynb #3e300011
 def _sizes(batch): return {len(t) if t.ndim else 0 for t in leaves(batch) if isinstance(t, torch.Tensor)}
 
-def _check_items(batch):
+def _check_first_dimensions(batch):
     "Raise `ValueError` if the items of `batch` can't be told apart"
     if len(sizes := _sizes(batch))>1: raise ValueError(
         f"The first dimensions of the tensors of this batch are {sorted(sizes)}, and must be the number of items, as "
@@ -118,7 +118,7 @@ class MemoryBudget:
     def _choose(self, learn, half, memory, batch):
         self.plan,self._for,model = None,None,unwrap(learn.model)
         gb = free_gb(learn) if memory is True else memory
-        _check_items(batch)
+        _check_first_dimensions(batch)
         if not (sizes := _sizes(batch)): raise ValueError(
             "This batch has no tensors, and the plan of memory= tries other numbers of items. Leave memory out.")
         with _noted(), single_process(learn.model), _loss_again(learn) as compute_loss:

@@ -262,7 +262,7 @@ class CheckpointPlan(NamedTuple):
 
     @property
     def need(self)->float:
-        "GB of tensors: those of a step, and others"
+        "GB that tensors take: those of a step, and others"
         return self.gb*(1-share_left)-self.room+self.peak
 
     @property

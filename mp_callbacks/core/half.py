@@ -140,11 +140,9 @@ class half_precision:
         by, # Who held it
     ):
         "Let the model compute as before, unless somebody else holds it. Idempotent."
-        if by not in self._holders: return
         with _switching:
             try:
-                self._holders.pop(by, None)
-                self._update()
+                if self._holders.pop(by, None) is not None: self._update()
             except BaseException: # Ctrl-C may come halfway
                 self._holders.pop(by, None)
                 self._update()

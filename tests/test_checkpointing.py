@@ -424,6 +424,27 @@ def test_other_bits_are_not_chosen(call):
     assert segments(learn) and not any(map(_has_hook, segments(learn)))
     assert_same(learn, free)
 
+class Now_and_then(nn.Module):
+    "Sparse gradients, and a layer that has gradients in every third call only, which nobody puts back"
+    def __init__(self):
+        super().__init__()
+        self.aux,self.emb,self.body = nn.Linear(8,1),nn.Embedding(4,8,sparse=True),net()
+    def forward(self, x):
+        calls[0] += 1
+        res = self.body(x+self.emb(torch.zeros(len(x), dtype=torch.int)))
+        return res if calls[0]%3 else res+self.aux(x)
+calls = [0]
+
+def test_gradients_of_any_kind():
+    "Sparse ones are compared, too, and a parameter may have none"
+    model,(x,y) = Now_and_then(),numbers(64)
+    dense = [*model.body.parameters(),*model.aux.parameters()]
+    opts = [torch.optim.SparseAdam(model.emb.parameters()),torch.optim.Adam(dense)]
+    def compute_loss(n): return F.mse_loss(model(x[:n]), y[:n])
+    for i in range(3):
+        calls[0] = i
+        assert plan_checkpoints(model, compute_loss, opts, 4096, .02).checkpoints.segments
+
 def test_choice_asks_for_little():
     "Of 64 segments, 40 of which fit, 7 numbers are tried; if none saves anything, none is taken"
     asked = []

@@ -302,6 +302,12 @@ def test_only_what_goes_beyond_autocast_is_in_question():
     assert half.ways['1'].name=='half norm'
     assert compare_with_autocast(half, run, measure.gradients_apart).names==('0','2')
 
+def test_a_copy_follows():
+    "One that has computed nothing yet, too"
+    half = copy(half_precision(mlp(), bf16))
+    half.follow(Measured(('0',)), warn=False)
+    assert half.ways['0'].why=='measured'
+
 # --- Nothing else changes
 
 def remembers(m, x):
@@ -366,7 +372,7 @@ def test_modules_are_put_back():
     assert measured_of(learn) is None and measured_of(fitted(learn)).names==()
 
 def test_memory():
-    "Gradients and a sample of them, beside the parameters and what the cast needs"
+    "Two lists of gradients and a copy of the parameters, beside the parameters and what the cast needs"
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(256,256) for _ in range(8)])
     n,x = sum(p.numel() for p in model.parameters()),torch.randn(2,256)
@@ -375,7 +381,7 @@ def test_memory():
         for p in model.parameters(): live.add(p)
         half.measure(lambda: model(x).square().mean())
         gc.collect()
-    assert half.measured.why=='' and max(live.log)<=(2*4+2+.5)*n # float32 twice, and half precision
+    assert half.measured.why=='' and max(live.log)<=(4*4+2+.5)*n # float32 four times, and half precision
     assert live.now<4.1*n
 
 # --- Asked again

@@ -232,6 +232,26 @@ def test_loaded_in_a_batch(order, tmp_path):
     learn.fit(1, cbs=[On('before_batch', _load, order, at=(1,)), off])
     assert learn.mixed_precision.loss_scale==64 and learn.mixed_precision.state.steps==n+len(learn.dls.train)-1
 
+def validate_in_a_batch(learn):
+    names = 'dl','iter','n_iter','xb','yb','pred'
+    before = [getattr(learn, o, None) for o in names]
+    learn.validate()
+    for name,o in zip(names, before): setattr(learn, name, o)
+    learn.training = True
+    learn.model.train()
+
+def test_rescued_in_a_batch():
+    "A batch inside it computes as it does; what was rescued meanwhile counts from the next one on"
+    learn,halves = ask_nothing(get_learner().to_bf16()),[]
+    def _rescue(learn):
+        cb = learn.mixed_precision
+        cb.state,before = cb.state._replace(rescued=(('0',0),)),cb.half
+        validate_in_a_batch(learn)
+        halves.append((before,cb.half))
+    learn.fit(1, cbs=On('after_pred', _rescue, 20, at=[1]))
+    (before,inside),after = halves[0],learn.mixed_precision.half
+    assert before is inside and not before.keep and str(after.keep[-1])=='0'
+
 def test_loaded_and_validated_in_a_batch(tmp_path):
     "What was rescued in the loaded state counts from the next batch on, and half precision is off in this one's loss"
     learn = saved(tmp_path)
@@ -241,11 +261,8 @@ def test_loaded_and_validated_in_a_batch(tmp_path):
     learn.save('rescued')
     cb.state = cb.state._replace(rescued=())
     def _load(learn):
-        dl,i,n,xb,yb = learn.dl,learn.iter,learn.n_iter,learn.xb,learn.yb
         learn.load('rescued')
-        learn.validate()
-        learn.dl,learn.iter,learn.n_iter,learn.xb,learn.yb,learn.training = dl,i,n,xb,yb,True
-        learn.model.train()
+        validate_in_a_batch(learn)
     seen = []
     def _look(learn): seen.append(assert_plain(learn.model))
     looks = [On(o, _look, 30) for o in ('after_pred','after_loss','before_step')] # the last one not in a skipped step

@@ -261,12 +261,32 @@ def test_an_attribute_that_was_refused_is_gone():
     with pytest.raises(AttributeError): half.refresh()
     with half: assert not hasattr(half, 'foo')
 
+def test_of_another_version():
+    "What was pickled without the names that may be set refuses nothing, and keeps what it has"
+    learn = get_learner(cbs=PrecisionRecorder()).to_bf16()
+    vars(learn.precision_recorder).pop('_known')
+    steps = TrainingSteps(model := mlp(), torch.optim.SGD(model.parameters(), .1), bf16)
+    vars(steps).pop('_known')
+    with steps.batch(*numbers(16)): pass
+    assert steps.clip is None and len(log_of(fitted(learn)))==len(learn.dls.train)
+
+def test_copies_of_a_subclass():
+    "Have what it has set"
+    class Named(half_precision):
+        def __init__(self, model, dtype=bf16, keep=(), rules=True, fp8=None, way=None, measure=True, note=''):
+            super().__init__(model, dtype, keep, rules, fp8, way, measure)
+            self.note = note
+    half = Named(mlp(), note='a')
+    for o in (copy(half),deepcopy(half),copy(half).replace(dtype=f16)):
+        assert o.note=='a' and o.keep==()
+
 def test_others_may_set_in_a_loop():
     "What is read, and anything in a subclass"
     class Mine(TrainingSteps): pass
     named_steps('clip', .5)
     named_steps('foo', 1, Mine)
     named_steps('compute_loss', mse_of)
+    named_steps('make', noop) # as mocks do
     named_recorder('columns', True)
     named_recorder('after_epoch', noop)
 

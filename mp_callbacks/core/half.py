@@ -41,6 +41,8 @@ def _setting(name):
         f"half.replace({name}=…).")
     return property(attrgetter(f'_{name}'), _refuse, doc=f"As given to `half_precision`: `{name}`")
 
+_settings = 'model','dtype','keep','rules','fp8','way'
+
 class half_precision:
     """Inside a `with`, `model` computes in `dtype` from its float32 parameters, and returns float32
 
@@ -49,7 +51,7 @@ class half_precision:
 
     In the first call with two items or more, predictions are [compared with those under autocast](measure.ipynb)."""
     calls = calls # what errors and warnings say to write
-    model,dtype,keep,rules,fp8,way = map(_setting, ('model','dtype','keep','rules','fp8','way'))
+    model,dtype,keep,rules,fp8,way = map(_setting, _settings)
     _known = frozenset() # names of attributes that somebody reads
 
     def __init__(self,
@@ -93,8 +95,8 @@ class half_precision:
     def __getstate__(self): return self.settings # for copies and pickles
 
     def __setstate__(self, settings):
-        vars(self).update({f'_{name}':o for name,o in settings.items()})
-        self._begin(self._measure)
+        for name,o in settings.items(): vars(self)[f'_{name}' if name in _settings else name] = o
+        self._begin(vars(self).pop('measure'))
 
     def _remember(self, measure):
         "Remember whether to measure, or what was measured"
@@ -293,6 +295,7 @@ class half_precision:
         before = ifnone(self.measured, Measured()).as_autocast
         self._remember(measured)
         if measured.as_autocast==before: return
+        self.params = [*self.model.parameters()] # a copy has looked for none yet
         self._choose(_state_of(self.model, self.params))
         new = [name for name in measured.names if name not in before]
         if not new or not warn: return

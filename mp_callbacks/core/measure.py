@@ -13,7 +13,6 @@ __all__ = ['tolerance', 'least_steps', 'most_tries', 'most_waits', 'first_asks',
 # %% ../../nbs/core/measure.ipynb #aea50009
 import math,torch,traceback,zlib
 from contextlib import contextmanager
-from fastcore.basics import noop
 from operator import attrgetter
 from pathlib import Path
 from threading import current_thread,main_thread
@@ -39,7 +38,6 @@ first_asks,each_ask = (32,128),512 # steps before which it is measured again: th
 larger_items = 1.5 # times as many numbers in an item as in any measured before: measured again
 most_operations = 32 # with a module's own parameters in one call; each takes some ten microseconds of Python
 _most_items = 16 # of the batch
-_most_kept = 2**12 # numbers of a gradient: of larger ones some are compared
 
 # %% ../../nbs/core/measure.ipynb #aea50011
 class Measured(NamedTuple):
@@ -255,22 +253,16 @@ def gradients_apart(
 # %% ../../nbs/core/measure.ipynb #aea50016
 _grad = attrgetter('grad')
 
-def _some(grad):
-    "Each eleventh number of a large gradient, as a whole list may not fit; most layers' sizes are no multiples of 11"
-    whole = grad is None or grad.numel()<=_most_kept or grad.is_sparse or hasattr(grad, 'to_local') # a part of `fully_shard`
-    return grad if whole else grad.flatten()[::11].clone()
-
 def _casts_ahead(half): return half is not None and half.rules # but not in the first call of a model
 
 @contextmanager
 def batch_gradients(
     model:nn.Module, # Model that `compute_loss` calls
     compute_loss, # Function without arguments that calls `model` on a batch, and returns the loss
-    keep=noop, # Function of a gradient or None: what is kept of it
 ):
     """Inside a `with`, a function of a `half_precision` or None, and a loss scale: gradients of the batch, unscaled
 
-    It returns a list with what is kept of each parameter that trains; None: it has no gradient. Everything is as before
+    It returns a list with those of the parameters that train; None: such a parameter has none. Everything is as before
     after each call. Raises `ValueError` for a model whose parameters may be changed in the backward pass."""
     if any(map(_accumulate_hooks, model.parameters())):
         raise ValueError('an optimizer may step in the backward pass, in a hook of register_post_accumulate_grad_hook')
@@ -280,7 +272,7 @@ def batch_gradients(
             with rehearse(model, half): compute_loss()
         with rehearse(model, half) as backward:
             backward(compute_loss(), scale)
-            grads = [*map(keep, map(_grad, params))]
+            grads = [*map(_grad, params)]
         return grads if scale==1 else [g if g is None else g/scale for g in grads]
     with single_process(model), torch.enable_grad(): yield _gradients
 
@@ -293,7 +285,7 @@ def measure_gradients(
     """Measure whether gradients are as exact as under autocast. Everything is as before afterwards.
 
     Raises what the batch raises under autocast or in float32, and `_NoEvidence` if gradients are inf, nan or all zero."""
-    with batch_gradients(half.model, compute_loss, _some) as gradients:
+    with batch_gradients(half.model, compute_loss) as gradients:
         for o in dict.fromkeys([scale,1.]):
             def _run(half): return gradients(half, 1. if half is None else o)
             try: return compare_with_autocast(half, _run, gradients_apart)

@@ -63,17 +63,20 @@ def check_unscaled(
 def attributes(
     o, # An object of one of our classes
 )->set: # Names
-    "Attributes that `o` has now, and those of its class that are no methods: nobody reads another one"
+    "Names that may be set: attributes that `o` has now, and those of its class but for methods"
     return {*vars(o), *[name for cls in type(o).__mro__ for name,x in vars(cls).items() if not callable(x)]}
 
 def refuse_attributes(
     o, # An object of one of our classes, or of a subclass, which may have any
-    known:set, # From `attributes`
+    known:set, # From `attributes`; empty: nobody has asked, as for what another version has pickled
     way_out:str, # What can be set, and how
 ):
     "Raise an `AttributeError` for attributes that somebody has set on `o`, and nobody reads, and remove them"
-    unknown = sorted([name for name in vars(o).keys()-known if not name.startswith('_')]) # the private are no settings
-    if type(o).__module__.partition('.')[0]!=__name__.partition('.')[0] or not unknown: return
+    if not known or type(o).__module__.partition('.')[0]!=__name__.partition('.')[0]: return
+    def _wraps(name): return callable(getattr(type(o), name, None)) and callable(vars(o)[name]) # a method, as mocks do
+    # what is private is no setting
+    unknown = sorted([name for name in vars(o).keys()-known if not name.startswith('_') and not _wraps(name)])
+    if not unknown: return
     for name in unknown: del vars(o)[name]
     raise AttributeError(f"{type(o).__name__} has no {', '.join(unknown)} that can be set. {way_out}")
 

@@ -13,16 +13,17 @@ from contextlib import contextmanager,nullcontext
 from torch import nn
 
 from .grads import reached_leaves
-from .restore import fork_rngs,remember_contents,restore_contents,unchanged_params
+from .restore import fork_rngs,remember_contents,restore_contents
 
 # %% ../../nbs/core/rehearse.ipynb #4e0a5e09
 @contextmanager
 def unchanged(
     model:nn.Module, # Model to look at
+    weights:bool=True, # Put back parameters, too; it takes a copy of them
 ): # It gives a function of a loss and a loss scale that runs the backward pass
     "At the end of a `with`, put back gradients (none inside), parameters, buffers, attributes and random numbers"
     params,grads = [*model.parameters()],{}
-    before = remember_contents(model.modules(), params)
+    before = remember_contents(model.modules(), () if weights else params)
     def _take_grads(ts):
         for t in ts:
             if t not in grads: grads[t],t.grad = t.grad,None
@@ -32,7 +33,7 @@ def unchanged(
         (loss if scale==1 else loss.float()*scale).backward()
     _take_grads(params)
     try:
-        with fork_rngs(params), unchanged_params(params): yield _backward
+        with fork_rngs(params): yield _backward
     finally:
         restore_contents(before)
         for t,g in grads.items(): t.grad = g
@@ -42,7 +43,8 @@ def unchanged(
 def rehearse(
     model:nn.Module, # Model to compute with
     half=None, # Its `half_precision`; None: in float32
+    weights:bool=True, # Put back parameters, too; it takes a copy of them
 ): # It gives a function of a loss and a loss scale that runs the backward pass
     "Inside a `with`, `model` computes as `half` says, without compiling, and with no gradients. Nothing is left of it."
     half = half.without_measure() if half else nullcontext()
-    with unchanged(model) as backward, half, torch.compiler.set_stance('force_eager'): yield backward
+    with unchanged(model, weights) as backward, half, torch.compiler.set_stance('force_eager'): yield backward

@@ -10,7 +10,6 @@ __all__ = ['TorchDispatchMode', 'function_of', 'foreach']
 # %% ../../nbs/core/torch_internals.ipynb #70a10005
 import gc,sys,torch,torch.utils.checkpoint
 from contextlib import ExitStack,nullcontext,suppress
-from functools import cache
 from operator import attrgetter
 
 # %% ../../nbs/core/torch_internals.ipynb #70a10006
@@ -121,9 +120,3 @@ class _NoDispatchMode:
 
 TorchDispatchMode = _of_torch('utils._python_dispatch.TorchDispatchMode', _NoDispatchMode)
 _sees_operations = TorchDispatchMode is not _NoDispatchMode
-
-@cache
-def _writes(func):
-    "Places and names of the arguments that an operation writes"
-    arguments = getattr(getattr(func, '_schema', None), 'arguments', ())
-    return [(i,o.name) for i,o in enumerate(arguments) if o.alias_info is not None and o.alias_info.is_write]

@@ -151,7 +151,7 @@ def batch_times(
     def _look():
         there = perf_counter()
         # compiled, as it trains
-        with _loss_again(learn) as compute_loss, unchanged(unwrap(learn.model)) as backward, half or nullcontext():
+        with _loss_again(learn) as compute_loss, unchanged(unwrap(learn.model), False) as backward, half or nullcontext():
             def _compute():
                 start = perf_counter()
                 backward(compute_loss())
@@ -246,7 +246,7 @@ def _look_at(learn, look, batch=None, training=True):
     if _is_dry_run(learn) or _within_batch(learn):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
     cb = _DryRun(look, _training_batches(learn, training) if batch is None else [batch], training)
-    with (single_process(learn.model), _unchanged_learner(learn, training), unchanged(learn.model),
+    with (single_process(learn.model), _unchanged_learner(learn, training), unchanged(learn.model, weights=False),
           learn.no_mbar(), learn.no_logging(), _autocast_closed(learn)):
         learn.model = unwrap(learn.model)
         _keep_quiet(learn)

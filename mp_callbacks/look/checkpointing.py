@@ -232,17 +232,23 @@ def _choose(levels, work, peak, target):
     return _least(lowest) if lowest<peak([]) else best
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0015
+def _same_bits(a, b):
+    "Return whether two gradients are the same; None: there is none"
+    if a is None or b is None: return a is b
+    if a.is_sparse: a,b = a.to_dense(),b.to_dense()
+    return torch.equal(a, b)
+
 def _inexact(model, compute_loss, half, segments):
-    "Those of `segments` with which a trial's gradients have other bits. None if they have without a segment, too."
+    "Those of `segments` with which a trial's gradients have other bits; no segment if they have without any, too"
     params = [p for p in model.parameters() if p.requires_grad]
     def _gradients(some=()):
-        with Checkpoints(model, some), rehearse(model, half) as backward:
+        with Checkpoints(model, some), rehearse(model, half, weights=False) as backward:
             backward(compute_loss(4))
             return [*map(attrgetter('grad'), params)]
-    def _same(some): return all(a is b or torch.equal(a, b) for a,b in zip(_gradients(some), first))
+    def _same(some): return all(map(_same_bits, _gradients(some), first))
     first = _gradients()
     if _same(segments) or not _same(()): return []
-    return [o for o in segments if not _same([o])] or segments
+    return [o for o in segments if not _same([o])] or segments # each alone may be the same
 
 share_left = .1 # of the memory: for what is no tensor
 
@@ -313,7 +319,8 @@ def plan_checkpoints(
                 try: chosen,of = _choose(halves.levels(), halves.work, _peak, target)
                 except ChangedInput as e: halves.refused.add(halves.first(e.segment))
                 else:
-                    if inexact := _inexact(model, compute_loss, half, chosen): halves.inexact.update(inexact)
+                    inexact = _inexact(model, compute_loss, half, chosen) if chosen else ()
+                    halves.inexact.update(inexact)
                     if inexact: chosen = None
             # the backward pass takes twice as long as the forward pass
             time = 1+sum(map(halves.work, chosen))/halves.work(Segment(''))/3

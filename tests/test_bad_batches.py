@@ -69,7 +69,7 @@ def mean_loss(model, good): return tensor([F.mse_loss(model(x), y) for x,y in go
 
 def own_loop(data, epochs):
     "With a loss whose gradients are zero in float16 without a scale"
-    steps = TrainingSteps(model := mlp(), small_adam(model.parameters()), measure=False)
+    steps = TrainingSteps(model := mlp(), small_adam(model.parameters()))
     return model,train_steps(steps, data*epochs, tiny_loss).loss_scale
 
 def scaler_loop(data, epochs):
@@ -87,7 +87,7 @@ def learner_loop(call, data, epochs):
     xs,ys = map(torch.cat, zip(*data))
     def _loss(pred, y): return F.mse_loss(pred, y)*1e-6
     learn = get_learner(dls=as_dls(xs, ys), loss_func=_loss, opt_func=partial(OptimWrapper, opt=small_adam))
-    fitted(getattr(learn, call)(**(dict(measure=False) if call=='to_fp16' else {})), epochs, lr=1e-2, wd=None)
+    fitted(getattr(learn, call)(**(dict() if call=='to_fp16' else {})), epochs, lr=1e-2, wd=None)
     return learn.model,learn.mixed_precision.loss_scale
 
 @pytest.mark.filterwarnings('ignore:.*were skipped because')
@@ -106,7 +106,7 @@ def test_as_without_the_bad_batches(bad, epochs=8):
 def test_finite_loss_of_infinite_numbers():
     "A limit: tanh of inf is 1, so the loss doesn't show that the forward pass has overflowed, and the scale comes down"
     model = nn.Sequential(nn.Linear(8,1), nn.Tanh())
-    steps = TrainingSteps(model, small_adam(model.parameters()), loss_scale=DynamicLossScale(2.**10), measure=False)
+    steps = TrainingSteps(model, small_adam(model.parameters()), loss_scale=DynamicLossScale(2.**10))
     x,y = torch.eye(16, 8),torch.zeros(16,1)
     for large in (1e6,1e6,1e6,1.):
         with steps.batch(x, y): steps.backward(F.mse_loss(model(x*large), y))
@@ -126,7 +126,7 @@ def rates(f, *args, **kwargs): return [o for o in heard(f, *args, **kwargs)[0] i
 @pytest.mark.parametrize('call', ['to_fp16','to_native_fp16'])
 def test_told_once(call):
     "10 of 100 steps of an epoch are skipped: a warning in the first of two epochs, the summary, and the check-up"
-    learn = ask_nothing(getattr(get_learner(dls=as_dls(*rows())), call)())
+    learn = getattr(get_learner(dls=as_dls(*rows())), call)()
     told, = rates(learn.fit, 2)
     assert told.startswith('8 of the steps of this epoch were skipped because gradients were not finite. The inputs')
     step,said = learn.mixed_precision.steps.recent.warned_at,learn.precision_recorder.summary()
@@ -147,11 +147,11 @@ def test_told_in_the_checkup():
 @pytest.mark.parametrize('n,every,messages', [(1600,12,1), (1600,15,1), (3200,24,0), (3200,20,1), (1600,2,1)])
 def test_rate(n, every, messages):
     "At least 8, and a twentieth of the epoch's steps; at the end of the fit 2, and more than a twentieth of its steps"
-    assert len(rates(ask_nothing(get_learner(dls=as_dls(*rows(n, every))).to_fp16()).fit, 1))==messages
+    assert len(rates(get_learner(dls=as_dls(*rows(n, every))).to_fp16().fit, 1))==messages
 
 def test_accumulated_steps():
     "An epoch has fewer steps than batches: 8 of 100"
-    learn = ask_nothing(get_learner(dls=as_dls(*rows(3200, 24)), cbs=GradientAccumulation(32)).to_fp16())
+    learn = get_learner(dls=as_dls(*rows(3200, 24)), cbs=GradientAccumulation(32)).to_fp16()
     assert len(rates(learn.fit, 1))==1 and skipped(learn)<10
 
 def test_in_a_loop_of_ones_own():
@@ -174,7 +174,7 @@ def test_no_search(loss_scale):
 
 def test_smallest_scale():
     "A step that is skipped with a finite loss at a scale of 1, once one has been made, and none with an infinite loss"
-    def _steps(): return make_steps(loss_scale=DynamicLossScale(4.), measure=False)
+    def _steps(): return make_steps(loss_scale=DynamicLossScale(4.))
     x,y = numbers(16)
     def _train(steps, outcomes):
         for o in outcomes:
@@ -198,7 +198,7 @@ def test_measured_before_it_is_told():
 
 def test_not_in_a_look():
     "`lr_find` goes on until training diverges, and tells nothing of many skips"
-    learn = ask_nothing(get_learner(cbs=overflow(*range(3, 16))).to_fp16(max_loss_scale=2., headroom=None))
+    learn = get_learner(cbs=overflow(*range(3, 16))).to_fp16(max_loss_scale=2., headroom=None)
     assert rates(learn.lr_find, show_plot=False, num_it=16)==[] and learn.mixed_precision.steps.recent.warned_at is None
     assert skipped(learn)==0 and rates(learn.fit, 2)!=[] # it is at its smallest there
 
@@ -207,7 +207,7 @@ def test_not_in_a_look():
 ends = 'of this fit w'
 def at_end(learn, epochs=1, cbs=()): return heard(learn.fit, epochs, cbs=cbs)[0]
 def of_batches(n, call='to_bf16', **kwargs):
-    return ask_nothing(getattr(get_learner(dls=as_dls(*numbers(n), bs=1)), call)(**kwargs))
+    return getattr(get_learner(dls=as_dls(*numbers(n), bs=1)), call)(**kwargs)
 
 @pytest.mark.parametrize('call', calls)
 @pytest.mark.parametrize('epochs', [1,3])

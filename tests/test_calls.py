@@ -245,11 +245,11 @@ def test_note_to_a_function_of_ones_own(f):
         for k,o in parts.items(): setattr(inner, k, o)
         return nn.Sequential(nn.Linear(8,8), inner, nn.Linear(8,1))
     parts = dict(f=Mixes, g=Mixes.apply, helper=Helper())
-    note = note_of(get_learner(model(**parts)).to_bf16(measure=False).fit, 1)
+    note = note_of(get_learner(model(**parts)).to_bf16().fit, 1)
     assert note.startswith("In the backward pass of Mixes, which 1 (Calls) uses, with operations in half precision:")
     get_learner(model(**parts)).to_bf16(keep='1').fit(1)
     hidden = Does(lambda m, x: getattr(ops, 'Func'+'tion').apply(x))
-    note = note_of(get_learner(nn.Sequential(nn.Linear(8,8), hidden, nn.Linear(8,1))).to_bf16(measure=False).fit, 1)
+    note = note_of(get_learner(nn.Sequential(nn.Linear(8,8), hidden, nn.Linear(8,1))).to_bf16().fit, 1)
     assert note.endswith('In the backward pass of Mixes, with operations in half precision: Keep the module that calls '
                          'Mixes in float32.')
 
@@ -258,7 +258,7 @@ def test_note_without_the_function():
     "Where PyTorch doesn't tell whose backward pass it is"
     learn = get_learner(nn.Sequential(nn.Linear(8,8), Does(lambda m, x: mix(x)), nn.Linear(8,1)))
     with patched('mp_callbacks.core.error_notes.function_of', lambda node: None):
-        note = note_of(learn.to_bf16(measure=False).fit, 1)
+        note = note_of(learn.to_bf16().fit, 1)
     assert note.startswith('In the backward pass, with operations') and 'detect_anomaly() shows which' in note
 
 @has_notes
@@ -266,7 +266,7 @@ def test_note_beside_generated_code():
     "The functions of `torch.fx` belong to no module"
     traced = torch.fx.symbolic_trace(nn.Linear(8,8))
     model = nn.Sequential(traced, Does(lambda m, x: mix(x)), nn.Linear(8,1))
-    note = note_of(get_learner(model).to_bf16(measure=False).fit, 1)
+    note = note_of(get_learner(model).to_bf16().fit, 1)
     assert note.startswith('In the backward pass of Mixes, which 1')
 
 @has_notes

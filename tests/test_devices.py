@@ -77,14 +77,14 @@ def test_gaps(name, dtype):
         if device!='cpu': return
         net = nn.ModuleDict({o.__name__:o(*args) for o,(args,_) in layers.items()})
         for copies in (True,False):
-            table = unmeasured(net, dtype, rules=copies).policy().set_index('module')
+            table = half_precision(net, dtype, rules=copies).policy().set_index('module')
             assert {k for k,o in table.iterrows() if o.compute=='float32'}=={o.__name__ for o in kinds}
             assert all(why in table.why[o.__name__] for o in kinds)
 
 def test_known_fault_of_any_module(monkeypatch):
     "An entry of `known_faults` may name modules that no try is made with, by their base class, too"
     monkeypatch.setitem(known_faults, ('CPU',bf16), (nn.RNNCellBase,'no cells here'))
-    table = unmeasured(nn.Sequential(nn.LSTMCell(2,2), nn.Linear(2,2)), bf16).policy()
+    table = half_precision(nn.Sequential(nn.LSTMCell(2,2), nn.Linear(2,2)), bf16).policy()
     assert table.why[0]=='no cells here' and table.compute.tolist()==['float32','bfloat16']
 
 @pytest.mark.parametrize('dtype,other,use', [(f16,bf16,'torch.bfloat16'), (bf16,f16,'torch.float16')])
@@ -200,7 +200,7 @@ def test_this_machine(kind, dtype):
     "Each layer trains in half precision here, or in float32 where that is missing"
     args,shape = layers[kind]
     net = kind(*args)
-    with unmeasured(net, dtype):
+    with half_precision(net, dtype):
         res = net(torch.randn(shape))
         (res[0] if isinstance(res, tuple) else res).sum().backward()
     assert all(p.grad.isfinite().all() for p in net.parameters())

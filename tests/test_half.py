@@ -48,7 +48,7 @@ def test_trains(dtype, rules):
         assert_plain(model)
         return last,seen['0'],seen['']
     full,*_ = fit(1., lambda model: nullcontext())
-    loss,inside,pred = fit(2.**10, lambda model: unmeasured(model, dtype, rules=rules))
+    loss,inside,pred = fit(2.**10, lambda model: half_precision(model, dtype, rules=rules))
     assert loss<full+.05 and (inside,pred)==(dtype,f32)
 
 class Stop(BaseException): pass
@@ -57,7 +57,7 @@ class Stop(BaseException): pass
 def test_exceptions(where):
     "From a module, the loss or the backward pass: nothing stays behind, and the next batch is right"
     model,(x,y) = net().eval(),data()
-    half,hook = unmeasured(model, bf16),None
+    half,hook = half_precision(model, bf16),None
     want = batch(model, x, half)
     def stop(*_): raise Stop
     with pytest.raises(Stop), half:
@@ -75,7 +75,7 @@ def test_error_in_a_note():
     "What ends a `with` may fail to say why; half precision ends all the same"
     class Untold(RuntimeError):
         def __str__(self): raise ValueError('no text')
-    half = unmeasured(net(), bf16)
+    half = half_precision(net(), bf16)
     # before Python 3.11 there are no notes
     with pytest.raises(ValueError if hasattr(Untold, 'add_note') else Untold), half: raise Untold
     assert_plain(half.model)
@@ -92,7 +92,7 @@ def test_model_changed(change):
     "Between two `with`s: what a new `half_precision` does, bit for bit"
     def run(fresh):
         model,(x,_) = net(),data()
-        first = unmeasured(model, bf16)
+        first = half_precision(model, bf16)
         batch(model, x, first)
         torch.manual_seed(2)
         changes[change](model)
@@ -104,7 +104,7 @@ def test_outdated():
     class Equal(nn.Linear):
         __hash__ = nn.Linear.__hash__
         def __eq__(self, other): return type(other) is Equal
-    half = unmeasured(nn.Sequential(nn.Linear(4,4), Equal(4,4)), bf16)
+    half = half_precision(nn.Sequential(nn.Linear(4,4), Equal(4,4)), bf16)
     half.model[1] = Equal(4,4)
     assert half.outdated
     half.model[0].to('meta')
@@ -114,7 +114,7 @@ def test_outdated():
 def test_policy_inside():
     "A table that is asked for inside a `with`, after a module was replaced, leaves half precision on"
     model,(x,_) = net(),data()
-    with unmeasured(model, bf16) as half:
+    with half_precision(model, bf16) as half:
         model[3] = nn.Linear(8,8)
         assert half.policy().set_index('module').loc['3','compute']=='bfloat16'
         seen = watched(model)
@@ -127,10 +127,10 @@ def test_forward_looks_the_same():
     model = nn.Sequential(nn.MultiheadAttention(8, 2), nn.LayerNorm(8), nn.Linear(8,8), nn.GELU())
     def looks(): return [(inspect.signature(m.forward),m.forward.__name__,m.forward.__doc__) for m in model.modules()]
     before = looks()
-    with unmeasured(model, bf16): assert looks()==before and 'forward' in vars(model)
+    with half_precision(model, bf16): assert looks()==before and 'forward' in vars(model)
 
 def test_model_no_longer_float32():
-    half = unmeasured(net(), bf16)
+    half = half_precision(net(), bf16)
     half.model.double()
     with pytest.raises(ValueError, match=r'no float32 parameters \(torch.float64\)'), half: pass
     batch(half.model.float(), data()[0], half)
@@ -141,7 +141,7 @@ def test_users_autocast_around(rules):
     "Stays open, and keeps no casts of weights that a step has changed"
     def run(around):
         model,(x,y) = net(),data()
-        opt,half = torch.optim.SGD(model.parameters(), .1),unmeasured(model, bf16, rules=rules)
+        opt,half = torch.optim.SGD(model.parameters(), .1),half_precision(model, bf16, rules=rules)
         with torch.autocast('cpu', f16) if around else nullcontext():
             for _ in range(3):
                 with half: pred = model(x)
@@ -161,7 +161,7 @@ def test_float32_inside():
         with torch.autocast('cpu', enabled=False): return m.b(x.float())
     careful = Does(_careful, a=nn.Linear(4,4), b=nn.Linear(4,4))
     model,(x,_) = nn.Sequential(careful, nn.Linear(4,4), nn.Linear(4,1)),data()
-    want,seen,half = model[1](x),watched(model),unmeasured(model, bf16)
+    want,seen,half = model[1](x),watched(model),half_precision(model, bf16)
     for _ in range(2):
         with half:
             model(x).sum().backward()
@@ -201,7 +201,7 @@ def test_fast_path_is_off(options):
 
     What others, and other threads, have of it stays as it is, inside and after an error, too."""
     model,x,seen = attends(),torch.randn(2,4,8),[]
-    half = unmeasured(model, bf16, **options)
+    half = half_precision(model, bf16, **options)
     def stop():
         seen.append(fast_path.get_fastpath_enabled())
         raise Stop
@@ -223,7 +223,7 @@ def test_fast_path_in_two_threads():
     x,models = torch.randn(2,4,8),[attends(),attends()]
     @torch.no_grad()
     def call(model, wait):
-        with unmeasured(model, bf16): return model(x, wait)
+        with half_precision(model, bf16): return model(x, wait)
     def first():
         try: return call(models[0], lambda: first_in.set() or second_in.wait(20))
         finally: first_out.set()
@@ -242,7 +242,7 @@ def test_attention_of_its_own(grad):
     model,x = Biased(16, 2, batch_first=True).eval(),torch.randn(2,5,16)
     nn.init.normal_(model.in_proj_bias)
     with grad(), torch.autocast('cpu', torch.bfloat16): want = model(x)
-    with grad(), unmeasured(model, torch.bfloat16, rules=False): assert torch.equal(model(x), want)
+    with grad(), half_precision(model, torch.bfloat16, rules=False): assert torch.equal(model(x), want)
 
 def with_pos(m, x): return m.body(x)+m.pos
 
@@ -260,7 +260,7 @@ def reached(o):
 def test_copied_while_held(how):
     "A copy of a model, or of a part of it, leads to nothing of this package and to nothing of the original"
     model = Does(with_pos, body=net(), pos=torch.zeros(1))
-    half,mine = unmeasured(model, bf16),{id(o) for o in (*model.parameters(),*model.modules())}
+    half,mine = half_precision(model, bf16),{id(o) for o in (*model.parameters(),*model.modules())}
     half.hold('somebody')
     with torch.no_grad(): model(data()[0])
     copies = how(model.body),how(model)
@@ -275,18 +275,18 @@ def test_copied_inside(how):
     "A copy made inside the `with` is an ordinary float32 model with its own parameters, and computes as any other"
     model,(x,_) = net().eval(),data()
     want = model(x)
-    with unmeasured(model, bf16):
+    with half_precision(model, bf16):
         model(x)
         other = how(model)
         assert not torch.equal(model(x), want) and torch.equal(other(x), want)
     assert torch.equal(model(x), want) and torch.equal(other(x), want)
-    half,fresh = unmeasured(other, bf16),unmeasured(model, bf16)
+    half,fresh = half_precision(other, bf16),half_precision(model, bf16)
     assert half.policy().equals(fresh.policy()) # its layers are cast ahead
     for _ in range(2): assert same(batch(other, x, half), batch(model, x, fresh))
     with torch.no_grad(): other[0].weight.zero_()
     assert torch.equal(model(x), want) and not torch.equal(other(x), want)
     assert_plain(other)
-    with unmeasured(model, bf16, keep='3') as half: again = how(half) # with its model, and switched off
+    with half_precision(model, bf16, keep='3') as half: again = how(half) # with its model, and switched off
     assert torch.equal(again.model(x), want)
     again.hold(0)
     assert not torch.equal(again.model(x), want) and again.policy().equals(half.policy())
@@ -319,7 +319,7 @@ def test_keep(wrap, form, one_process):
     inner,(keep,kept) = net(),keeps[form]
     seen = watched(inner)
     model,(x,_) = wraps[wrap](inner),data()
-    half = unmeasured(model, bf16, keep())
+    half = half_precision(model, bf16, keep())
     rows = (table := half.policy().set_index('module')).compute
     norms = set() if wrap in ('compiled','in_place','both') else {'1'} # on a CPU `LayerNorm` is, unless compiled
     assert {n for n in rows.index if '.' not in n and rows[n]=='float32'}==kept|norms
@@ -341,19 +341,19 @@ def test_advice_under_wrappers(wrap, one_process):
     model,x = masking(),torch.ones(2,4)
     for f in wrap: model = f(model)
     assert parameter_name(model, [*model.parameters()][-1])=='1.bias' # as what the recorder says, and errors
-    with unmeasured(model, bf16), pytest.raises(RuntimeError, match='without overflow') as e: model(x)
+    with half_precision(model, bf16), pytest.raises(RuntimeError, match='without overflow') as e: model(x)
     if hasattr(e.value, 'add_note'): # Python 3.11
         note, = e.value.__notes__
         assert note.startswith('In 1 (Masks)') and "keep='1' computes it in float32" in note
     del e # the hooks of checkpointing are on as long as the frames of its traceback are there
-    with unmeasured(model, bf16, keep='1'): model(x).sum().backward()
+    with half_precision(model, bf16, keep='1'): model(x).sum().backward()
 
 def test_an_error_is_freed():
     "It holds nothing once it is handled: checkpointing's hooks end when the frames of its traceback go"
     x = torch.ones(2,4)
     gone = weakref.ref(x)
     try:
-        with unmeasured(masking(), bf16) as half: half.model(x)
+        with half_precision(masking(), bf16) as half: half.model(x)
     except RuntimeError: del x
     assert gone() is None
 
@@ -377,7 +377,7 @@ def test_dropped(calls):
     gc.disable()
     try:
         model,(x,_) = net(),data()
-        half = unmeasured(model, bf16)
+        half = half_precision(model, bf16)
         for _ in range(calls):
             with half: model(x).sum().backward()
         kept,gone = weakref.ref(model),weakref.ref(half)
@@ -398,7 +398,7 @@ FSDP1 = type('FullyShardedDataParallel', (nn.Linear,), {})
     (lambda: nn.Linear(2,2).half(), r'no float32 parameters \(torch.float16\).* model.float\(\)'),
     (get_learner, 'model is a Learner, and must be an nn.Module. Pass its model')])
 def test_refused(make, match):
-    with pytest.raises((ValueError,TypeError), match=match): unmeasured(make(), bf16)
+    with pytest.raises((ValueError,TypeError), match=match): half_precision(make(), bf16)
 
 def own_forward(m): m.forward = lambda input: F.linear(input, m.weight, m.bias)*2
 def another_parameter(m): m.scale = nn.Parameter(torch.ones(1))
@@ -419,7 +419,7 @@ def test_layers(make, function, change):
     if change: change(model[0])
     def rounded(m): return {k:p.to(bf16) for k,p in m._parameters.items() if p is not None}
     def whole(m, x): return linear(model[1], function(model[0], x, **rounded(model[0])), **rounded(model[1])).float()
-    want,mine = batch(Does(whole, model=model), x, lambda model: nullcontext()),unmeasured(model, bf16)
+    want,mine = batch(Does(whole, model=model), x, lambda model: nullcontext()),half_precision(model, bf16)
     for _ in range(2): assert same(batch(model, x, mine), want)
 
 @pytest.mark.parametrize('cls', [nn.Linear,nn.LayerNorm])
@@ -427,19 +427,19 @@ def test_layers(make, function, change):
 def test_patched_class(cls, keeps_name, monkeypatch):
     "What somebody has put in place of the `forward` of PyTorch's class computes, also under its name, and later"
     own,model,(x,_) = cls.forward,net().eval(),data()
-    half = unmeasured(model, bf16)
+    half = half_precision(model, bf16)
     with half: model(x)
     def minus(self, x): return -own(self, x)
     monkeypatch.setattr(cls, 'forward', functools.wraps(own)(minus) if keeps_name else minus)
     want = model(x)
-    for o in (half,half,new := unmeasured(model, bf16),new):
+    for o in (half,half,new := half_precision(model, bf16),new):
         with o: assert torch.allclose(model(x), want, atol=.05)
 
 @pytest.mark.parametrize('layer', [nn.Linear(4,4),nn.LayerNorm(4),nn.Embedding(9,16)], ids=['layer','norm','lookup'])
 def test_forward_put_back(layer):
     "A function in place of a layer's `forward` counts as long as it is there"
     x = torch.arange(4) if isinstance(layer, nn.Embedding) else torch.randn(3,4)
-    half = unmeasured(nn.Sequential(layer), bf16)
+    half = half_precision(nn.Sequential(layer), bf16)
     def out():
         with half: return half.model(x)
     want = out()
@@ -467,7 +467,7 @@ def test_partial_method():
     class Scaled(nn.Module):
         def scaled(self, x, by): return x*by
         forward = functools.partialmethod(scaled, by=2)
-    half = unmeasured(nn.Sequential(nn.Linear(4,4), Scaled()), bf16)
+    half = half_precision(nn.Sequential(nn.Linear(4,4), Scaled()), bf16)
     ways = half.ways
     with half: assert half.model(torch.randn(2,4)).dtype==f32
     assert half.ways is ways
@@ -476,7 +476,7 @@ def test_forward_of_another_layer():
     "What somebody has put into an instance computes with the weights that it names, though it is PyTorch's function"
     model,other,(x,_) = net().eval(),nn.Linear(4,8),data()
     model[0].forward = functools.partial(nn.Linear.forward, other)
-    want,half = model(x),unmeasured(model, bf16)
+    want,half = model(x),half_precision(model, bf16)
     for _ in range(3):
         with half: res = model(x)
         assert (res-want).norm()<=.02*want.norm()
@@ -487,7 +487,7 @@ def test_called_by_name():
     "A layer computes the same, and a norm returns the dtype of its input"
     parts = dict(lin=nn.Linear(4,4), layer=nn.LayerNorm(4), head=nn.Linear(4,1))
     model,(x,_) = Does(lambda m,x: m.head(m.layer(input=m.lin(input=x))), **parts),data()
-    want,seen,half = model(x),watched(model),unmeasured(model, bf16)
+    want,seen,half = model(x),watched(model),half_precision(model, bf16)
     for _ in range(2):
         with half: assert torch.allclose(model(x), want, atol=.05)
         assert {seen[n] for n in ('lin','layer','head')}=={bf16}
@@ -547,7 +547,7 @@ ways_out = dict( # dtype, model, machine, `keep`, and the way out
     no_gradient = (f16, without_gradients, None, (), bf16))
 
 def loop(dtype, model, keep):
-    half = half_precision(model, dtype, keep, measure=False)
+    half = half_precision(model, dtype, keep)
     train_steps(TrainingSteps(model, torch.optim.SGD(model.parameters(), lr=.1), half), [numbers(4)])
 
 @pytest.mark.skipif(sys.version_info<(3,11), reason='errors have no notes')
@@ -557,7 +557,7 @@ def test_way_out(name):
     call = 'to_fp16' if dtype==f16 else 'to_bf16'
     with pretend(on) if on else nullcontext():
         in_loop = told(lambda: loop(dtype, make(), keep))
-        in_learner = told(lambda: getattr(get_learner(make()), call)(keep=keep, measure=False).fit(1))
+        in_learner = told(lambda: getattr(get_learner(make()), call)(keep=keep).fit(1))
     assert str(way) in in_loop and not of_learners.search(in_loop)
     assert {f32:'learn.to_fp32()', bf16:'to_bf16()'}[way] in in_learner
 

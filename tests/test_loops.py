@@ -115,7 +115,7 @@ def gan(half=None):
     real = numbers()[0]
     def of_critic(z): return (F.softplus(-critic(real))+F.softplus(critic(make(z).detach()))).mean()
     def of_maker(z): return F.softplus(-critic(make(z))).mean()
-    both = half and [TrainingSteps(m, o, half, measure=False) for m,o in zip(parts, opts)]
+    both = half and [TrainingSteps(m, o, half) for m,o in zip(parts, opts)]
     for z in noise:
         for i,loss_of in ((1,of_critic),(0,of_maker)):
             if half:
@@ -166,7 +166,7 @@ def test_accelerate(half):
         model,x,y = mlp(),*numbers(512)
         dl = torch.utils.data.DataLoader([*zip(x, y)], 16)
         model,opt,dl = accelerator.prepare(model, torch.optim.SGD(model.parameters(), .05), dl)
-        steps,made = TrainingSteps(model, opt, half, measure=False) if half else None,0
+        steps,made = TrainingSteps(model, opt, half) if half else None,0
         for xb,yb in dl:
             with accelerator.accumulate(model), steps.batch() if half else nullcontext():
                 loss = F.mse_loss(model(xb), yb)

@@ -267,7 +267,7 @@ def test_a_tensor_that_joins_in(call, kind):
 @pytest.mark.parametrize('mode', ['fp16','native_fp16','bf16'])
 def test_cost_of_the_search(mode, depth):
     "Of the search for others that the loss leads to: its own six nodes; all of the model only in the first batch"
-    learn = ask_nothing(in_mode(mode, nn.Sequential(*[nn.Linear(8,8) for _ in range(depth)], nn.Linear(8,1))))
+    learn = in_mode(mode, nn.Sequential(*[nn.Linear(8,8) for _ in range(depth)], nn.Linear(8,1)))
     learn.fit(1)
     lines,own = [],sys.gettrace()
     def trace(frame, event, arg):
@@ -322,7 +322,7 @@ half_modes = [(bf16,True),(bf16,False),(f16,True),(f16,False)]
 def outputs_in(dtype, rules=True, **kwargs):
     "Prediction, activation, second prediction, in float32 or half precision"
     model,x = shows(**kwargs),numbers(16)[0]
-    with unmeasured(model, dtype, rules=rules) if dtype else nullcontext(): return parts_of(model(x))
+    with half_precision(model, dtype, rules=rules) if dtype else nullcontext(): return parts_of(model(x))
 
 def asked(pred, z, last):
     "All that may be asked of the activation, about a loss that it is part of"
@@ -365,7 +365,7 @@ def test_only_inner_activations_are_special():
     assert z.float() is z and isinstance(z, torch.Tensor) and type(z) is not torch.Tensor
     with torch.no_grad(): assert type(outputs_in(bf16)[1]) is torch.Tensor
     model = shows(kinds_of_output['same'])
-    with unmeasured(model, bf16): first,*same,last = model(numbers(16)[0])
+    with half_precision(model, bf16): first,*same,last = model(numbers(16)[0])
     assert same[0] is same[1]
 
 def test_activations_are_as_exact():
@@ -387,13 +387,13 @@ def test_written_activations():
 def test_activations_of_fastai():
     "keep their class, also beside others, and pickles are plain"
     model,x = shows(),numbers(16)[0]
-    with unmeasured(model, bf16): pred,z,last = model(TensorImage(x))
+    with half_precision(model, bf16): pred,z,last = model(TensorImage(x))
     assert isinstance(z, TensorImage) and type(z*2) is type(pred) is TensorImage
     assert pickle.loads(pickle.dumps(z)).__class__ is TensorImage and 'TensorImage' in repr(z)
     want = asked(*outputs_in(None))
     got = asked(pred.as_subclass(torch.Tensor), z, last)
     for k in want: assert off(got[k], want[k])<.02
-    with unmeasured(model, bf16): pred,z,last = model(TensorImage(x))
+    with half_precision(model, bf16): pred,z,last = model(TensorImage(x))
     g, = torch.autograd.grad(pred.sum(), z, retain_graph=True)
     assert off(g, model.b.weight.detach().expand(16,16))<.02
     pred.sum().backward(inputs=[z])
@@ -458,7 +458,7 @@ def test_returned_parameters(dtype, rules):
     def gradient(dtype):
         torch.manual_seed(0)
         model = Does(_forward, table=torch.rand(32), a=nn.Linear(8,8), b=nn.Linear(8,1))
-        with unmeasured(model, dtype, rules=rules) if dtype else nullcontext(): pred,table = model(numbers(16)[0])
+        with half_precision(model, dtype, rules=rules) if dtype else nullcontext(): pred,table = model(numbers(16)[0])
         assert type(table) is torch.Tensor and table.dtype==f32
         return torch.autograd.grad(pred.square().sum(), table)[0]
     assert off(gradient(dtype), gradient(None))<.02

@@ -69,7 +69,7 @@ def with_dropout():
 def test_sums(make_model, dtype, rules, scale):
     "What the running sums say is what all gradients at once say, by the formula"
     model = make_model()
-    half = unmeasured(model, dtype, rules=rules)
+    half = half_precision(model, dtype, rules=rules)
     noise = measured(model, half, scale)
     g,h = gradients(model),gradients(model, half, scale)
     off,n = h-g,len(batches)
@@ -94,14 +94,14 @@ def test_sparse_gradients():
 def test_ordinary_models(make_model):
     "bfloat16 adds less than 1 %, and float16, which has three digits more, less than bfloat16"
     model = make_model()
-    found = {o:measured(model, unmeasured(model, o), s).result for o,s in ((bf16,1.),(f16,2.**10))}
+    found = {o:measured(model, half_precision(model, o), s).result for o,s in ((bf16,1.),(f16,2.**10))}
     assert 0<found[f16].added<found[bf16].added<.01
     assert re.fullmatch(r'bfloat16 adds (0\.\d\d|less than 0\.01)% to the noise of your batches\.', str(found[bf16]))
 
 def test_planted_rounding():
     "Three bits add more than 5 %, and each bit more adds less; the check-up says what to do"
     model = deep()
-    added = [measured(model, unmeasured(model, bf16, way=coarse(o))).result.added for o in (2,3,4,5)]
+    added = [measured(model, half_precision(model, bf16, way=coarse(o))).result.added for o in (2,3,4,5)]
     assert added[1]>most_added==.05 and sorted(added, reverse=True)==added
     for bits in (3,7):
         learn = get_learner(deep()).to_bf16(way=coarse(bits))
@@ -157,7 +157,7 @@ def test_what_is_left_out():
     assert found==measured(model, half(model), batches=batches[:3]).result._replace(left_out=1)
     assert str(found).endswith(' Without 1 of 4 batches, whose gradients are not finite.')
     large = batches[0][0]*1e6,batches[0][1] # float16 ends at 65504
-    too_large = measured(model, unmeasured(model, f16), batches=[batches[0],large]).result
+    too_large = measured(model, half_precision(model, f16), batches=[batches[0],large]).result
     assert too_large[1:]==(None,None,1,1)
     assert str(too_large)=='Not measured: the gradients of 1 of 2 batches are not finite.'
     for n,word in ((0,'none'),(1,'one')):
@@ -175,9 +175,9 @@ def test_same_gradients():
 def test_loss_scale():
     "Where gradients overflow it is halved, and no further"
     model = mlp()
-    noise = measured(model, unmeasured(model, f16), 2.**30)
+    noise = measured(model, half_precision(model, f16), 2.**30)
     assert 2**8<noise.scale<2**20 and noise.result.left_out==0 and noise.result.added<1e-4
-    assert measured(model, unmeasured(model, f16), noise.scale).result==noise.result
+    assert measured(model, half_precision(model, f16), noise.scale).result==noise.result
 
 def test_calls():
     "What is refused, and what a time limit leaves"

@@ -48,7 +48,7 @@ def watched(model):
     yield seen
     for o in hooks: o.remove()
 
-def policy(net, half, keep=()): return unmeasured(net, half, keep).policy()
+def policy(net, half, keep=()): return half_precision(net, half, keep).policy()
 def computes(net, half, keep=()): return policy(net, half, keep).set_index('module').compute.to_dict()
 def short(dtype): return str(dtype).removeprefix('torch.')
 
@@ -141,7 +141,7 @@ bad = [({'nothing.*':'f32'},         ValueError, r"'nothing.\*' matches no modul
 @pytest.mark.parametrize('keep,error,match', bad)
 def test_refused(keep, error, match):
     "With what is wrong and a way out; more of them are in the cells of the notebook"
-    with pytest.raises(error, match=match): unmeasured(model('conv'), f16, keep)
+    with pytest.raises(error, match=match): half_precision(model('conv'), f16, keep)
 
 @pytest.mark.parametrize('half', [f16,bf16])
 def test_what_stays_float32_anyway(half):
@@ -166,14 +166,14 @@ def test_odd_parameters():
 def test_only_a_layer(make):
     "A model that is one module returns float32, and is as it was afterwards"
     net = make()
-    with unmeasured(net, bf16): res = net(torch.ones(2,4))
+    with half_precision(net, bf16): res = net(torch.ones(2,4))
     assert {o.dtype for o in floats(res)}=={f32} and 'forward' not in vars(net)
     assert policy(net, bf16).module.to_list()==['']
 
 def test_rules_of_the_user_and_more():
     "`keeping`: whatever rules the user has, more modules in float32 change nothing else"
     def layers(**parts): return seq(**{o:nn.Linear(2,2) for o in ('[a]','a','x*','x1')}, **parts)
-    half = unmeasured(layers(sub=layers()), bf16, {'sub*':'f32', 'sub.*':'bf16', 'a*':'f32'})
+    half = half_precision(layers(sub=layers()), bf16, {'sub*':'f32', 'sub.*':'bf16', 'a*':'f32'})
     before = half.policy().set_index('module').compute
     for more in (['[a]'], ['x*','sub.a'], ['sub'], ['sub.[a]','sub.x*']):
         after = half.keeping(more).policy().set_index('module').compute
@@ -272,7 +272,7 @@ def test_norm_keeps_float32_input(norm):
     with torch.no_grad(): net.big.weight.mul_(1e6)
     x = torch.randn(5,4)
     ref = net(x)
-    with unmeasured(net, f16, keep='big'): res = net(x)
+    with half_precision(net, f16, keep='big'): res = net(x)
     assert torch.allclose(res, ref, atol=1e-2)
 
 def with_head(layer): return nn.Sequential(layer, nn.GELU(), nn.Linear(16,1))

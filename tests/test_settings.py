@@ -3,7 +3,7 @@ from mp_callbacks.core.loss_scale import LossScale
 from mp_callbacks.core.ways import Float32
 from learners import *
 
-def new(call='to_fp16', **kwargs): return ask_nothing(getattr(get_learner(), call)(**kwargs))
+def new(call='to_fp16', **kwargs): return getattr(get_learner(), call)(**kwargs)
 def fp16(**kwargs): return new(headroom=None, **{'max_loss_scale':2.**10, **kwargs})
 def scales(learn): return [math.log2(o) for o in log_of(learn).scale]
 
@@ -131,7 +131,7 @@ class ByNorm(LossScale):
 @pytest.mark.parametrize('scale', [Halves(2.**20),ByNorm()], ids=['class','dataclass'])
 def test_own_scale(scale, tmp_path):
     "Trains, is saved and loaded, in a learner and in steps; its settings can't be set"
-    def _new(): return ask_nothing(get_learner(path=tmp_path).to_fp16(scale))
+    def _new(): return get_learner(path=tmp_path).to_fp16(scale)
     learn = fitted(_new(), 1, overflow(1))
     assert learn.mixed_precision.scaling.state_dict()!=scale.state_dict() and type(scale).__name__ in repr(scale)
     learn.save('m')
@@ -144,7 +144,7 @@ def test_own_scale(scale, tmp_path):
 
 def test_after():
     "Gets the norm of each step"
-    learn = fitted(get_learner().to_fp16(ByNorm(), measure=False))
+    learn = fitted(get_learner().to_fp16(ByNorm()))
     norms = log_of(learn).norm
     assert learn.mixed_precision.scaling.norm==pytest.approx(max(.9**i*o for i,o in enumerate(reversed(norms))))
     assert {*scales(learn)[1:]}<={*range(9, 14)}
@@ -180,13 +180,13 @@ class Keep(Callback):
 
 @pytest.mark.parametrize('event,at,half_steps', [('before_batch',1,1), ('after_pred',1,2), ('after_step',1,2)])
 def test_keep_acts_from_the_next_step(event, at, half_steps):
-    learn = fitted(get_learner(cbs=(keep := Keep(event, at))).to_bf16(measure=False))
+    learn = fitted(get_learner(cbs=(keep := Keep(event, at))).to_bf16())
     n = len(learn.dls.train)
     assert keep.seen[:n]==[bf16]*half_steps+[f32]*(n-half_steps)
 
 def test_keep_acts_on_a_whole_step():
     "If it is set while batches are gathered, these are of one step"
-    learn = get_learner(cbs=[keep := Keep('before_batch', 1), GradientAccumulation(32)]).to_bf16(measure=False)
+    learn = get_learner(cbs=[keep := Keep('before_batch', 1), GradientAccumulation(32)]).to_bf16()
     learn.fit(1)
     assert keep.seen[:4]==[bf16,bf16,f32,f32]
 

@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.filterwarnings('ignore'),pytest.mark.usefixtures('fold
 
 class Plain: n = 0
 class Slots:
-    __slots__ = 'n','__own'
+    __slots__ = 'n','__own','new' # the last one comes in the first call
     def __init__(self): self.n,self.__own = 0,[]
-    def touch(self): self.n += 1; self.__own.append(1)
-    def look(self): return self.n,self.__own
+    def touch(self): self.n += 1; self.__own.append(1); self.new = 1
+    def look(self): return self.n,self.__own,hasattr(self, 'new')
 @dataclass(frozen=True)
 class Sealed: by:dict = field(default_factory=dict)
 class Own(dict):

@@ -59,6 +59,11 @@ def test_steps():
 
 def native(**kwargs): return fitted(new('to_native_fp16', init_scale=2.**10, **kwargs))
 
+def test_scaler_of_a_constant_scale():
+    "It shows the factors of a scale that never grows"
+    s = fitted(new('to_native_fp16', init_scale=StaticLossScale(8.))).scaler
+    assert (s.get_scale(),s.get_growth_factor(),s.get_backoff_factor())==(8.,2.,.5)
+
 def test_scaler_shows_and_acts():
     "What is set there counts, in this fit and the next"
     learn = native()

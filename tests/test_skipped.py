@@ -106,3 +106,10 @@ def test_graph_from_before():
     steps.make()
     assert steps.state.skips==1 and model.rate.equal(torch.ones(4))
     with pytest.raises(RuntimeError, match='modified by an inplace operation'): out.sum().backward()
+
+def test_a_cancelled_fit_stays_one():
+    "fastai calls the events of a fit that a callback has ended"
+    seen = []
+    cancel = On('before_epoch', raises(CancelFitException))
+    get_learner().to_bf16().fit(1, cbs=[cancel,On('after_cancel_fit', lambda learn: seen.append(1))])
+    assert seen==[1]

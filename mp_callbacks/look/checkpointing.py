@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/look/checkpointing.html.md"""
 __all__ = ['share_left', 'Segment', 'ChangedInput', 'check_parts', 'Checkpoints', 'CheckpointPlan', 'plan_checkpoints']
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0010
-import random,torch,numpy as np
+import random,torch,zlib,numpy as np
 from bisect import bisect_left
 from contextlib import ExitStack,nullcontext
 from functools import partial
@@ -232,23 +232,23 @@ def _choose(levels, work, peak, target):
     return _least(lowest) if lowest<peak([]) else best
 
 # %% ../../nbs/look/checkpointing.ipynb #c4ec0015
-def _same_bits(a, b):
-    "Return whether two gradients are the same; None: there is none"
-    if a is None or b is None: return a is b
-    if a.is_sparse: a,b = a.to_dense(),b.to_dense()
-    return torch.equal(a, b)
+def _checksums(grad):
+    "Checksums of the bits of a gradient, which need no memory for another one; none if there is no gradient"
+    if grad is None: return []
+    if grad.is_sparse: grad = grad.coalesce()
+    parts = [grad.indices(),grad.values()] if grad.is_sparse else [grad]
+    return [zlib.crc32(o.detach().cpu().flatten().view(torch.uint8).numpy()) for o in parts]
 
 def _inexact(model, compute_loss, half, segments):
     "Those of `segments` with which a trial's gradients have other bits; no segment if they have without any, too"
     params = [p for p in model.parameters() if p.requires_grad]
-    def _gradients(some=()):
+    def _bits(some):
         with Checkpoints(model, some), rehearse(model, half, weights=False) as backward:
             backward(compute_loss(4))
-            return [*map(attrgetter('grad'), params)]
-    def _same(some): return all(map(_same_bits, _gradients(some), first))
-    first = _gradients()
-    if _same(segments) or not _same(()): return []
-    return [o for o in segments if not _same([o])] or segments # each alone may be the same
+            return [*map(_checksums, map(attrgetter('grad'), params))]
+    bits = _bits(())
+    if _bits(segments)==bits or _bits(())!=bits: return []
+    return [o for o in segments if _bits([o])!=bits] or segments # each alone may be the same
 
 share_left = .1 # of the memory: for what is no tensor
 

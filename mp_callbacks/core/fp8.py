@@ -12,12 +12,13 @@ import math,torch
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
+from fastcore.basics import ifnone
 from torch import Tensor,nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .dtypes import cast_tree,half_dtypes
-from .devices import calls,device_name,support
+from .devices import device_name,loop_calls,support
 from .forwards import replaced_forward
 from .torch_internals import _scaled_product
 from .cast import _has_plain_weights
@@ -164,13 +165,13 @@ def fp8_linear(
 
 def check_fp8(
     device:torch.device|str, # Where to compute
-    calls:dict=calls, # What to write instead
+    calls:dict=None, # What to write instead; None: what a loop writes
 ):
     "Raise a `ValueError` if `device` can't multiply in FP8: NVIDIA GPUs can since compute capability 8.9"
     if support(device, torch.float8_e4m3fn)!='native':
         raise ValueError(f"device={device} ({device_name(device)}) doesn't multiply in FP8. That needs an NVIDIA GPU "
                          "of compute capability 8.9 or newer: Ada, Hopper or Blackwell. Use "
-                         f"{calls[torch.bfloat16]}, or emulate=True, which is slow, to study it.")
+                         f"{ifnone(calls, loop_calls)[torch.bfloat16]}, or emulate=True, which is slow, to study it.")
 
 # %% ../../nbs/core/fp8.ipynb #f8000025
 class Fp8Product(Layer):

@@ -19,7 +19,7 @@ from fastcore.basics import ifnone
 from torch import nn
 
 from .dtypes import as_dtype,dtype_name,half_dtypes
-from .devices import calls,support,warn_caller
+from .devices import loop_calls,support,warn_caller
 from .fp8 import check_fp8
 from .modules import is_scripted,named_modules
 from .processes import several_ranks
@@ -50,7 +50,7 @@ class half_precision:
     can't compute so, and for a pattern in `keep` that matches nothing.
 
     In the first call with two items or more, predictions are [compared with those under autocast](measure.ipynb)."""
-    calls = calls # what errors and warnings say to write
+    calls = loop_calls # what errors and warnings say to write
     model,dtype,keep,rules,fp8,way = map(_setting, _settings)
     _known = frozenset() # names of attributes that somebody reads
 

@@ -371,7 +371,7 @@ _version = attrgetter('_version') # of a tensor, which each operation in place r
 
 _please_report = ("All modules are to blame for the error, so it is likely one of mp_callbacks. Please report it at "
                   "https://github.com/example/mp_callbacks/issues, with this trace:")
-_how_to_set = ("Make another: half = half.replace(…), which takes model, dtype, keep, rules, fp8, way and measure.")
+_how_to_set = "Make another: half = half.replace(…), which takes model, dtype, keep, rules, fp8, way and measure."
 _no_decorator = ("half_precision is neither a decorator nor a model. Make it once, half = half_precision(model), and call "
                  "model(x) inside `with half:`.")
 

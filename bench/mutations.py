@@ -1,12 +1,13 @@
-"""Do the fast tests notice small changes of the code? Edits of the core's modules, chosen by a seed, one at a time
+"""Do notebooks and fast tests notice small changes of the code? Edits of modules, chosen by a seed, one at a time
 
-    python bench/mutations.py --n 300 --seed 1
+    python bench/mutations.py --n 300 --seed 1 --notebooks
 
 A mutant is one edit of the syntax tree: a condition is negated, a statement dropped, a constant changed, a comparison
-exchanged (`<` for `<=`), or `and` for `or`. Each is tried in a copy of the repository, with the fast tests that run its
-line, then those that run its function, or nothing of the core in their own process: the shortest first, up to the first
-that fails. It is found if one fails, or doesn't end in time. Which test runs which line is measured first, by
-pytest-cov.
+exchanged (`<` for `<=`), or `and` for `or`. Each is tried in a copy of the repository, with three runners: the cells of
+the module's own notebook, those of the other notebooks, and the fast tests that run its line, then those that run its
+function, or nothing of the core in their own process, the shortest first, up to the first that fails. It is found if
+one fails, or doesn't end in time. What the first runner finds the next ones aren't asked for, but with `--notebooks`,
+which says what each of them finds. Which test runs which line is measured first, by pytest-cov.
 Each is a row of the csv as soon as it was tried, so a second run goes on; remove the csv after a change of the code.
 What survives and changes nothing that anybody could see stands in mutations_same.csv, with the reason."""
 import argparse,ast,csv,json,os,random,re,signal,subprocess,sys
@@ -29,9 +30,10 @@ from common import command,machine,markdown
 
 root = Path(__file__).resolve().parent.parent
 core = '''loss_scale grads modules processes restore returned forwards own cast ways switch chosen_ways half error_notes
-    backward pending_step training_state skips misuse checked_steps training_steps'''.split()
+    backward pending_step training_state skips misuse measure checked_steps training_steps'''.split()
 modules = {o:f'mp_callbacks/core/{o}.py' for o in core}
-modules |= {o:f'mp_callbacks/learner/{o}.py' for o in ('precision','callback')}
+modules |= {o:f'mp_callbacks/learner/{o}.py' for o in ('precision','callback','calls','recorder')}
+runners = 'notebook','notebooks','pytest' # the module's own, all others, and tests/
 
 class Mutant(NamedTuple):
     "An edit of a module"
@@ -152,20 +154,24 @@ class Copy:
         found = re.search(failure, self.out.read_text(errors='replace'), re.M)
         return '' if status==0 else found[1] if found else f'exit code {status}'
 
-    def tried(self, o, tests, limit):
-        "Which of `tests` fails with the mutant `o`"
-        file = self.path/modules[o.module]
+    def tried(self, o, tests, limit, every):
+        "Which of `tests`, a list for each runner, fails with the mutant `o`: of `every` runner, or up to the first"
+        file,res = self.path/modules[o.module],dict.fromkeys(runners, '')
         source = file.read_text(encoding='utf-8')
         file.write_text(o.apply(source), encoding='utf-8')
-        try: return self.failed(tests[:40], limit) or self.failed(tests[40:], limit) # to collect all takes long
+        try:
+            for k,names in tests.items():
+                res[k] = self.failed(names[:40], limit) or self.failed(names[40:], limit) # to collect all takes long
+                if res[k] and not every: break
         finally: file.write_text(source, encoding='utf-8')
+        return res
 
 class Tests:
     "The fast tests that pass in the `Copy` `place`: how long each takes, and which lines of the `modules` it runs"
     def __init__(self, place, tmp):
         data,xml = Path(tmp)/'coverage',Path(tmp)/'junit.xml'
         args = '-q -n 2 --dist loadfile -p no:cacheprovider --cov=mp_callbacks --cov-context=test --cov-report='
-        cmd = [sys.executable, '-m', 'pytest', *args.split(), f'--junitxml={xml}']
+        cmd = [sys.executable, '-m', 'pytest', *args.split(), f'--junitxml={xml}', 'tests', 'tests/test_modules.py']
         from coverage import CoverageData # comes with pytest-cov, which nothing else here needs
         subprocess.run(cmd, cwd=place.path, env=dict(place.env, COVERAGE_FILE=str(data)))
         def name(o): return f"{o.get('classname').replace('.', '/')}.py::{o.get('name')}"
@@ -176,31 +182,35 @@ class Tests:
         self.every = {k:{*chain.from_iterable(lines.values())} for k,lines in self.lines.items()}
         self.size = Counter(t for lines in self.lines.values() for tests in lines.values() for t in tests)
         self.seen = {*self.size}
+        self.cells = {o for o in self.seconds if o.startswith('tests/test_modules.py')} # a test for each notebook
 
     def _by_line(self, coverage, path):
         found = coverage.contexts_by_lineno(path).items()
         return {line:{o.rpartition('|')[0] for o in contexts} for line,contexts in found} # '' is the import
 
     def of(self, o):
-        "The tests for the mutant `o`"
+        "The tests for the mutant `o`, a list for each runner"
         lines = self.lines[o.module]
         run = lines.get(o.line, ())
         # tests of interrupts at each line are not seen there; and what runs in the import counts for all
         near = set().union(*[lines.get(i, ()) for i in (o.line,*o.around)])
         if '' in near or not near: near = self.every[o.module]
-        ours = [t for t in self.seconds if t in near or t not in self.seen]
-        return sorted(ours, key=lambda t: (t not in run, t not in near, self.size[t]*self.seconds[t]))
+        ours = [t for t in self.seconds if t not in self.cells and (t in near or t not in self.seen)]
+        own,others = [],[]
+        for t in self.cells: (own if modules[o.module].endswith(f"{t.partition('[')[2][:-1]}.py") else others).append(t)
+        ours.sort(key=lambda t: (t not in run, t not in near, self.size[t]*self.seconds[t]))
+        return dict(zip(runners, (own, sorted(others, key=self.seconds.get), ours)))
 
-columns = 'module line kind old new found seconds'.split()
+columns = 'module','line','kind','old','new',*runners,'seconds'
 
 def read(path, columns):
     if not path.exists(): return pd.DataFrame(columns=columns)
     return pd.read_csv(path, comment='#', keep_default_na=False)
 
 class Mutations:
-    "The csv at `path`, and what tries mutants in `jobs` copies in the folder `tmp`"
-    def __init__(self, path, jobs, limit, tmp):
-        self.path,self.limit,self.jobs,self.copies,self.passes = path,limit,jobs,Queue(),set()
+    "The csv at `path`, and what tries mutants in `jobs` copies in the folder `tmp`, with `every` runner"
+    def __init__(self, path, jobs, limit, every, tmp):
+        self.path,self.limit,self.every,self.jobs,self.copies,self.passes = path,limit,every,jobs,Queue(),set()
         copies = [Copy(Path(tmp)/str(i)) for i in range(jobs)]
         self.tests = Tests(copies[0], tmp)
         for o in copies: self.copies.put(o)
@@ -212,13 +222,16 @@ class Mutations:
         "Try the mutant `o`: a test that fails has to pass without it"
         copy,begun = self.copies.get(),perf_counter()
         try:
-            found = copy.tried(o, self.tests.of(o), self.limit)
+            found = copy.tried(o, self.tests.of(o), self.limit, self.every)
             seconds = perf_counter()-begun
-            if '::' in found and found not in self.passes: # else it ends the process, or can't be imported
-                if copy.failed([found], self.limit): raise RuntimeError(f'{found} fails without an edit')
-                self.passes.add(found)
-            self.add(*o[:5], found.removeprefix('tests/test_'), f'{seconds:.0f}')
-            print(f'{o.module}:{o.line} {o.kind}: {o.old!r} -> {o.new!r}: {found or "SURVIVED"}', flush=True)
+            for t in {*found.values()}-self.passes:
+                if '::' not in t: continue # it ends the process, or can't be imported
+                if copy.failed([t], self.limit): raise RuntimeError(f'{t} fails without an edit')
+                self.passes.add(t)
+            by = [t.removeprefix('tests/test_') for t in found.values()]
+            self.add(*o[:5], *by, f'{seconds:.0f}')
+            by = [*filter(None, by)] or ['SURVIVED']
+            print(f'{o.module}:{o.line} {o.kind}: {o.old!r} -> {o.new!r}:', *by, flush=True)
         finally: self.copies.put(copy)
 
     def run_all(self, mutants, possible):
@@ -234,18 +247,24 @@ def report(path):
     keys = columns[:5]
     df,same = read(path, columns),read(path.with_name('mutations_same.csv'), [*keys,'why'])
     df = df.merge(same, 'left', keys).fillna({'why':''})
-    df['survived'],df['equivalent'] = df.found=='',(df.found=='')&(df.why!='')
+    found = df[[*runners]]!=''
+    df['own_notebook'],df['notebooks'],df['pytest'] = found.notebook,found.notebook|found.notebooks,found.pytest
+    df['together'] = df.notebooks|df.pytest
+    df['survived'],df['equivalent'] = ~df.together,~df.together&(df.why!='')
     def counts(by):
-        res = df.groupby(by, sort=False)
-        res = pd.DataFrame(dict(mutants=res.size(), survived=res.survived.sum(), equivalent=res.equivalent.sum()))
+        res = df.groupby(by, sort=False)[['survived','equivalent','own_notebook','notebooks','pytest','together']].sum()
+        res.insert(0, 'mutants', df.groupby(by, sort=False).size())
         res.loc['all'] = res.sum()
-        shares = (res.mutants-res.survived)/(res.mutants-res.equivalent).clip(lower=1)
-        return markdown(res.assign(found=[f'{100*o:.0f}%' for o in shares]))
+        for k in ('own_notebook','notebooks','pytest','together'):
+            res[k] = [f'{100*o:.0f}%' for o in res[k]/(res.mutants-res.equivalent).clip(lower=1)]
+        return markdown(res.rename(columns=lambda o: o.replace('_', ' ')))
     left = df[df.survived].copy()
     def code(o): return f'`` {o} ``'.replace('|', '\\|').replace('\n', ' ')
     for o in ('old','new'): left[o] = left[o].map(code)
-    text = [f'Each edit is in {path.name}. *Found* is the share of those that are not equivalent: these are in '
-            'mutations_same.csv, with the reason.', counts('module'), counts('kind'),
+    text = [f'Each edit is in {path.name}. Shares are of those that are not equivalent: these are in '
+            'mutations_same.csv, with the reason. *Own notebook* is that of the module, *notebooks* are all. A runner '
+            'that is not asked, as another has found the edit, finds nothing: `--notebooks` asks each.',
+            counts('module'), counts('kind'),
             '## What survived', markdown(left.set_index('module')[['line','old','new','why']])]
     path.with_suffix('.md').write_text('\n\n'.join(['# Mutations', '\n'.join(f'- {o}' for o in about), *text]))
 
@@ -254,6 +273,7 @@ def main():
     p.add_argument('--n', type=int, default=300, help='how many mutants [300]')
     p.add_argument('--seed', type=int, default=1, help='which [1]')
     p.add_argument('--only', nargs='+', choices=modules, default=[*modules], help='of these modules')
+    p.add_argument('--notebooks', action='store_true', help='ask each runner, and say what it finds')
     p.add_argument('--jobs', type=int, default=2, help='how many at once [2]')
     p.add_argument('--limit', type=float, default=600, help='end the tests of a mutant after so many seconds [600]')
     p.add_argument('--out', type=Path, default=root/'bench/results', help='folder for the results [bench/results]')
@@ -265,7 +285,8 @@ def main():
     known = {*read(path, columns)[columns[:5]].astype(str).itertuples(index=False, name=None)}
     todo = [o for o in chosen if tuple(map(str, o[:5])) not in known]
     if todo:
-        with TemporaryDirectory() as tmp: Mutations(path, args.jobs, args.limit, tmp).run_all(todo, len(every))
+        with TemporaryDirectory() as tmp:
+            Mutations(path, args.jobs, args.limit, args.notebooks, tmp).run_all(todo, len(every))
     if path.exists(): report(path)
 
 if __name__=='__main__': main()

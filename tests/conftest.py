@@ -5,9 +5,9 @@ from multiprocessing import get_context
 
 import numpy as np,pytest,torch
 
-# What reads pages needs nbdev, which needs a newer fastcore than this package
-if not find_spec('nbdev'):
-    collect_ignore = [f'test_{o}.py' for o in 'docs figures notebooks outputs quality site'.split()]
+# What reads pages needs nbdev, which needs a newer fastcore than this package. `nbdev-test` runs the modules' cells.
+_ignored = 'modules' if find_spec('nbdev') else 'docs figures notebooks outputs quality site'
+collect_ignore = [f'test_{o}.py' for o in _ignored.split()]
 
 def pytest_configure(config):
     "One thread, and interrupts that interrupt, here and in the processes that tests start"

@@ -201,7 +201,7 @@ class Tests:
         ours.sort(key=lambda t: (t not in run, t not in near, self.size[t]*self.seconds[t]))
         return dict(zip(runners, (own, sorted(others, key=self.seconds.get), ours)))
 
-columns = 'module','line','kind','old','new',*runners,'seconds'
+columns = [*'module line kind old new'.split(),*runners,'seconds']
 
 def read(path, columns):
     if not path.exists(): return pd.DataFrame(columns=columns)

@@ -2,7 +2,7 @@
 import platform
 
 from learners import *
-from mp_callbacks.core import cast
+from mp_callbacks.core import cast,measure
 from mp_callbacks.learner.precision import keep_freed_memory
 
 def make_model(sizes=[256]*33, bias=True):
@@ -10,9 +10,9 @@ def make_model(sizes=[256]*33, bias=True):
 
 def learner(to):
     def _fit(model):
-        batch = torch.zeros(1,256),torch.zeros(1,256)
+        batch = torch.randn(1,256),torch.zeros(1,256)
         learn = get_learner(model, dls=DataLoaders([batch]*3, [], device='cpu'), opt_func=fused_adam)
-        to(learn).fit(1)
+        return fitted(to(learn))
     return _fit
 
 def loop(model, precision=half):
@@ -31,7 +31,7 @@ def peak(train, make=make_model):
         gc.collect()
     return max(live.log),max(live.log)/n
 
-ways = dict(loop=loop, to_bf16=learner(lambda learn: learn.to_bf16(measure=False)), # the first batch needs more
+ways = dict(loop=loop, to_bf16=learner(lambda learn: learn.to_bf16(measure=False)), # see `test_measure`
             to_native_fp16=learner(methodcaller('to_native_fp16')))
 
 @pytest.mark.filterwarnings('ignore:.*only emulates')
@@ -41,6 +41,17 @@ def test_memory(way, monkeypatch):
     monkeypatch.setattr(cast, 'node_bytes', 2**20)
     _,got = peak(ways[way])
     assert got<=16.5, got
+
+@pytest.mark.filterwarnings('ignore:.*only emulates')
+@pytest.mark.parametrize('call', ['to_bf16','to_fp16'])
+def test_measure(call, monkeypatch):
+    "No more than half a byte beside what a step takes, in the first one, and when the optimizer has its averages"
+    monkeypatch.setattr(measure, 'first_asks', (1,2))
+    def _learner(**options): return learner(lambda learn: getattr(learn, call)(**options))
+    def _fit(model): learns.append(_learner()(model))
+    learns = []
+    more = peak(_fit)[1]-peak(_learner(measure=False))[1]
+    assert learns[0].mixed_precision.state.measured.steps==(0,1,2) and more<=.5, more
 
 @pytest.mark.parametrize('sizes', [[1024]*14, [447,2346,2346,2346]])
 def test_at_most_12_mb(sizes):

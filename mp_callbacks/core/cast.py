@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from .torch_internals import _SelectiveMode,_dispatch_depth,_dispatch_modes,_each_copy_,_in_transform
-from .torch_internals import _number_node
+from .torch_internals import _memory_id,_number_node
 
 # %% ../../nbs/core/cast.ipynb #095cc261
 node_bytes = 12*2**20 # of half precision: a node of the autograd graph holds its gradients until it has all of them
@@ -83,7 +83,7 @@ class _CastLayer:
         self._attrs = vars(layer) # an attribute of a module takes longer to look up than one of this dict
         self.skip_ahead = False # True: no longer cast ahead, as its copy was once unused, or stale
 
-    def state(self)->list: # Names, parameters, versions, addresses; None unless all are plain, trained and float32
+    def state(self)->list: # Names, parameters, versions, which memory; None unless all are plain, trained and float32
         """What identifies the layer's parameters: it differs once they have changed
 
         Momentum encoders write frozen ones in the middle of a call."""
@@ -93,7 +93,7 @@ class _CastLayer:
             for name,p in self._attrs['_parameters'].items():
                 if p is None: res.append((name,None,0,0))
                 elif type(p) is Parameter and p.dtype is float32 and p.requires_grad:
-                    res.append((name,p,p._version,p.data_ptr()))
+                    res.append((name,p,p._version,_memory_id(p)))
                 else: return None
         except RuntimeError: return None # a parameter of inference mode has no version
         return res
@@ -125,9 +125,9 @@ class _CastLayer:
         "Return whether the parameters are what they were at `state`"
         params = self._attrs['_parameters']
         if len(params)!=len(state) or 'bias' in self._attrs: return False # a bias computed by hand
-        for name,p,version,address in state:
+        for name,p,version,memory in state:
             if params.get(name) is not p: return False # pruning gives it another name
-            if p is not None and not (p._version==version and p.data_ptr()==address and p.requires_grad): return False
+            if p is not None and not (p._version==version and _memory_id(p)==memory and p.requires_grad): return False
         return True
 
 # %% ../../nbs/core/cast.ipynb #4d1071s1

@@ -13,10 +13,10 @@ __all__ = ['tolerance', 'least_steps', 'most_tries', 'most_waits', 'first_asks',
 # %% ../../nbs/core/measure.ipynb #aea50009
 import math,torch,traceback,zlib
 from contextlib import contextmanager
-from operator import attrgetter
 from pathlib import Path
 from threading import current_thread,main_thread
 from typing import NamedTuple
+from fastcore.basics import noop
 from torch import nn
 
 from .dtypes import _keep_attributes,leaves,map_tensors
@@ -38,6 +38,7 @@ first_asks,each_ask = (32,128),512 # steps before which it is measured again: th
 larger_items = 1.5 # times as many numbers in an item as in any measured before: measured again
 most_operations = 32 # with a module's own parameters in one call; each takes some ten microseconds of Python
 _most_items = 16 # of the batch
+_most_kept = 2**11 # numbers of a gradient that are compared one by one; of larger ones, sums of about 32 are
 
 # %% ../../nbs/core/measure.ipynb #aea50011
 class Measured(NamedTuple):
@@ -251,14 +252,29 @@ def gradients_apart(
     return _relative((b if a is None else a if b is None else a-b, zero if b is None else b) for a,b in there)
 
 # %% ../../nbs/core/measure.ipynb #aea50016
-_grad = attrgetter('grad')
-
 def _casts_ahead(half): return half is not None and half.rules # but not in the first call of a model
+
+def _sketch(grad):
+    """Sums of the numbers of a large gradient, each with a random sign, the same in each call; one that is small itself
+
+    The norm is about that of the numbers, and so is that of a difference: the count sketch of Charikar et al. 2002,
+    "Finding frequent items in data streams". The number of sums is odd, so that no sum is of one column."""
+    whole = grad is None or grad.numel()<=_most_kept or grad.layout is not torch.strided or hasattr(grad, 'to_local')
+    if whole: return grad # a part of a sharded one, too
+    grad = grad.as_subclass(torch.Tensor) # fastai's are of its own class
+    numbers = (torch.view_as_real(grad) if grad.is_complex() else grad).flatten()
+    rng = torch.Generator(grad.device).manual_seed(0)
+    res = torch.zeros(max(_most_kept, numbers.numel()//32)|1, device=grad.device)
+    for part in numbers.split(len(res)):
+        signs = torch.empty_like(part, dtype=torch.int8).random_(0, 2, generator=rng).mul_(2).sub_(1)
+        res[:len(part)] += part*signs
+    return res
 
 @contextmanager
 def batch_gradients(
     model:nn.Module, # Model that `compute_loss` calls
     compute_loss, # Function without arguments that calls `model` on a batch, and returns the loss
+    keep=noop, # Function of a gradient, or of None: what is kept of it
 ):
     """Inside a `with`, a function of a `half_precision` or None, and a loss scale: gradients of the batch, unscaled
 
@@ -272,7 +288,7 @@ def batch_gradients(
             with rehearse(model, half): compute_loss()
         with rehearse(model, half) as backward:
             backward(compute_loss(), scale)
-            grads = [*map(_grad, params)]
+            grads = [keep(p.grad) for p in params]
         return grads if scale==1 else [g if g is None else g/scale for g in grads]
     with single_process(model), torch.enable_grad(): yield _gradients
 
@@ -285,7 +301,7 @@ def measure_gradients(
     """Measure whether gradients are as exact as under autocast. Everything is as before afterwards.
 
     Raises what the batch raises under autocast or in float32, and `_NoEvidence` if gradients are inf, nan or all zero."""
-    with batch_gradients(half.model, compute_loss) as gradients:
+    with batch_gradients(half.model, compute_loss, _sketch) as gradients:
         for o in dict.fromkeys([scale,1.]):
             def _run(half): return gradients(half, 1. if half is None else o)
             try: return compare_with_autocast(half, _run, gradients_apart)

@@ -32,6 +32,8 @@ _DataParallel = _of_torch('nn.parallel.DataParallel', ())
 _TorchFunctionMode = _of_torch('overrides.TorchFunctionMode', ExitStack) # a `with` that sees nothing
 _without_modes = _of_torch('utils._python_dispatch._disable_current_modes', nullcontext) # what counts bytes sees nothing
 _softmaxes = tuple(_of_torch(f'ops.aten.{o}') for o in ('_softmax','_log_softmax')) # as operations are known by
+_shares_memory = _of_torch('_C._is_cow_tensor', lambda t: False) # one of `_copy_on_write`, of which nobody has written
+_memory_id = _of_torch('_C._storage_id', torch.Tensor.data_ptr) # the same after a write into one of `_copy_on_write`
 
 # %% ../../nbs/core/torch_internals.ipynb #70a1000e
 def _attribute(name, without):
@@ -48,6 +50,12 @@ _view_base = _attribute('Tensor._base', _block_of) # what a tensor is a view of;
 _accumulate_hooks = _attribute('Tensor._post_accumulate_grad_hooks', lambda p: True) # there may be some
 _number_node = _of_torch('autograd.Function._set_sequence_nr', lambda ctx,number: None)
 _reset_reducer = _of_torch('distributed.Reducer._reset_state', lambda reducer: None)
+
+def _copy_on_write(t):
+    "A copy of `t` that shares its memory, until somebody writes into one of both or asks for its `data_ptr`"
+    with torch.inference_mode(False):
+        try: return t.clone() if _block_of(t) else _of_torch('_lazy_clone', torch.clone)(t)
+        except RuntimeError: return t.clone() # the memory isn't PyTorch's, as that of NumPy, or is of several processes
 
 def _forward_of(conv, without=None):
     "The method of the convolution `conv`, or of its class, that takes input, weight and bias, and pads"

@@ -243,7 +243,7 @@ def _inexact(model, compute_loss, half, segments):
     "Those of `segments` with which a trial's gradients have other bits; no segment if they have without any, too"
     params = [p for p in model.parameters() if p.requires_grad]
     def _bits(some):
-        with Checkpoints(model, some), rehearse(model, half, weights=False) as backward:
+        with Checkpoints(model, some), rehearse(model, half) as backward:
             backward(compute_loss(4))
             return [*map(_checksums, map(attrgetter('grad'), params))]
     bits = _bits(())

@@ -403,13 +403,6 @@ def test_resumed_at_the_same_steps(tmp_path):
         for o in (learn,other): fitted(o, 7)
         assert measured_of(learn)==measured_of(other) and same_weights(learn, other)
         assert measured_of(learn).steps==((0,32) if write is noop else (0,8,32))
-    steps = offset_steps()
-    state = json.loads(json.dumps(steps.state_dict()))
-    for model,want in ((deepcopy(steps.model),(0,)), (trained(),(0,1))):
-        other = loop(model, *points(), n=0, compute_loss=l1_of)
-        other.load_state_dict(state)
-        train_steps(other, [points()], l1_of)
-        assert other.state.measured.steps==want
 
 def test_other_parameters_and_modules():
     "A set of parameters that hasn't trained, one by one; a module that is another; another precision"
@@ -512,22 +505,6 @@ def test_exported(tmp_path):
     loaded = load_learner(tmp_path/'export.pkl', cpu=False)
     assert loaded.mixed_precision.half.ways[''].why=='measured'
     assert measured_of(loaded)._replace(weights=None)==measured_of(learn)
-
-def test_state_of_steps():
-    "Through JSON, too"
-    steps = loop(years(), *year_data())
-    state = json.loads(json.dumps(steps.state_dict()))
-    other = loop(deepcopy(steps.model), *year_data(), n=0)
-    other.load_state_dict(state)
-    with told() as said: assert other.state_dict()==state and other.half.ways['0'].why=='measured'
-    assert not said
-    with asked() as found:
-        with other.batch(*year_data()): pass
-    assert not found
-    unlike = loop(nn.Sequential(years(), nn.Linear(1,1)), *year_data(), n=0, measure=False)
-    unlike.load_state_dict(state)
-    with unlike.batch(*year_data()): unlike.backward(unlike.model(year_data()[0]).sum())
-    assert unlike.make().finite and unlike.state.measured.names==('0',) # another model says nothing about it
 
 def test_an_answer_about_others():
     "What `keep` has in float32 stays so, and what is gone is no error"

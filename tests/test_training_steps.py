@@ -1,6 +1,7 @@
 """Training steps without fastai: the same as a learner's, skipped without a trace, resumed bit for bit
 
-Any optimizer of `torch.optim`; accumulation; Ctrl-C at any line; warnings, errors and rescue. DDP: test_distributed."""
+Any optimizer of `torch.optim`; Ctrl-C at any line; rescue. What is of one module stands in its notebook. DDP:
+test_distributed."""
 from learners import *
 from sick_models import Softmax,net
 from tracing import interrupted

@@ -7,34 +7,7 @@ finite,infinite,bad_loss = [StepStats(0, 1., 1., *o) for o in ((True,), (False,)
 outcomes = {'.':finite._replace(amax=1e-3), 'x':infinite, 'i':bad_loss} # finite, an overflow, a loss that is infinite
 
 def after(state, steps): return [*itertools.accumulate(steps, lambda s,o: s.after(outcomes[o]), initial=state)]
-def scales(state, steps): return [math.log2(o.scaling.loss_scale) for o in after(state, steps)]
 def dynamic(**kwargs): return TrainingState(DynamicLossScale(2.**10, **kwargs))
-
-@pytest.mark.parametrize('steps,expected', [
-    ('ii.',     [10,9,8,10]),      # put back at the first finite step
-    ('x.',      [10,9,9]),         # an overflow counts
-    ('xii.',    [10,9,8,7,9]),     # also before the row
-    ('iix.',    [10,9,8,7,7]),     # or in it: at 2**8 a loss that is finite has overflowed
-    ('ix.i.',   [10,9,8,8,7,8]),
-    ('iiiii',   [10,9,8,7,6,5]),   # all are infinite
-    ('i'*12+'.', [*range(10,-1,-1),0,0,10])])
-def test_put_back(steps, expected):
-    "The scale from before a row of steps whose losses were infinite"
-    assert scales(dynamic(), steps)==expected
-
-def test_counters_and_measured_scales():
-    "What counts finite steps begins again; a scale that the finite step has measured stays; static ones are as ever"
-    assert after(dynamic(period=5), '...ii.')[-1].scaling==DynamicLossScale(2.**10, period=5)
-    one,other = [after(dynamic(headroom=6.), o)[-1].scaling for o in ('.','i.')]
-    assert one.found and one==other
-    assert after(TrainingState(StaticLossScale(8.)), 'ii.')[-1]==TrainingState(StaticLossScale(8.), 3)
-
-@pytest.mark.parametrize('cut', range(7))
-def test_in_checkpoints(cut):
-    "A run that goes on from numbers has the same scales"
-    whole = after(dynamic(), '.xii.i.')
-    saved = dynamic(period=2000).loaded(whole[cut].as_dict())
-    assert after(saved, '.xii.i.'[cut:])==whole[cut:]
 
 @pytest.mark.parametrize('name', loss_scale_presets)
 def test_presets(name):

@@ -58,24 +58,6 @@ def test_several_optimizers(half):
     for o in (full,other): assert (flat(steps.model.parameters())-flat(o.parameters())).norm()<.02*way.norm()
     assert made==8 and steps.state.steps==len(batches) and steps.opt[1].state_dict()['state'][0]['step']==8
 
-def test_a_skipped_step_of_several():
-    "Leaves no trace in any of them"
-    steps = train(new(opt=two))
-    def state(): return leaves([dict(steps.model.state_dict()),[o.state_dict()['state'] for o in steps.opt]])
-    with stays(state): train(steps, [(data[0][0]*math.inf,data[0][1])])
-    assert not steps.last.finite and all(p.grad is None for p in steps.model.parameters())
-
-def test_two_around_one_backward_pass():
-    "Are refused before either steps, and the message names the list"
-    a = new()
-    b = new(model=a.model)
-    told = pytest.raises(RuntimeError, match=r'TrainingSteps\(model, \[a, b')
-    with stays(lambda: leaves(dict(a.model.state_dict()))), told:
-        with a.batch(), b.batch(): a.backward(mse_of(a.model, *data[0]))
-    for o in (train(a),b): batch(o)
-    a.make() # one after the other, as for a generator and a discriminator in one model
-    with pytest.raises(RuntimeError, match=r'TrainingSteps\(model, \[a, b'): a.make()
-
 @pytest.mark.parametrize('mode', ['fp16','native_bf16'])
 def test_several_in_a_learner(mode, tmp_path):
     "The object of the page trains as in float32, skips without a trace, saves and loads"
@@ -92,20 +74,6 @@ def test_several_in_a_learner(mode, tmp_path):
     assert not same(state(learn), before) and same(state(learn.load('both')), before)
 
 # gradients from outside a step
-
-@pytest.mark.parametrize('half', [f32,bf16,f16])
-def test_a_step_begins_without_gradients(half):
-    "None of a look from outside; those of the step's batches stay, and what is added inside of them"
-    steps,other = new(half),new(half)
-    mse_of(steps.model, *data[0]).mul(1000).backward()
-    for o in (steps,other):
-        for xy in data[:2]: batch(o, *xy)
-    assert steps.make().norm==other.make().norm
-    for xy in data[:2]:
-        with steps.batch():
-            for p in steps.model.parameters(): p.grad = torch.full_like(p, 1000) if p.grad is None else p.grad
-            steps.backward(mse_of(steps.model, *xy))
-    assert steps.make().norm>1000
 
 def gan(half=None):
     "Losses of the critic, in 20 steps, by a plain loop or by ours, in which its gradients are those of its own loss"
@@ -135,26 +103,6 @@ def test_gan(half):
     assert torch.equal(plain, ours) if half==f32 else (plain-ours).abs().max()<.005
 
 # Accelerate
-
-class Accelerated(torch.optim.Adam):
-    "With the protocol of an optimizer that Accelerate has prepared"
-    gradient_state = SimpleNamespace(sync_gradients=True)
-    def step(self, closure=None):
-        if self.gradient_state.sync_gradients: super().step(closure)
-
-def test_step_while_accelerate_accumulates():
-    "Is an error that names the line; with the line, all gradients count"
-    steps = new(opt=lambda m: Accelerated(m.parameters(), 1e-2))
-    state = steps.opt.gradient_state = SimpleNamespace(sync_gradients=False)
-    batch(steps)
-    with pytest.raises(RuntimeError, match='if accelerator.sync_gradients: steps.make'): steps.make()
-    batch(steps)
-    state.sync_gradients = True
-    norm = steps.make().norm
-    assert steps.state.steps==1
-    other = new()
-    batch(other)
-    assert abs(norm/other.make().norm-2)<.01
 
 @pytest.mark.slow
 @pytest.mark.parametrize('half', [f32,bf16,f16])
@@ -237,17 +185,6 @@ def test_step_inside_the_with(foreach, monkeypatch):
 
 # what would train with wrong steps
 
-def beside(steps):
-    batch(steps)
-    steps.opt.step()
-    steps.make()
-
-def in_place_of_make(steps):
-    for o in data[:2]:
-        batch(steps, *o)
-        steps.opt.step()
-        steps.opt.zero_grad()
-
 def of(which):
     "A step with gradients of another loss than that of `scaled`"
     def _step(steps):
@@ -267,14 +204,6 @@ def two_at_once(steps):
         loss = mse_of(steps.model, *data[0])
         with steps.scaled(loss) as a, steps.scaled(loss**2) as b: (a+b).backward()
 
-def in_each_other(steps):
-    with steps.batch():
-        batch(steps)
-        steps.backward(mse_of(steps.model, *data[1]))
-
-def loads(steps):
-    with steps.batch(): steps.load_state_dict(steps.state_dict())
-
 def becomes_half(part):
     def _step(steps):
         train(steps)
@@ -284,11 +213,8 @@ def becomes_half(part):
 
 @pytest.mark.parametrize('half', [bf16,f16])
 @pytest.mark.parametrize('f,match', [
-    (beside, 'Adam has stepped beside steps.make'), (in_place_of_make, 'Adam has stepped beside steps.make'),
     *[(of(o), 'scaled.backward.. or torch.autograd.grad') for o in ('backward','loss','again')],
-    (two_at_once, 'one after the other, or of their sum'), (in_each_other, 'is in a batch'),
-    (loads, 'Load it between batches'),
-    (becomes_half(lambda m: m[0]), 'the parameter 0.weight has become torch.float16, as model.half'),
+    (two_at_once, 'one after the other, or of their sum'),
     (becomes_half(lambda m: m), 'no float32 parameters .torch.float16.')])
 def test_wrong_steps(f, match, half):
     "Are refused, at once or before the next batch; nothing is left of the batch, and after a mend training goes on"
@@ -310,24 +236,6 @@ def test_gradients_of_the_scaled_loss():
     batch(other)
     assert steps.make().norm==other.make().norm
 
-@pytest.mark.parametrize('half', [bf16,f16])
-@pytest.mark.parametrize('kind', ['no backward','zero_grad','of another model','of a copy'])
-def test_nothing_to_step_on(kind, half):
-    "A warning, once, and the loss scale learns nothing of it"
-    other = mlp()
-    def _steps(steps):
-        for o in data:
-            with steps.batch():
-                loss = mse_of(other if kind=='of a copy' else steps.model, *o)
-                if kind!='no backward': steps.backward(loss)
-            if kind=='zero_grad': steps.opt.zero_grad()
-            assert steps.make().finite
-    steps = new(half, lambda model: adam(other if kind=='of another model' else model))
-    scale = steps.loss_scale
-    with stays(lambda: leaves(dict(steps.model.state_dict()))): text, = told(_steps, steps)
-    assert text.startswith('No parameter of the optimizer has a gradient')
-    assert steps.loss_scale==scale and steps.state.steps==4 and not getattr(steps.scaling, 'found', False)
-
 def test_learner_without_gradients():
     "The loss scale learns nothing of them, either"
     learn = get_learner().to_fp16()
@@ -336,43 +244,10 @@ def test_learner_without_gradients():
     assert learn.mixed_precision.loss_scale==scale and learn.mixed_precision.state.steps==4
 
 def test_warning_that_never_comes():
-    assert told(lambda: new(max_skips=5))==[] and new().max_skips==250
-    text, = told(lambda: new(max_skips=5, warn_skips=9))
-    assert text.startswith('warn_skips=9 has no effect')
     text, = told(lambda: get_learner().to_bf16(max_skips=5, warn_skips=9))
     assert text.startswith('warn_skips=9 has no effect')
 
-def test_loaded_in_a_pending_step():
-    "All its gradients are removed, also of parameters that the optimizer doesn't have"
-    steps = new(f16, lambda model: adam(model[0]))
-    x = data[0][0].clone().requires_grad_()
-    batch(steps, x)
-    steps.load_state_dict(steps.state_dict())
-    assert x.grad is None and all(p.grad is None for p in steps.model.parameters())
-
-@pytest.mark.parametrize('make', [
-    lambda s: {'foo':1}, lambda s: s.opt.state_dict(), lambda s: s.model.state_dict(), lambda s: {}, lambda s: None,
-    lambda s: 3, lambda s: ['steps','skips']])
-def test_state_of_something_else(make):
-    "Is refused, and nothing has changed"
-    steps = train(new(f16))
-    with stays(steps.state_dict), pytest.raises(ValueError, match='load_state_dict needs what steps.state_dict'):
-        steps.load_state_dict(make(steps))
-    steps.load_state_dict(new(f32).state_dict()) # a static scale has no numbers
-
 @pytest.mark.parametrize('make,error,match', [
-    (lambda m: TrainingSteps(m, adam(m), foo=1), TypeError, r'TrainingSteps\(\) has no option foo. It has model, opt'),
-    (lambda m: TrainingSteps(m, torch.optim.Adam), TypeError, r'opt=Adam is a class. Use Adam\(model.parameters'),
-    (lambda m: TrainingSteps(m, []), ValueError, 'opt=.. has no optimizer'),
-    (lambda m: TrainingSteps(m, [o := adam(m),o]), ValueError, r'opt\[0\] .Adam. and opt\[1\].*each optimizer once'),
-    (lambda m: TrainingSteps(m, [adam(m[2]),adam(m[4]),torch.optim.SGD(m.parameters())]), ValueError,
-     r'opt\[0\] .Adam. and opt\[2\] .SGD. both have a parameter of shape .16, 16.'),
-    (lambda m: TrainingSteps(m, [adam(m),torch.optim.SGD]), TypeError, 'opt=SGD is a class'),
-    (lambda m: TrainingSteps(m, torch.optim.lr_scheduler.StepLR(adam(m), 1)), TypeError, "scheduler's optimizer"),
-    (lambda m: TrainingSteps(m, m), TypeError, 'opt is a Sequential, and must be an optimizer'),
-    (lambda m: TrainingSteps(m, adam(m), keep='0'), TypeError, r'no option keep. Use .*half_precision\(model, dtype'),
-    (lambda m: TrainingSteps(m, adam(m), memory=1), TypeError, r'no option memory. Use plan_checkpoints.*steps.batch'),
-    (lambda m: TrainingSteps(m, adam(m), max_loss_scale=1), TypeError, r'Use loss_scale=DynamicLossScale\(max_loss_sc'),
     (lambda m: TrainingSteps(m, adam(m), loss_scale=DynamicLossScale), TypeError, r'Use DynamicLossScale\(\)'),
     (lambda m: get_learner().to_fp16(DynamicLossScale), TypeError, r'Use DynamicLossScale\(\)'),
     (lambda m: get_learner().to_native_fp16(StaticLossScale), TypeError, '^init_scale=StaticLossScale is a class'),
@@ -405,26 +280,6 @@ def test_limits():
             loss.backward()
     assert abs(norm(f32, added)*1024/wanted-1)<.001
 
-@pytest.mark.parametrize('half', [f32,bf16,f16,'autocast'])
-@pytest.mark.parametrize('kind', ['method','part','before the batch'])
-def test_model_that_is_not_called(kind, half, monkeypatch):
-    "Nothing is in half precision: a warning, once, that says what to write; none in float32, or if it is called"
-    monkeypatch.setattr(torch._dynamo.utils, 'counters', {}) # as if no other test had compiled anything
-    model = Does(lambda m, x: m.body(x), body=mlp())
-    model.loss = lambda x, y: F.mse_loss(model.body(x), y)
-    how = half_precision(model, bf16, rules=False) if half=='autocast' else half
-    steps = new(how, model=model)
-    def _step(xy):
-        if kind=='before the batch': loss = mse_of(model, *xy)
-        with steps.batch():
-            if kind=='method': loss = model.loss(*xy)
-            if kind=='part': loss = mse_of(model.body, *xy)
-            steps.backward(loss)
-        steps.make()
-    found = told(lambda: [_step(o) for o in data])
-    assert len(found)==(half!=f32) and all('this Does was not called itself. Write model(…) there' in o for o in found)
-    if half!='autocast': assert told(train, new(how))==[]
-
 @pytest.mark.parametrize('compile', [lambda m: m.compile(backend='eager'), lambda m: torch.compile(m, backend='eager'),
                                      lambda m: torch.compile(lambda *xy: mse_of(m, *xy), backend='eager')])
 def test_compiled_model_is_called(compile):
@@ -436,23 +291,6 @@ def test_compiled_model_is_called(compile):
         with steps.batch(): steps.backward(mse_of(f, *xy) if isinstance(f, nn.Module) else f(*xy))
         steps.make()
     assert told(_step, steps, *data[0])==[]
-
-@pytest.mark.parametrize('half', [f32,bf16,f16])
-def test_a_grad_scaler_that_was_left(half):
-    "Is an error in the first step, also where its loss is divided afterwards; other products are none of it"
-    scaler,off,steps = torch.amp.GradScaler('cpu', 2.**10),torch.amp.GradScaler('cpu', enabled=False),new(half)
-    def step(change):
-        with steps.batch(): steps.backward(change(mse_of(steps.model, *data[0])))
-        return steps.make().norm
-    for o in (scaler.scale, lambda loss: scaler.scale(loss)/4, lambda loss: scaler.scale(loss/4)):
-        with stays(lambda: leaves(dict(steps.model.state_dict()))): # the batch has failed, and the next begins anew
-            with pytest.raises(RuntimeError, match='GradScaler has multiplied the loss by 1024.*steps.backward.loss.'):
-                step(o)
-            assert_clean(steps.model)
-    wanted = step(off.scale)
-    for o in (lambda loss: loss*1024/1024, lambda loss: loss*torch.tensor(1.), lambda loss: (loss*loss).sqrt()):
-        steps = new(half)
-        assert abs(step(o)/wanted-1)<.02
 
 # learners
 

@@ -6,7 +6,7 @@ from collections import deque
 
 from learners import *
 from mp_callbacks.core import measure,processes
-from mp_callbacks.core.measure import Measured,compare_with_autocast,first_items,most_tries
+from mp_callbacks.core.measure import Measured
 from measured_models import convolves,rows
 from mp_callbacks.core.ways import Way
 
@@ -124,14 +124,6 @@ def error_by_rules():
         return m.out(torch.zeros(4, 16).index_add_(0, torch.arange(len(h))%4, h).repeat(len(h)//4, 1))
     return Does(forward, inp=nn.Linear(8,16), out=nn.Linear(16,1), gain=torch.ones(16))
 
-@pytest.mark.parametrize('mode', ['bf16','fp16'])
-def test_an_error_that_autocast_does_not_raise(mode):
-    "Is infinitely far"
-    learn = fitted(in_mode(mode, error_by_rules()))
-    assert measured_of(learn).names==('',) and measured_of(learn).error==math.inf
-    text = r'are an error \(RuntimeError: .*, in forward, line \d+ of test_measure.py\) by our rules, and 0\.'
-    assert re.search(text, str(measured_of(learn)))
-
 def nested(f, *args): return again(lambda *args: 1*again(f, *args), *args)
 def on_cpu(f, *args):
     with torch.autograd.graph.save_on_cpu(): return again(f, *args)
@@ -165,13 +157,6 @@ def test_what_only_float32_can_write(write, rows_from):
     learn = get_learner(model, as_dls(*year_data()), opt_func=SGD).to_bf16()
     assert log_of(fitted(learn)).finite.all()
     assert measured_of(learn).error==math.inf and measured_of(learn).names==(('',) if rows_from=='own' else ('rows',))
-
-def test_a_way_of_ones_own():
-    "Is in question, too"
-    class Coarse(Way):
-        def around(self, half, module, forward, args, kwargs): return forward(*args, **kwargs)*1.2
-    learn = get_learner().to_bf16(way=lambda name, m: Coarse() if name=='2' else None)
-    assert measured_of(fitted(learn)).names==('2',)
 
 @pytest.mark.parametrize('how', ['learner','steps','with'])
 def test_an_error_of_a_way_of_ones_own(how):
@@ -212,14 +197,6 @@ def test_an_ordinary_model_is_measured(make):
     assert len(found)==1 and not said and measured_of(learn).names==() and measured_of(learn).passes==3
     assert re.fullmatch(r"Measured at step 0: gradients are within 0\.\d\d% of autocast's\.", str(measured_of(learn)))
 
-def test_sparse_gradients():
-    "As of `nn.Embedding(…, sparse=True)`"
-    sparse,dense = close_rows(),close_rows()
-    sparse.rows.sparse = True
-    x,y = year_data()
-    answers = [half_precision(m, bf16).measure(lambda: F.mse_loss(m(x), y)) for m in (sparse,dense)]
-    assert answers[0].names==('rows',) and answers[0].error==pytest.approx(answers[1].error, rel=1e-3)
-
 def test_refused():
     "What is neither True, False nor an answer"
     model = mlp()
@@ -248,19 +225,6 @@ def recurrence(steps):
     model.steps = steps
     return model
 
-@pytest.mark.parametrize('of', ['gradients','predictions'])
-@pytest.mark.parametrize('steps,loops', [(6,()), (7,('',))])
-def test_loops(steps, loops, of):
-    "Own parameters that meet more than 32 operations in a call compute as under autocast, which costs them no Python"
-    half,x = half_precision(recurrence(steps), bf16),numbers()[0]
-    if of=='gradients': half.measure(lambda: half.model(x).square().mean())
-    else:
-        with half, torch.no_grad(): half.model(x)
-    own = half.policy().iloc[0]
-    assert half.measured.loops==half.measured.as_autocast==loops and half.measured.of==of and not half.measured.names
-    assert (own.way,own.why)==(('autocast','more than 32 operations in a call') if loops else
-                               ('own parameters','rounded where they meet activations'))
-
 def test_loops_of_a_learner():
     "They are counted once, go into checkpoints without a word, and not with measure=False"
     dls = get_dls()
@@ -278,29 +242,6 @@ def test_loops_of_a_learner():
     assert [len(found),len(again),len(warned)]==[1,0,0]
     assert measured_of(learn).loops==other.mixed_precision.half.measured.as_autocast==('',)
     assert 'own parameters' in [*plain.mixed_precision.policy().way]
-
-@pytest.mark.parametrize('n,cost', [(64,2*6+1), (3,2*2+1)])
-def test_most_tries(n, cost):
-    "All in question compute as under autocast, if the search takes too long"
-    half = half_precision(nn.Sequential(*[nn.Linear(1,1) for _ in range(n)]), bf16, measure=False)
-    for bad in ({str(n//2)}, {str(i) for i in range(0,n,2)}):
-        tries = []
-        def run(half):
-            if half is None or not half.rules: return [torch.ones(1)]
-            tries.append(half)
-            return [torch.ones(1)*(1+len(bad-{*half.measured.as_autocast}))]
-        found = compare_with_autocast(half, run, measure.gradients_apart)
-        assert len(tries)<=most_tries+2 and {*found.names}>=bad
-        if len(bad)==1: assert {*found.names}==bad and len(tries)<=cost+2
-        elif n==64: assert len(found.names)==n
-
-def test_only_what_goes_beyond_autocast_is_in_question():
-    "A norm that was in half precision before computes as under autocast already"
-    model = nn.Sequential(nn.Linear(4,4), nn.BatchNorm1d(4).bfloat16(), nn.Linear(4,1))
-    half = half_precision(model, bf16, measure=False)
-    def run(half): return [torch.ones(1)*(1+bool(half and half.rules))]
-    assert half.ways['1'].name=='half norm'
-    assert compare_with_autocast(half, run, measure.gradients_apart).names==('0','2')
 
 def test_a_copy_follows():
     "One that has computed nothing yet, too"
@@ -430,17 +371,11 @@ def replaced(model): model.ref = nn.Parameter(trained().ref.detach())
 
 @pytest.mark.parametrize('write', [by_load,by_hand,replaced])
 def test_other_weights(write):
-    "Whoever wrote them: in the first batch of a fit, in the next one of a loop, and in the next call without gradients"
+    "Whoever wrote them: in the first batch of a fit, and in the next call without gradients"
     learn = fitted(offset_learner())
     write(learn.model)
     with told() as said: fitted(learn)
     assert len(said)==1 and measured_of(learn).names==('',) and measured_of(learn).steps==(0,4)
-    for options in (dict(),dict(compute_loss=None)):
-        steps = offset_steps(**options)
-        assert steps.state.measured.names==()
-        write(steps.model)
-        with told() as said: train_steps(steps, [points()], l1_of)
-        assert len(said)==1 and steps.state.measured.names==('',) and steps.state.measured.steps==(0,1)
     half,x = half_precision(Offset(), bf16),points()[0]
     with half,torch.no_grad():
         half.model(x)
@@ -457,44 +392,6 @@ def test_loaded_after_lr_find(tmp_path):
     learn.load(tmp_path/'trained', with_opt=False)
     assert measured_of(fitted(learn)).names==('',)
 
-def test_weights_that_drift():
-    "At steps 32, 128 and 512, then each 512"
-    due = [0]
-    while due[-1]<2000: due.append(Measured().at(due[-1]).due)
-    assert due==[0,32,128,512,1024,1536,2048] and Measured().at(33).due==128
-    for options in (dict(),dict(compute_loss=None)):
-        steps = offset_steps(**options)
-        steps.opts[0].register_step_post_hook(lambda *args: by_hand(steps.model))
-        with told() as said: train_steps(steps, [points()]*33, l1_of)
-        assert steps.state.measured.steps==(0,32) and steps.state.measured.names==('',) and len(said)==1
-        assert str(steps.state.measured).startswith('Measured at steps 0 and 32: ')
-
-def test_written_between_all_steps():
-    "Is asked for once, then at the counted steps"
-    steps = offset_steps()
-    for _ in range(40):
-        with torch.no_grad(): steps.model.net[0].weight.clamp_(-1, 1)
-        train_steps(steps, [points()], l1_of)
-    assert steps.state.measured.steps==(0,1,32)
-
-def test_checksum_without_other_classes():
-    "Such as quantized parameters, of which nothing but their class knows the numbers"
-    class Packed(torch.Tensor):
-        def flatten(self, *args): raise NotImplementedError
-    packed,plain = nn.Parameter(torch.ones(2).as_subclass(Packed), False),nn.Parameter(torch.ones(3))
-    assert type(packed) is Packed
-    both,one,none = map(measure.weights_checksum, ([plain,packed],[plain],[packed]))
-    assert both==one!=none
-
-def test_larger_items():
-    "Half as large again as any before"
-    model = Does(lambda m, x: m.lin(x[...,None]).mean(1), lin=nn.Linear(1,1))
-    steps = loop(model, *points(), n=0, compute_loss=lambda m, x, y: m(x).square().mean())
-    for n in (8,11,4,12,17,18):
-        x = torch.randn(4,n)
-        train_steps(steps, [(x,x)], lambda m, x, y: m(x).square().mean())
-    assert steps.state.measured.steps==(0,3,5) and steps.state.measured.largest==18
-
 def test_resumed_at_the_same_steps(tmp_path):
     "A resumed run has the answers of the unbroken one, also where others had written the weights before it was saved"
     def new(): return offset_learner(path=tmp_path)
@@ -506,13 +403,6 @@ def test_resumed_at_the_same_steps(tmp_path):
         for o in (learn,other): fitted(o, 7)
         assert measured_of(learn)==measured_of(other) and same_weights(learn, other)
         assert measured_of(learn).steps==((0,32) if write is noop else (0,8,32))
-    steps = offset_steps()
-    state = json.loads(json.dumps(steps.state_dict()))
-    for model,want in ((deepcopy(steps.model),(0,)), (trained(),(0,1))):
-        other = loop(model, *points(), n=0, compute_loss=l1_of)
-        other.load_state_dict(state)
-        train_steps(other, [points()], l1_of)
-        assert other.state.measured.steps==want
 
 def test_other_parameters_and_modules():
     "A set of parameters that hasn't trained, one by one; a module that is another; another precision"
@@ -549,11 +439,6 @@ def test_turned_off_later():
     learn.mixed_precision.measure = False
     with asked() as found: learn.fit(1, cbs=On('before_fit', lambda learn: learn.model[2].bias.requires_grad_(False)))
     assert not found and learn.mixed_precision.half.measured is None
-
-def test_no_numbers_in_predictions():
-    half = half_precision(Does(lambda m, x: m.body(x).argmax(1), body=close_rows()), bf16)
-    with half, torch.no_grad(): half.model(year_data()[0])
-    assert 'no floating-point numbers' in half.measured.why and not half.to_measure
 
 class Margin(nn.Module):
     "A hinge, whose margin isn't violated before batch `first`"
@@ -621,22 +506,6 @@ def test_exported(tmp_path):
     assert loaded.mixed_precision.half.ways[''].why=='measured'
     assert measured_of(loaded)._replace(weights=None)==measured_of(learn)
 
-def test_state_of_steps():
-    "Through JSON, too"
-    steps = loop(years(), *year_data())
-    state = json.loads(json.dumps(steps.state_dict()))
-    other = loop(deepcopy(steps.model), *year_data(), n=0)
-    other.load_state_dict(state)
-    with told() as said: assert other.state_dict()==state and other.half.ways['0'].why=='measured'
-    assert not said
-    with asked() as found:
-        with other.batch(*year_data()): pass
-    assert not found
-    unlike = loop(nn.Sequential(years(), nn.Linear(1,1)), *year_data(), n=0, measure=False)
-    unlike.load_state_dict(state)
-    with unlike.batch(*year_data()): unlike.backward(unlike.model(year_data()[0]).sum())
-    assert unlike.make().finite and unlike.state.measured.names==('0',) # another model says nothing about it
-
 def test_an_answer_about_others():
     "What `keep` has in float32 stays so, and what is gone is no error"
     half = half_precision(mlp(), bf16, keep='2', measure=Measured(('0','2','gone')))
@@ -656,15 +525,6 @@ def close_rows():
     return Does(lambda m, i: (m.rows(i)-m.rows((i+1)%80)).square().sum(1, keepdim=True)*50, rows=rows)
 
 # --- In loops of one's own, and without a gradient
-
-def test_steps():
-    "With `compute_loss` gradients are compared, without it the predictions of the first call"
-    for kwargs,of in ((dict(),'gradients'), (dict(compute_loss=None),'predictions')):
-        with told() as said: steps = loop(years(), *year_data(), **kwargs)
-        assert steps.state.measured.names==('0',) and steps.state.measured.of==of and len(said)==1
-    assert loop(years(), *year_data(), measure=False).state.measured is None
-    half = loop(years(), *year_data(), half=half_precision(years(), bf16, measure=False), n=0).half
-    assert (half.to_measure,half.measurable)==(False,False)
 
 def test_the_first_call_of_a_with():
     "With two items or more; gradients are on, or off"
@@ -724,20 +584,6 @@ def test_not_measured(why, monkeypatch):
     assert not said and text in measured_of(learn).why and measured_of(learn).names==()
     assert f'Not measured: {measured_of(learn).why}' in learn.mixed_precision.policy().set_index('module').loc[''].why
     assert log_of(learn).finite.all()
-
-def test_a_part_of_the_batch():
-    "Is enough where the loss can be computed for it; else the whole batch is taken"
-    seen = []
-    def forward(m, x):
-        seen.append(len(x))
-        return m.body(x)
-    fitted(in_mode('bf16', Does(forward, body=mlp()), dls=as_dls(*numbers(64), bs=64)))
-    assert seen[:3]==[16]*3 and {*seen[3:]}=={64}
-    seen.clear()
-    def loss(pred, y): return F.mse_loss(pred.view(64), y.view(64))
-    learn = fitted(in_mode('bf16', Does(forward, body=mlp()), dls=as_dls(*numbers(64), bs=64), loss_func=loss))
-    assert 64 in seen[:3] and measured_of(learn).why=='' and measured_of(learn).names==()
-    assert first_items((torch.ones(64),torch.ones(3)))[0].shape==(64,)
 
 @pytest.mark.parametrize('part', [False,True])
 def test_compiled(part):
@@ -810,18 +656,3 @@ def test_what_loss_and_callbacks_count(way):
     (learn,counted),(other,wanted) = run(),run(measure=False)
     assert measured_of(learn).names==() and measured_of(learn).error is None
     assert counted==wanted and same_weights(learn, other)
-
-def test_a_cache_is_not_asked():
-    "An object among the arguments may remember what it was given, and so may another thread's call be disturbed"
-    cache = SimpleNamespace(seen=[])
-    def forward(m, x, cache=None):
-        if cache: cache.seen.append(x)
-        return m.body(x)
-    model,(x,_) = Does(forward, body=mlp()),numbers(64)
-    half = half_precision(model, bf16)
-    with half: model(x, cache=cache)
-    assert len(cache.seen)==1 and half.to_measure
-    with half,ThreadPoolExecutor(1) as pool: pool.submit(model, x).result()
-    assert half.to_measure
-    with half: model(x)
-    assert half.measured.of=='predictions'

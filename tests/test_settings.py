@@ -49,12 +49,6 @@ def test_static(call, kwargs):
     cb.loss_scale = 64
     assert cb.loss_scale==64 and cb.dynamic is False and cb.scale_wait is None
 
-def test_steps():
-    "In a loop of one's own"
-    steps = TrainingSteps(model := mlp(), torch.optim.SGD(model.parameters(), .01))
-    steps.loss_scale = 128
-    assert steps.scaling==replace(steps.initial, loss_scale=128., found=True)
-
 # --- The scaler of `to_native_fp16`
 
 def native(**kwargs): return fitted(new('to_native_fp16', init_scale=2.**10, **kwargs))
@@ -253,8 +247,6 @@ def named_recorder(name, value):
     (named_half,'dtype',r"dtype='2' can't be set"),
     (named_half,'measure',r'half_precision has no measure that can be set\. Make another: half = half\.replace\(…\)'),
     (named_half,'foo',r'half_precision has no foo that can be set'),
-    (named_steps,'foo',r'TrainingSteps has no foo that can be set\. It has compute_loss, loss_scale, clip'),
-    (named_steps,'keep',r'TrainingSteps has no keep that can be set.* TrainingSteps\(model, opt, half\)'),
     (named_recorder,'foo',r'PrecisionRecorder has no foo that can be set\. It has columns, tensors and log_tensors')])
 def test_nobody_would_read_in_a_loop(new, name, text):
     "Is refused at once, or in the next batch or fit"

@@ -219,6 +219,8 @@ made = dict(half=ModelToHalf, half2=lambda: ModelToHalf('bf16'), native=NativeMi
     mixed=lambda: MixedPrecision(max_loss_scale=2.**10), mixed2=lambda: MixedPrecision(dynamic=False),
     amp=fp16.MixedPrecision, non_native=fp16.NonNativeMixedPrecision)
 
+added = dict.fromkeys(['mixed mixed2', 'mixed native', 'native mixed', 'native native', 'half mixed native',
+    'half half2 mixed', 'half native', 'amp mixed', 'native amp', 'half mixed non_native'], r'to_fp16\(\)')
 added.update(half='only together with MixedPrecision', # and MixedPrecision only with it
              mixed=r'needs ModelToHalf: call learn.to_fp16\(\).*use NativeMixedPrecision')
 

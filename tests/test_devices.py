@@ -5,7 +5,6 @@ from learners import *
 from machines import *
 from mp_callbacks.core.devices import Machine,emulation,known_faults,layers,support,why_unsupported
 from mp_callbacks.core.fp8 import fp8_recipes
-from mp_callbacks.core.restore import fork_rngs
 from sick_models import Overflows
 
 fp8 = torch.float8_e4m3fn
@@ -216,14 +215,6 @@ def test_pages_say_the_same(row, names):
     for name in names:
         with pretend(machine(name)): native = [o for o in (bf16,f16) if support(device_of(name), o)=='native']
         assert {bf16:'`to_bf16()`', f16:'`to_fp16()`', f32:'`to_fp32()`'}[[*native,f32][0]] in call
-
-def test_generator_of_a_single_device(monkeypatch):
-    "`torch.mps` has one device, so its functions take none; its generator is restored as others' are"
-    states = ['before']
-    monkeypatch.setattr(torch.mps, 'get_rng_state', lambda: states[-1])
-    monkeypatch.setattr(torch.mps, 'set_rng_state', states.append)
-    with fork_rngs([SimpleNamespace(device=torch.device('mps:0'))]): states.append('inside')
-    assert states==['before','inside','before']
 
 # with a GPU of NVIDIA, PyTorch 2.11 makes no fake tensors for one of Intel
 xpu = pytest.param('xpu', False, marks=pytest.mark.skipif(torch.cuda.is_available(), reason='needs no CUDA device'))

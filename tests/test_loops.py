@@ -3,7 +3,6 @@
 Learners too: weights that become half in a fit, gradients of another loss, steps that nobody has checked."""
 from torch.optim.optimizer import _default_to_fused_or_foreach as at_once
 from learners import *
-from mp_callbacks.core.fp8 import Fp8
 
 data = [*zip(*[o.split(16) for o in numbers()])]
 def adam(model): return torch.optim.Adam(model.parameters(), 1e-2)
@@ -147,24 +146,6 @@ def test_float32(half):
     table = steps.policy()
     assert {*table.way}=={*table.compute}=={*table.why}=={'float32'}
     assert by_pickle(steps.half).dtype==f32
-
-def test_float32_as_half_precision():
-    "`keep` has no effect, an error gets no note about half precision, and other dtypes are refused by name"
-    model,x = mlp(),data[0][0]
-    with half_precision(model, f32, keep='0') as half:
-        assert torch.equal(model(x), mlp()(x)) and 'forward' not in vars(model)
-        with pytest.raises(RuntimeError) as e: model(x.half())
-    assert not hasattr(e.value, '__notes__') and {*half.policy().compute}=={'float32'}
-    for o in (torch.float64,'f64','foo',3):
-        with pytest.raises(ValueError, match='must be torch.float16, torch.bfloat16 or torch.float32'):
-            half_precision(model, o)
-    with pytest.raises(ValueError, match='needs bfloat16'): half_precision(model, f32, fp8=Fp8())
-
-def test_half_precision_is_no_decorator():
-    "Python's own error would not say what to write"
-    def predict(x): return x
-    for f in (lambda: half_precision(predict), lambda: half_precision(mlp(), bf16)(predict)):
-        with pytest.raises(TypeError, match='neither a decorator nor a model.*inside `with half:`'): f()
 
 @pytest.mark.parametrize('foreach', [True,False])
 def test_step_inside_the_with(foreach, monkeypatch):

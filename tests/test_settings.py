@@ -252,12 +252,6 @@ def test_nobody_would_read_in_a_loop(new, name, text):
     "Is refused at once, or in the next batch or fit"
     with pytest.raises(AttributeError, match=text): new(name, '2')
 
-def test_an_attribute_that_was_refused_is_gone():
-    half = half_precision(mlp(), bf16)
-    half.foo = 1
-    with pytest.raises(AttributeError): half.refresh()
-    with half: assert not hasattr(half, 'foo')
-
 def test_of_another_version():
     "What was pickled without the names that may be set refuses nothing, and keeps what it has"
     learn = get_learner(cbs=PrecisionRecorder()).to_bf16()
@@ -266,16 +260,6 @@ def test_of_another_version():
     vars(steps).pop('_known')
     with steps.batch(*numbers(16)): pass
     assert steps.clip is None and len(log_of(fitted(learn)))==len(learn.dls.train)
-
-def test_copies_of_a_subclass():
-    "Have what it has set"
-    class Named(half_precision):
-        def __init__(self, model, dtype=bf16, keep=(), rules=True, fp8=None, way=None, measure=True, note=''):
-            super().__init__(model, dtype, keep, rules, fp8, way, measure)
-            self.note = note
-    half = Named(mlp(), note='a')
-    for o in (copy(half),deepcopy(half),copy(half).replace(dtype=f16)):
-        assert o.note=='a' and o.keep==()
 
 def test_others_may_set_in_a_loop():
     "What is read, and anything in a subclass"

@@ -93,20 +93,6 @@ def test_error_after_the_step(order):
     assert learn.mixed_precision.state.steps==learn.model[1].num_batches_tracked==2
     assert all(p.grad is None for p in learn.model.parameters())
 
-def test_graph_from_before():
-    "A backward pass over a buffer that the skipped step has changed, and that was put back, is PyTorch's error"
-    def _decay(m, x):
-        with torch.no_grad(): m.rate.mul_(.5)
-        return m.layer(x)*m.rate
-    model,x = Does(_decay, layer=nn.Linear(4,4), rate=nn.Buffer(torch.ones(4))),torch.ones(2,4)
-    steps = TrainingSteps(model, torch.optim.SGD(model.parameters(), lr=.1), torch.bfloat16, measure=False)
-    with steps.batch(x):
-        out = model(x)
-        with steps.scaled(out.sum()*torch.inf) as loss: loss.backward(retain_graph=True)
-    steps.make()
-    assert steps.state.skips==1 and model.rate.equal(torch.ones(4))
-    with pytest.raises(RuntimeError, match='modified by an inplace operation'): out.sum().backward()
-
 def test_a_cancelled_fit_stays_one():
     "fastai calls the events of a fit that a callback has ended"
     seen = []

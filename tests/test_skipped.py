@@ -44,12 +44,6 @@ def test_precision_changes_between_batches(before, event, call):
         learn.fit(1, cbs=Now(event, lambda learn: getattr(learn, call)()))
     learn.fit(2, cbs=Now('after_epoch', lambda learn: getattr(learn, call)()))
 
-def test_names_that_a_call_adds():
-    "`learn.scaler` is there when training begins, and `learn.step_stats` after the first step, as in fastai"
-    learn,names = get_learner().to_fp16(),('precision_recorder','mixed_precision','step_stats','scaler')
-    assert [hasattr(learn, o) for o in names]==[True,True,False,False]
-    with pytest.raises(AttributeError, match="no attribute 'scaler'"): learn.scaler
-
 class Swish(torch.autograd.Function):
     "Its backward pass mixes dtypes"
     @staticmethod
@@ -106,10 +100,3 @@ def test_graph_from_before():
     steps.make()
     assert steps.state.skips==1 and model.rate.equal(torch.ones(4))
     with pytest.raises(RuntimeError, match='modified by an inplace operation'): out.sum().backward()
-
-def test_a_cancelled_fit_stays_one():
-    "fastai calls the events of a fit that a callback has ended"
-    seen = []
-    cancel = On('before_epoch', raises(CancelFitException))
-    get_learner().to_bf16().fit(1, cbs=[cancel,On('after_cancel_fit', lambda learn: seen.append(1))])
-    assert seen==[1]

@@ -62,25 +62,13 @@ def test_bad_argument(call, name, value, others):
     assert re.search(r'\w\. \w', str(e.value)), e.value
     unchanged(learn, before)
 
-named = 'The name of the call says it'
-unknown = [('to_bf16','amp_mode',r'to_native_bf16\(\)'), ('to_bf16','headroom',r'to_fp16\(headroom'),
-           ('to_bf16','rescue',r'to_fp16\(rescue=…\)'), ('to_native_bf16','flat_master',r'to_bf16\(flat_master=…\)'),
-            ('to_native_bf16','measure',r'to_bf16\(measure=…\)'), ('to_native_fp16','way',r'to_fp16\(way=…\)'),
-           ('to_native_fp16','flat_master',r'to_fp16\(flat_master=…\)'), ('to_fp16','dtype',named),
-           ('to_fp16','init_scale',r'to_native_fp16\(init_scale'), ('to_native_fp16','dtype',named),
-           ('to_native_fp16','loss_scael',"'loss_scael'. It has init_scale, growth_factor")]
-
 said = dict( # a call, and what its error says
     clip      = (lambda: get_learner().to_bf16(clip='1.0'), r"clip='1.0' must be a number. Use clip=None for"),
     by_place  = (lambda: get_learner().to_bf16(1.), r'flat_master=1.0 must be True or False. .* as in clip=1.0'),
-    callback  = (lambda: NativeMixedPrecision('bf16'), r"init_scale='bf16' is a dtype. .* takes dtype='bf16'"),
     dtype     = (lambda: get_learner().to_fp16('bf16'), r"loss_scale='bf16' is a dtype. The name of the call says it"),
     name_only = (lambda: half_precision(mlp(), keep=lambda name: True), 'keep=<lambda> must take the name and the mod'),
     way       = (lambda: half_precision(mlp(), way=3), "way=3 must be a function of a module's name"),
     rescue    = (lambda: get_learner().to_fp16(rescue=1), 'rescue=1 must be True or False'),
-    enabled   = (lambda: get_learner().to_native_fp16(enabled=1), 'enabled=1 must be True or False'),
-    of_half   = (lambda: ModelToHalf('float32'), 'dtype=float32 must be torch.float16 or torch.bfloat16'),
-    only_half = (lambda: MixedPrecision(keep='0'), r'learn.to_fp16\(keep=…\)'),
     plan      = (lambda: get_learner().precision_plan().batch_size('16'), "gb='16' must be a positive number"),
     no_items  = (lambda: get_learner().precision_plan(([torch.rand(3,4,4)]*2,torch.rand(2,1))), # a list of images
                  r'first dimensions of the tensors of this batch are \[2, 3\]'))
@@ -114,56 +102,6 @@ def test_warnings_show_the_caller(name, call, match):
     "And no line of this package"
     with pretend(machine(name)), pytest.warns(UserWarning, match=match) as told: call()
     assert told[0].filename==__file__
-
-refused = [ # a call, its arguments, and what it says instead: which call takes it, if one does
-    *[(call, {name:2}, rf'{call}\(\): got an unexpected keyword.*{match}') for call,name,match in unknown],
-    ('to_fp16', dict(loss_scale='torch', scale_wait=100), r"as in DynamicLossScale\.preset\('torch', period=100\)"),
-    ('to_fp16', dict(loss_scale='apex', scale_wait=100), r"as in DynamicLossScale\.preset\('apex', period=100\)"),
-    ('to_fp16', dict(loss_scale='torch', dynamic=False), 'Leave it out'),
-    ('to_fp16', dict(loss_scale=DynamicLossScale(), max_loss_scale=8.), 'max_loss_scale=8.0'),
-    ('to_fp16', dict(loss_scale=1024., dynamic=False, headroom=3.), 'beside dynamic=False. Leave it out.$'),
-    ('to_fp16', dict(loss_scale=StaticLossScale(8.), scale_wait=3), r'beside loss_scale=Static.*\. Leave it out.$'),
-    ('to_native_fp16', dict(init_scale='torch', growth_interval=100), 'period=100'),
-    ('to_native_fp16', dict(init_scale=DynamicLossScale(), backoff_factor=.25), 'backoff=0.25')]
-
-@pytest.mark.parametrize('call,kwargs,match', refused)
-def test_without_effect(call, kwargs, match):
-    "An error that says what to write instead, and the learner is as before"
-    learn = get_learner()
-    with pytest.raises((ValueError,TypeError), match=match): getattr(learn, call)(**kwargs)
-    assert not hasattr(learn, 'mixed_precision')
-
-@pytest.mark.parametrize('callback', [MixedPrecision,NativeMixedPrecision])
-def test_subclass_with_options_of_its_own(callback):
-    class Preset(callback):
-        def __init__(self): super().__init__('torch')
-    assert Preset().initial==DynamicLossScale.preset('torch')
-
-def test_settings_are_readable():
-    "As those of fastai's callback, whatever names the loss scale"
-    def settings(**kwargs):
-        cb = get_learner().to_fp16(**kwargs).mixed_precision
-        return cb.dynamic,cb.scale_wait,cb.div_factor
-    assert settings()==(True,500,2.) and settings(scale_wait=20, div_factor=4.)==(True,20,4.)
-    assert settings(loss_scale='torch')==(True,2000,2.) and settings(dynamic=False)==(False,None,None)
-
-@pytest.mark.parametrize('scale,steps', [(StaticLossScale(8.),0), (DynamicLossScale(8.),4)])
-def test_scaler_of_pytorch(scale, steps):
-    "`learn.scaler` has the scale, and how many steps it waits already, which a static one doesn't"
-    numbers = fitted(get_learner().to_native_fp16(scale)).scaler.state_dict()
-    assert (numbers['scale'],numbers['_growth_tracker'])==(8.,steps)
-
-def test_scaler_before_the_first_step():
-    "Of a later fit: it goes on where the one before has ended"
-    seen,learn = [],fitted(get_learner().to_native_fp16(DynamicLossScale(8.)))
-    learn.fit(1, cbs=On('before_batch', lambda learn: seen.append(learn.scaler.state_dict()), at=[0]))
-    assert [(o['scale'],o['_growth_tracker']) for o in seen]==[(8.,4)]
-
-def test_scaler_is_to_read():
-    "Gradients are unscaled already, so `unscale_` raises, instead of dividing them once more"
-    learn = get_learner().to_native_fp16()
-    with pytest.raises(AssertionError, match='_scale is None'):
-        learn.fit(1, cbs=On('before_step', lambda learn: learn.scaler.unscale_(learn.opt), 20))
 
 @has_notes
 @pytest.mark.parametrize('mode', ['fp16','native_bf16'])
@@ -203,18 +141,6 @@ def test_both_by_hand(how):
         assert same_weights(learn, other)
     if how=='fit': assert not any(isinstance(cb, (PrecisionCallback,ModelToHalf)) for cb in other.cbs)
 
-def test_events_of_a_half():
-    "`ModelToHalf` takes functions for events, as fastai's does, and still says what it needs"
-    seen = []
-    def _saw(name): return lambda self: seen.append((name,type(self)))
-    events = {o:_saw(o) for o in ('before_fit','after_pred','after_fit')}
-    learn = get_learner(cbs=[ModelToHalf(**events),MixedPrecision()])
-    fitted(learn)
-    assert [*dict.fromkeys(seen)]==[(o,ModelToHalf) for o in events]
-    with pytest.raises(ValueError, match='only together with MixedPrecision'):
-        fitted(get_learner(cbs=ModelToHalf(before_fit=noop)))
-    with pytest.raises(TypeError, match='has no option before_fits. It has dtype, keep'): ModelToHalf(before_fits=noop)
-
 made = dict(half=ModelToHalf, half2=lambda: ModelToHalf('bf16'), native=NativeMixedPrecision,
     mixed=lambda: MixedPrecision(max_loss_scale=2.**10), mixed2=lambda: MixedPrecision(dynamic=False),
     amp=fp16.MixedPrecision, non_native=fp16.NonNativeMixedPrecision)
@@ -233,38 +159,6 @@ def test_two_precisions(names):
     with pytest.raises(ValueError, match=added[names]): learn.fit(1)
     unchanged(learn, before, named=names in ('half','mixed'))
     trains(learn.to_bf16())
-
-def _halved(learn): learn.model.half()
-def _two(learn): learn.add_cb(fp16.MixedPrecision())
-def _replaced(learn): learn.to_bf16(keep='2').model = nn.Sequential(nn.Linear(8,1))
-def _interrupted(event): return lambda learn: learn.add_cb(Now(event, raises(KeyboardInterrupt())))
-
-@pytest.mark.parametrize('look', [Learner.validate, lambda learn: learn.get_preds(with_loss=True)])
-@pytest.mark.parametrize('spoil,error', [(_halved,ValueError), (_two,ValueError), (_replaced,ValueError),
-    (_interrupted('before_fit'),KeyboardInterrupt), (_interrupted('before_epoch'),KeyboardInterrupt)])
-def test_validation_after_an_error(spoil, error, look):
-    "An error at the start of a validation leaves the learner as before: the next one doesn't wait for a lock"
-    learn = get_learner().to_bf16()
-    spoil(learn)
-    kept = [*learn.cbs],learn.logger,learn.create_mbar,learn.loss_func.reduction
-    with pytest.raises(error): look(learn)
-    assert not learn.lock.locked()
-    assert ([*learn.cbs],learn.logger,learn.create_mbar,learn.loss_func.reduction)==kept
-    learn.model = mlp()
-    learn.to_bf16()
-    look(learn)
-
-begin = dict( # what those of a call begin with
-    to_fp16        = dict(loss_scale=512, flat_master=False, dynamic=True, max_loss_scale=2.**24, div_factor=2.,
-                          scale_wait=500, clip=None),
-    to_bf16        = dict(flat_master=False, clip=None),
-    to_native_fp16 = dict(init_scale=65536., growth_factor=2., backoff_factor=.5, growth_interval=2000, enabled=True),
-    to_fp8         = dict(recipe='tensorwise', clip=None))
-
-@pytest.mark.parametrize('name', begin)
-def test_signature(name):
-    _,*params = inspect.signature(getattr(Learner, name)).parameters.values()
-    assert [(o.name,o.default) for o in params][:len(begin[name])]==[*begin[name].items()]
 
 def test_reload_of_fastai(forked, tmp_path):
     "What the page of migration says: it gives fastai's calls back, and a reload of ours replaces them again"

@@ -25,10 +25,6 @@ def kinds(learn):
 pairs = [o for o in crossed({**to, **foreign}, to, fast=lambda *names: not re.search('contiguous|no amp', str(names)))
          if o.values!=('non_native','to_channelslast')] # both are fastai's own, and add up to two precisions
 
-def test_other_names():
-    assert Learner.to_non_native_fp16 is Learner.to_fp16
-    assert Learner.to_native_fp32 is Learner.to_non_native_fp32 is Learner.to_fp32
-
 @pytest.mark.parametrize('a,b', pairs, ids=lambda o: str(o).replace(' ', '_'))
 def test_pair(a, b):
     learn,alone,plain = [get_learner(norm=True) for _ in range(3)]

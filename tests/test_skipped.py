@@ -44,12 +44,6 @@ def test_precision_changes_between_batches(before, event, call):
         learn.fit(1, cbs=Now(event, lambda learn: getattr(learn, call)()))
     learn.fit(2, cbs=Now('after_epoch', lambda learn: getattr(learn, call)()))
 
-def test_names_that_a_call_adds():
-    "`learn.scaler` is there when training begins, and `learn.step_stats` after the first step, as in fastai"
-    learn,names = get_learner().to_fp16(),('precision_recorder','mixed_precision','step_stats','scaler')
-    assert [hasattr(learn, o) for o in names]==[True,True,False,False]
-    with pytest.raises(AttributeError, match="no attribute 'scaler'"): learn.scaler
-
 class Swish(torch.autograd.Function):
     "Its backward pass mixes dtypes"
     @staticmethod
@@ -92,10 +86,3 @@ def test_error_after_the_step(order):
         learn.fit(1, cbs=On('after_step', raises(RuntimeError('as asked')), order, at=(1,)))
     assert learn.mixed_precision.state.steps==learn.model[1].num_batches_tracked==2
     assert all(p.grad is None for p in learn.model.parameters())
-
-def test_a_cancelled_fit_stays_one():
-    "fastai calls the events of a fit that a callback has ended"
-    seen = []
-    cancel = On('before_epoch', raises(CancelFitException))
-    get_learner().to_bf16().fit(1, cbs=[cancel,On('after_cancel_fit', lambda learn: seen.append(1))])
-    assert seen==[1]

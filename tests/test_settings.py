@@ -2,11 +2,6 @@
 from mp_callbacks.core.loss_scale import LossScale
 from learners import *
 
-def test_steps():
-    "In a loop of one's own"
-    steps = TrainingSteps(model := mlp(), torch.optim.SGD(model.parameters(), .01))
-    steps.loss_scale = 128
-    assert steps.scaling==replace(steps.initial, loss_scale=128., found=True)
 # --- Loss scales of one's own
 
 class Halves(LossScale):

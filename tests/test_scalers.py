@@ -7,12 +7,12 @@ JMP, MPX, Flax and Keras are asked themselves where they are installed (the extr
 stand in for them.
 
 The file takes long because periods of 2000 steps are compared over 20,000."""
-import dataclasses,inspect,math,os,random,re
+import inspect,math,os,random
 
-import numpy as np,pytest,torch
+import pytest,torch
 from cases import *
 from functools import partial
-from mp_callbacks.core.loss_scale import DynamicLossScale,StaticLossScale,loss_scale_presets
+from mp_callbacks.core.loss_scale import DynamicLossScale,loss_scale_presets
 
 f32,inf = torch.finfo(torch.float32),math.inf
 def _f32(x): return torch.tensor(x, dtype=torch.float32).item()

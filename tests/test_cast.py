@@ -128,20 +128,6 @@ def test_kept_in_validation(call):
         with pytest.raises(KeyError): learn.validate(cbs=Now(event, raises(KeyError("stop")), training=False))
         assert left()==before
 
-def test_memory_format():
-    "A copy has that of its weight, and the gradient, too: a convolution in `channels_last` stays so"
-    weight = nn.Parameter(torch.randn(4,3,3,3).to(memory_format=torch.channels_last))
-    copy, = cast.CastAll.apply(bf16, weight)
-    copy.square().sum().backward()
-    for o in (copy,weight.grad): assert o.is_contiguous(memory_format=torch.channels_last)
-
-def test_aligned():
-    "Vectors that share a block of memory begin where a kernel reads whole lines"
-    copies = cast.CastAll.apply(bf16, *[torch.ones(n) for n in (65,64,130,128,195)])
-    assert not any([o.data_ptr()%64 for o in copies])
-    blocks = [o.untyped_storage().data_ptr() for o in copies]
-    assert blocks[1]==blocks[3] and len({*blocks})==4 # those of 64 and 128 numbers
-
 def written(write):
     "Writes into the weights of a layer before it computes, in the middle of a call"
     def _forward(m, x):

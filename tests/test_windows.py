@@ -1,6 +1,5 @@
 "Steps of several batches, and what changes between them: the precision, the optimizer, the parameters, the buffers"
 from learners import *
-from mp_callbacks.core.grads import mul_grads
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 
@@ -26,14 +25,6 @@ def test_switch_while_accumulating(first, to):
         cbs = [GradientAccumulation(40),Now('after_epoch', precisions[to], 0)]
         return trained(mlp(), precisions[first], lambda o: o.fit(2, cbs=cbs), opt_func=partial(SGD, mom=.9))
     assert_same_way(_trained(first, to), _trained('float32', 'float32'))
-
-@pytest.mark.parametrize('by', [1.,2.,.5])
-def test_gradients_of_before(by):
-    "Those of the batches before are multiplied once, however often a parameter is named"
-    p = nn.Parameter(torch.ones(2))
-    p.grad = torch.tensor([1.,3.])
-    mul_grads([p,p], by)
-    assert p.grad.tolist()==[by,3*by]
 
 @pytest.mark.parametrize('then', ['float32','fp16'])
 def test_switched_on_in_a_fit(then):

@@ -130,18 +130,9 @@ def test_rule_is_keep():
     assert dtypes({'body':'bf16'})==dict.fromkeys(['body.a','body.norm','body.b','head'], 'bfloat16')
     assert dtypes({})==dtypes(())
 
-bad = [({'nothing.*':'f32'},         ValueError, r"'nothing.\*' matches no module. The model has image"),
-       ({'head':'bf16'},             ValueError, "computes in torch.bfloat16, and must compute in .* Use 'float32'"),
-       ({'head':'c=f32'},            ValueError, r"keep=\{'head': 'c=f32'\} is neither 'autocast' nor a dtype"),
-       ({nn.Linear:'f32'},           TypeError,  'must have name patterns as keys'),
-       ('*',                         ValueError, 'nothing is left.*Keep less'),
-       ([is_norm, {'head':'f32'}],   TypeError,  'must be a module type, a name pattern'),
-       ([nn.Linear(2, 2)], TypeError, "keep has a module, Linear, and needs its name or type. Use keep='its name'")]
-
-@pytest.mark.parametrize('keep,error,match', bad)
-def test_refused(keep, error, match):
-    "With what is wrong and a way out; more of them are in the cells of the notebook"
-    with pytest.raises(error, match=match): half_precision(model('conv'), f16, keep)
+def test_refused():
+    "With what is wrong and a way out; what is no name of modules is in the cells of the notebook"
+    with pytest.raises(ValueError, match='nothing is left.*Keep less'): half_precision(model('conv'), f16, '*')
 
 @pytest.mark.parametrize('half', [f16,bf16])
 def test_what_stays_float32_anyway(half):

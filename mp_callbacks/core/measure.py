@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import current_thread,main_thread
 from typing import NamedTuple
 from fastcore.basics import noop
+from operator import attrgetter
 from torch import nn
 
 from .dtypes import _keep_attributes,leaves,map_tensors
@@ -288,7 +289,7 @@ def batch_gradients(
             with rehearse(model, half): compute_loss()
         with rehearse(model, half) as backward:
             backward(compute_loss(), scale)
-            grads = [keep(p.grad) for p in params]
+            grads = [*map(keep, map(attrgetter('grad'), params))]
         return grads if scale==1 else [g if g is None else g/scale for g in grads]
     with single_process(model), torch.enable_grad(): yield _gradients
 

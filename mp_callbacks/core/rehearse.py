@@ -24,8 +24,9 @@ def _can_be_lent(p):
 @contextmanager
 def _copied_on_write(params):
     "Inside a `with`, `params` share memory with copies, and writes go there. Then they have their own, at its address."
+    alone = [p for p in params if not _shares_memory(p)]
     with _without_modes(): # what counts bytes sees none
-        own,alone = [p.detach() for p in params],[p for p in params if not _shares_memory(p)]
+        own = [*map(torch.Tensor.detach, params)]
         copies = [*map(_copy_on_write, own)]
     try:
         for p in params: p.data = copies.pop(0) # no other name is left of it

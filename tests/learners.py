@@ -55,7 +55,7 @@ def ask_nothing(learn):
     "`learn`, whose model isn't called in its first batch to measure: for who counts calls, or what is seen in them"
     if cb := getattr(learn, 'mixed_precision', None): cb.half = cb.half.without_measure()
     return learn
-def half(model, **kwargs): return unmeasured(model, bf16, **kwargs)
+def half(model, **kwargs): return half_precision(model, bf16, **kwargs)
 
 # A test's processes are forks of one that has imported fastai, and so start at once. A fork can't use a GPU.
 start_method = 'spawn' if torch.cuda.is_available() else 'forkserver'

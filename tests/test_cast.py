@@ -187,7 +187,7 @@ def test_written(kind):
     def run(half):
         torch.manual_seed(0)
         model,x,seen = kinds[kind](),data(),[]
-        around = unmeasured(model, bf16) if half else nullcontext()
+        around = half_precision(model, bf16) if half else nullcontext()
         for i in range(4):
             with around, torch.set_grad_enabled(i!=2):
                 loss = model(x).square().mean()
@@ -203,7 +203,7 @@ def test_written(kind):
 def test_limit_of_data():
     "A trained weight that is written in place through `.data` counts from the next call on, as the page says"
     model,x = written(lambda m: m.weight.data.mul_(1.5)),data()
-    with unmeasured(model, bf16):
+    with half_precision(model, bf16):
         for _ in range(2): model(x)
         before = model.b.weight.detach().clone()
         stale = model(x)
@@ -216,7 +216,7 @@ def test_not_cast_in_vain():
     "A layer that a call writes into, or doesn't use any more, is left to autocast from then on"
     for model,uses,casts in ((written(mul),             [True]*4,                     [[],[6],[4],[4]]),
                              (net(branches, use=True), [True,True,False,True,True], [[],[6],[6],[4],[4]])):
-        half = unmeasured(model, bf16)
+        half = half_precision(model, bf16)
         for model.use,together in zip(uses, casts, strict=True):
             with half,Casts() as forward: model(data())
             assert forward.together==together
@@ -307,7 +307,7 @@ def test_written_with_autocast_off():
     def _zeroes(m, x):
         m.lin.weight.data.zero_()
         with torch.autocast('cpu', enabled=False): return m.lin(x.bfloat16())
-    half = unmeasured(Does(_zeroes, lin=nn.Linear(8,8,bias=False)), bf16)
+    half = half_precision(Does(_zeroes, lin=nn.Linear(8,8,bias=False)), bf16)
     for _ in range(3):
         half.model.lin.weight.data.fill_(1.)
         with half: assert not half.model(torch.ones(2,8)).any()
@@ -362,7 +362,7 @@ def test_torch_func(f):
                 jacrev=lambda: jacrev(model)(x[:1]), jacfwd=lambda: jacfwd(model)(x[:1]),
                 functional_call=lambda: functional_call(model, {k:2*p for k,p in params.items()}, (x,)))
     want = runs[f]()
-    with unmeasured(model, bf16):
+    with half_precision(model, bf16):
         for _ in range(2): backward(model, x) # so that weights are cast ahead
         for _ in range(2): assert close(runs[f](), want, .05)
         backward(model, x)
@@ -396,7 +396,7 @@ def test_checkpointing(kind, reentrant, once):
     "Modules and functions, also a block that is called several times: the bits of a run without, in each batch"
     def run(**kwargs):
         model = stack(kind, once, **kwargs)
-        return grads(model, unmeasured(model, bf16))
+        return grads(model, half_precision(model, bf16))
     assert same(run(use_reentrant=reentrant), run())
 
 def products(ctx, op, *args, **kwargs):
@@ -409,7 +409,7 @@ def test_selective_checkpointing(kind):
     "Computes the same operations again, so no copy is taken there; layers elsewhere are cast at once, as ever"
     def run(**kwargs):
         model = stack(kind, **kwargs)
-        with Casts() as casts: found = grads(model, unmeasured(model, bf16))
+        with Casts() as casts: found = grads(model, half_precision(model, bf16))
         return found,max(casts.together, default=0)
     found,together = run(use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, products))
     assert same(found, run()[0]) and together==4 # weights and biases of `first` and `head`
@@ -441,7 +441,7 @@ def test_checkpointed_arguments(f, how, view):
     But where it isn't reentrant, a function with a gradient of its own gets back its parameter as autocast has it."""
     def run(how):
         model = net(lambda m,x: m.c(how(f, m.a(x), view(m.w))), w=torch.linspace(.5, 1.5, 64))
-        return grads(model, unmeasured(model, bf16))
+        return grads(model, half_precision(model, bf16))
     got,want = run(how),run(lambda f,*args: f(*args))
     if how is again and f==Scale.apply: assert all(close(o, want[0][k], .01) for k,o in got[0].items())
     else: assert same(got, want)
@@ -462,7 +462,7 @@ def test_reversible():
     def run(b):
         model = net(lambda m,x: m.c(b(m.b, m.a(x))))
         model.b = nn.Sequential(model.b, nn.RMSNorm(64))
-        return grads(model, unmeasured(model, bf16))
+        return grads(model, half_precision(model, bf16))
     assert same(run(lambda f,x: Reverse.apply(x, f)), run(lambda f,x: f(x)))
 
 def ddp_grads(f, uses, **kwargs):
@@ -498,7 +498,7 @@ def test_ddp_sends_early(one_process, monkeypatch):
         fut.set_result(bucket.buffer())
         return fut
     ddp.register_comm_hook(None, note)
-    half = unmeasured(model, bf16)
+    half = half_precision(model, bf16)
     for _ in range(3):
         sent.clear()
         differentiated.clear()
@@ -515,7 +515,7 @@ others = 'own.py','half.py'
 def test_interrupted(where, each):
     "By Ctrl-C at any line: nothing is left, and the next batch has the numbers that it would have had"
     model,x = stack(),data()
-    half = unmeasured(model, bf16)
+    half = half_precision(model, bf16)
     want = grads(model, half)[0]
     def batch():
         with half: backward(model, x)

@@ -287,7 +287,7 @@ def test_changed_when_training_begins(one_process):
     def wrap(learn):
         learn.model[4].__class__ = Doubled
         learn.model = DistributedDataParallel(learn.model)
-    seen,learn = [],get_learner().to_bf16(measure=False)
+    seen,learn = [],get_learner().to_bf16(measure=False) # which would be the first to see the change
     def look(learn): seen.append((learn.pred-learn.model(learn.x)).norm()/learn.pred.norm()) # which is in float32 here
     learn.fit(1, cbs=[On('before_fit', wrap, 11),On('after_pred', look, 20, at=[0])])
     assert len(seen)==1 and seen[0]<.05

@@ -173,7 +173,7 @@ def test_keep_of_several_batches():
         def __init__(self, i): super().__init__(); self.i = i
         def forward(self, x): return super().forward(x) if seen==self.i else x
     model = net(partial(Sometimes, 0), middle, partial(Sometimes, 1))
-    report,half = PrecisionReport(torch.float16),unmeasured(model, torch.float16)
+    report,half = PrecisionReport(torch.float16),half_precision(model, torch.float16)
     def loss(i):
         nonlocal seen
         seen,(xb,yb) = i,batches[i]
@@ -212,7 +212,7 @@ def test_keep_of_odd_names():
 @pytest.mark.parametrize('n', [8, 64, 128])
 def test_few_runs(n):
     "One sick module among `n` is found by halves"
-    half = unmeasured(nn.Sequential(*[nn.Linear(1,1) for _ in range(n)]), torch.bfloat16)
+    half = half_precision(nn.Sequential(*[nn.Linear(1,1) for _ in range(n)]), torch.bfloat16)
     def _runs(sick, *guess):
         tried = []
         def _works(longer):

@@ -39,7 +39,7 @@ def test_jagged_predictions():
         res.note = 'kept'
         return res
     model,x = Does(words, linear=nn.Linear(8, 4)),numbers()[0]
-    with unmeasured(model, 'bf16'): res = model(x, torch.tensor([0,3,64]))
+    with half_precision(model, 'bf16'): res = model(x, torch.tensor([0,3,64]))
     assert res.dtype==res.values().dtype==torch.float32 and res.note=='kept'
     assert [len(o) for o in res.unbind()]==[3,61] and (res.values()-model(x, torch.tensor([0,64])).values()).norm()<.1
 

@@ -8,6 +8,9 @@ from learners import *
 from mp_callbacks.core.own import OwnParameter
 
 def float32(model): return nullcontext()
+def counted(model):
+    "As `half`, for tests that count the model's calls, or look into each"
+    return unmeasured(model, bf16)
 def close(got, want, tol=.02): return (got.float()-want.float()).norm()<=tol*want.float().norm()
 
 def meets(f, *shape): return Does(lambda m,x: f(x, m.w), w=torch.rand(shape)+.5)
@@ -101,7 +104,7 @@ def test_autocast_off():
         model = nn.Sequential(nn.Linear(8,32), Does(_careful, w=torch.rand(32)+.5))
         batch(model, numbers(4)[0], around)
         return [o.detach() for o in seen]
-    assert {o.dtype for o in run(half)}=={f32} and same(run(half), run(autocast))
+    assert {o.dtype for o in run(counted)}=={f32} and same(run(counted), run(autocast))
 
 nodes = dict( # where libraries put hooks
     expand_as  = lambda p: p.expand_as(p).grad_fn.next_functions[0][0], # apex, Horovod and others
@@ -146,7 +149,7 @@ def test_copies(how):
         if how is not copy: found.append(how(m)) # which shares its parameters
     hook = nn.modules.module.register_module_forward_hook(look) # of all modules, so that a pickle doesn't have it
     try:
-        with half(model):
+        with counted(model):
             model(numbers(4)[0])
             look(model[1])
     finally: hook.remove()
@@ -197,12 +200,12 @@ def test_returned_and_kept(name):
 def test_two(other, last_first):
     "Two on one model, or on a part of it: nobody takes off what another one has put on, in either order"
     model,x = blocks(),numbers(4)[0]
-    a = half(model)
+    a = counted(model)
     with a: want = model(x)
-    b = dict(model=half(model), part=half(model[3]), same=a).get(other) # a layer rounds what the part returns
+    b = dict(model=counted(model), part=counted(model[3]), same=a).get(other) # a layer rounds what the part returns
     enter,leave = (partial(a.hold,0),partial(a.release,0)) if other=='installed' else (a.__enter__,a.__exit__)
     enter()
-    b = b or half(model)
+    b = b or counted(model)
     b.__enter__()
     assert model(x).equal(want)
     on = [(a,leave),(b,b.__exit__)]
@@ -283,7 +286,7 @@ def test_written(name):
         assert type(first) is nn.Parameter
         kinds = {k:(type(p),p.requires_grad,getattr(p, 'tag', 0)) for k,p in model.named_parameters()}
         return seen,kinds,model.state_dict()
-    (got,kinds,state),(want,want_kinds,want_state) = run(half),run(autocast)
+    (got,kinds,state),(want,want_kinds,want_state) = run(counted),run(autocast)
     assert kinds==want_kinds and state.keys()==want_state.keys()
     assert all(close(state[k], want_state[k]) for k in state)
     assert all(close(a, b, .03) for g,w in zip(got, want) for a,b in zip(g, w, strict=True))
@@ -323,15 +326,15 @@ def test_transforms(name):
 def test_layer_in_a_transform(name):
     "That is only called inside one: in the dtype of autocast from the first call on"
     x,seen = numbers(4)[0],{}
-    for around in (autocast,half):
+    for around in (autocast,counted):
         torch.manual_seed(0)
         model = Does(lambda m,x: transforms[name](m, m.first(x)), first=nn.Linear(8,32), lin=nn.Linear(32,32))
         calls,mine = returned(model.lin),around(model)
-        outs = [batch(model, x, mine if around is half else around) for _ in range(3)]
+        outs = [batch(model, x, mine if around is counted else around) for _ in range(3)]
         assert same(outs[1], outs[0]) and same(outs[2], outs[0])
         seen[around] = [(o.dtype,o.shape) for o in calls],outs[0]
-    assert seen[half][0]==seen[autocast][0]
-    assert close(flat(seen[half][1]), flat(seen[autocast][1]), .01)
+    assert seen[counted][0]==seen[autocast][0]
+    assert close(flat(seen[counted][1]), flat(seen[autocast][1]), .01)
 
 compiled = dict(
     whole    = lambda m: torch.compile(m, backend='eager', fullgraph=True),
@@ -396,7 +399,7 @@ def test_kept(make, keep):
     torch.manual_seed(1)
     model,x = make(),numbers(16)[0]
     want = model(x).detach()
-    with unmeasured(model, bf16, keep):
+    with half_precision(model, bf16, keep):
         res = model(x)
         res.sum().backward()
     assert close(res, want)

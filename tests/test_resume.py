@@ -242,7 +242,7 @@ def validate_in_a_batch(learn):
 
 def test_rescued_in_a_batch():
     "A batch inside it computes as it does; what was rescued meanwhile counts from the next one on"
-    learn,halves = ask_nothing(get_learner().to_bf16()),[]
+    learn,halves = get_learner().to_bf16(),[]
     def _rescue(learn):
         cb = learn.mixed_precision
         cb.state,before = cb.state._replace(rescued=(('0',0),)),cb.half

@@ -167,6 +167,7 @@ def test_seeded_look():
         torch.manual_seed(seed)
         return model(x).sum()*math.inf
     opt = torch.optim.SGD(model.parameters(), .1)
+    # of the masks only those of the batch and its explanation
     steps = TrainingSteps(model, opt, torch.bfloat16, compute_loss=_loss, max_skips=1, measure=False)
     with steps.batch(torch.ones(4,64), 42):
         loss = _loss(model, torch.ones(4,64), 42)

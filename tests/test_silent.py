@@ -74,7 +74,8 @@ def test_rounded_in_a_cancelled_batch(mode):
     def _round_once(m, x):
         if m.training and m.layer.weight.dtype==torch.float32: m.layer.half()
         return m.layer(x.to(m.layer.weight.dtype)).float()
-    learn = in_mode(mode, Does(_round_once, layer=nn.Linear(8,1)), dict(measure=False) if mode=='bf16' else {}) # it rounds once
+    options = dict(measure=False) if mode=='bf16' else {} # the model rounds once
+    learn = in_mode(mode, Does(_round_once, layer=nn.Linear(8,1)), options)
     told = pytest.raises(RuntimeError, match='turned the parameter layer.weight into')
     with told: learn.fit(1, cbs=On('after_loss', raises(CancelBatchException)))
     assert {p.dtype for p in learn.model.parameters()}=={torch.float32}

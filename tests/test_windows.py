@@ -178,8 +178,8 @@ def test_unchanged_buffers(exchange, clones):
     def see(func, args, res):
         nonlocal n
         n += func is torch.ops.aten.clone.default and res.shape==(8,8) and res.dtype==torch.bool
-    model = nn.Sequential(model, nn.Linear(8,1))
-    learn = get_learner(model, cbs=InfiniteAt(5)).to_bf16(measure=False) # counted are copies of steps
+    net = nn.Sequential(model, nn.Linear(8,1))
+    learn = get_learner(net, cbs=InfiniteAt(5)).to_bf16(measure=False) # counted are copies of steps
     for _ in range(2):
         n = 0
         with Operations(see): learn.fit(2)

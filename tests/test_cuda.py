@@ -153,6 +153,21 @@ def test_recurrent_layers_compute_in_what_they_should(mode):
     learn.fit(1)
     assert {*seen}=={torch.float16 if 'fp16' in mode else torch.float32}
 
+@pytest.mark.parametrize('norm', [nn.LayerNorm,nn.RMSNorm])
+def test_norms_keep_what_they_are_given(norm):
+    "For the backward pass: of 2 bytes for each number autocast keeps a copy of 4; of an RMSNorm since PyTorch 2.12."
+    net,x = nn.Sequential(nn.Linear(64,64), norm(64), nn.Linear(64,64)).cuda(),torch.ones(16, 64, device='cuda')
+    def kept(around):
+        found = set()
+        def pack(t):
+            if t.shape==x.shape: found.add(t.dtype)
+            return t
+        with torch.autograd.graph.saved_tensors_hooks(pack, noop), around: net(x)
+        return found
+    assert kept(unmeasured(net, bf16))=={bf16}
+    new = norm is nn.LayerNorm or tuple(map(int, torch.__version__.split('.')[:2]))>=(2,12)
+    assert kept(torch.autocast('cuda', bf16))=={bf16,*[f32]*new}
+
 def test_half_saves_memory():
     "A transformer without batch norm: half the activations, and no float32 copies of them"
     def _deep():

@@ -138,7 +138,7 @@ class Copy:
     def failed(self, tests, limit):
         "The first of `tests` that fails, 'no end' if it takes more than `limit` seconds, or '' if it passes"
         if not tests: return ''
-        args = '-x -q -rfE --tb=no -p no:cacheprovider -p no:xdist'.split()
+        args = '-x -q -rfE --tb=no -p no:cacheprovider -p no:xdist --flags cells'.split()
         print(json.dumps([str(self.out), args, tests]), file=self.process.stdin, flush=True)
         pid,late = int(self.process.stdout.readline()),[]
         def end():
@@ -171,7 +171,7 @@ class Tests:
     def __init__(self, place, tmp):
         data,xml = Path(tmp)/'coverage',Path(tmp)/'junit.xml'
         args = '-q -n 2 --dist loadfile -p no:cacheprovider --cov=mp_callbacks --cov-context=test --cov-report='
-        cmd = [sys.executable, '-m', 'pytest', *args.split(), f'--junitxml={xml}', 'tests', 'tests/test_modules.py']
+        cmd = [sys.executable, '-m', 'pytest', *args.split(), '--flags', 'cells', f'--junitxml={xml}']
         from coverage import CoverageData # comes with pytest-cov, which nothing else here needs
         subprocess.run(cmd, cwd=place.path, env=dict(place.env, COVERAGE_FILE=str(data)))
         def name(o): return f"{o.get('classname').replace('.', '/')}.py::{o.get('name')}"

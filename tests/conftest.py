@@ -5,9 +5,9 @@ from multiprocessing import get_context
 
 import numpy as np,pytest,torch
 
-# What reads pages needs nbdev, which needs a newer fastcore than this package. `nbdev-test` runs the modules' cells.
-_ignored = 'modules' if find_spec('nbdev') else 'docs figures notebooks outputs quality site'
-collect_ignore = [f'test_{o}.py' for o in _ignored.split()]
+# What reads pages needs nbdev, which needs a newer fastcore than this package
+if not find_spec('nbdev'):
+    collect_ignore = [f'test_{o}.py' for o in 'docs figures notebooks outputs quality site'.split()]
 
 def pytest_configure(config):
     "One thread, and interrupts that interrupt, here and in the processes that tests start"
@@ -27,13 +27,15 @@ def pytest_xdist_auto_num_workers(config):
     return len(os.sched_getaffinity(0))+1 if hasattr(os, 'sched_getaffinity') else None
 
 def pytest_addoption(parser):
-    parser.addoption('--flags', default='', help='run these too: "cuda slow" for the cells and tests so marked')
+    parser.addoption('--flags', default='', help='run these too: "cuda slow cells" for the cells and tests so marked')
 
-marks = 'cuda','slow'
+marks = 'cuda','slow','cells'
 
 def left_out(config):
-    "The marks whose tests don't run: all but those that --flags names, and `cuda` where there is one"
-    asked = {*config.getoption('flags').split(), *(['cuda'] if torch.cuda.is_available() else [])}
+    """The marks whose tests don't run: all but those that --flags names, `cuda` where there is one, and the cells of
+    modules where there is no nbdev, which else runs them"""
+    asked = {*config.getoption('flags').split(), *(['cuda'] if torch.cuda.is_available() else []),
+             *([] if find_spec('nbdev') else ['cells'])}
     return [o for o in marks if o not in asked]
 
 def pytest_collection_modifyitems(config, items):

@@ -1,6 +1,6 @@
 """The cells of each module's notebook pass with the module that is installed: `nbdev-test` needs nbdev, this doesn't
 
-It runs where nbdev isn't, as `make set` is, and in `bench/mutations.py`, which edits modules, not notebooks."""
+It runs where nbdev is not, as in `make set`, and with --flags cells: `bench/mutations.py` edits modules, not notebooks."""
 import json,re
 
 import pytest
@@ -29,6 +29,7 @@ for where,source in {cells!r}:
     exec(compile(source, where, 'exec'), names)
 """
 
+@pytest.mark.cells
 @pytest.mark.parametrize('name', notebooks)
 def test_cells(name, flags, forked, tmp_path):
     fn,module = notebooks[name],'mp_callbacks.'+name.replace('/', '.')

@@ -14,36 +14,16 @@ from torch import nn
 
 from .grads import reached_leaves
 from .restore import fork_rngs,remember_contents,restore_contents
-from .torch_internals import _copy_on_write,_shares_memory,_without_modes
 
 # %% ../../nbs/core/rehearse.ipynb #4e0a5e09
-def _can_be_lent(p):
-    "Whether `p` may have other memory for a while: not if it is of a class of its own, or of inference mode"
-    return type(p) is nn.Parameter and not p.is_inference()
-
-@contextmanager
-def _copied_on_write(params):
-    "Inside a `with`, `params` share memory with copies, and writes go there. Then they have their own, at its address."
-    alone = [p for p in params if not _shares_memory(p)]
-    with _without_modes(): # what counts bytes sees none
-        own = [*map(torch.Tensor.detach, params)]
-        copies = [*map(_copy_on_write, own)]
-    try:
-        for p in params: p.data = copies.pop(0) # no other name is left of it
-        yield
-    finally:
-        for p,o in zip(params, own): p.data = o
-        for p in alone: p.data_ptr() # which ends the sharing: without a copy, as the others are gone
-
 @contextmanager
 def unchanged(
     model:nn.Module, # Model to look at
-    weights:bool=True, # Parameters, too: what is written goes into copies, and compiled code makes some to read
+    weights:bool=True, # Put back parameters, too
 ): # It gives a function of a loss and a loss scale that runs the backward pass
     "At the end of a `with`, put back gradients (none inside), parameters, buffers, attributes and random numbers"
     params,grads = [*model.parameters()],{}
-    before = remember_contents(model.modules(), params)
-    lent = [p for p in params if weights and _can_be_lent(p)]
+    before = remember_contents(model.modules(), () if weights else params)
     def _take_grads(ts):
         for t in ts:
             if t not in grads: grads[t],t.grad = t.grad,None
@@ -53,7 +33,7 @@ def unchanged(
         (loss if scale==1 else loss.float()*scale).backward()
     _take_grads(params)
     try:
-        with fork_rngs(params), _copied_on_write(lent): yield _backward
+        with fork_rngs(params): yield _backward
     finally:
         restore_contents(before)
         for t,g in grads.items(): t.grad = g

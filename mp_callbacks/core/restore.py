@@ -16,11 +16,12 @@ from functools import cache,partial
 from types import MemberDescriptorType,SimpleNamespace
 from fastcore.foundation import L
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .dtypes import half_dtypes,_keep_attributes,map_tensors,_parts_of
 from .modules import is_scripted
 from .own import _OwnView
-from .torch_internals import _without_modes
+from .torch_internals import _copy_on_write,_shares_memory,_without_modes
 
 # %% ../../nbs/core/restore.ipynb #9b1c2a0e
 def remember_buffers(
@@ -216,6 +217,30 @@ def _tensor(o, res):
     if not o.is_inference(): res.append((_restore,*_remember(o)))
     return ()
 
+_moved = WeakTensorKeyDictionary() # parameters that were written -> what holds the memory that they had before
+
+def _parameter(o, res):
+    if o.is_inference(): return ()
+    place = o.detach()
+    with _without_modes(): # what counts bytes sees no copy until there is one
+        strided = o.layout is torch.strided
+        was_shared = strided and _shares_memory(place)
+        copies = [place.clone() if o in _moved else _copy_on_write(place)]
+        shares = strided and _shares_memory(copies[0])
+    res.append((_restore_parameter,o,place,copies,o._version,shares,was_shared))
+    return ()
+
+def _restore_parameter(p, place, copies, version, shares, was_shared):
+    "As `_restore`, but nothing is copied if nobody has written, so that `place` and the copy still share their memory"
+    copy = copies.pop() # from the list, which would hold it longer
+    if shares and _shares_memory(place):
+        p.data = place
+        del copy
+        if not was_shared: place.data_ptr() # ends the sharing: the memory is that of `place` alone again
+    else:
+        if shares: _moved[p] = copy.detach() # it has the first memory
+        _restore(p, place, copy, version)
+
 def _generator(o, res):
     if isinstance(o, random.Random): get,put = o.getstate,o.setstate
     elif hasattr(o, 'bit_generator'): get,put = [partial(f, o.bit_generator, 'state') for f in (getattr,setattr)]
@@ -251,7 +276,8 @@ def _attributes(o, res):
 def _look_for(kind, near):
     "The function above for objects of class `kind`; None: they have no state that can be put back, or are references"
     np = sys.modules.get('numpy') # if nobody has imported it, there is none of its objects
-    if kind in (torch.Tensor,nn.Parameter): return _tensor
+    if kind is torch.Tensor: return _tensor
+    if kind is nn.Parameter: return _parameter
     rngs = (torch.Generator,random.Random,*([np.random.Generator,np.random.RandomState] if np else []))
     if issubclass(kind, rngs): return None if issubclass(kind, random.SystemRandom) else _generator
     if np and kind is np.ndarray: return _array

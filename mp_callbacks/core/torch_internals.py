@@ -52,10 +52,10 @@ _number_node = _of_torch('autograd.Function._set_sequence_nr', lambda ctx,number
 _reset_reducer = _of_torch('distributed.Reducer._reset_state', lambda reducer: None)
 
 def _copy_on_write(t):
-    "A copy of `t` that shares its memory, until somebody writes into one of both or asks for its `data_ptr`"
+    "A copy of `t` that shares its memory, until somebody writes into one of both, or asks for its `data_ptr`"
     with torch.inference_mode(False):
-        try: return t.clone() if _block_of(t) else _of_torch('_lazy_clone', torch.clone)(t)
-        except RuntimeError: return t.clone() # the memory isn't PyTorch's, as that of NumPy, or is of several processes
+        try: return _of_torch('_lazy_clone', torch.clone)(t)
+        except RuntimeError: return t.clone() # sparse, or the memory isn't PyTorch's, as NumPy's and a file's
 
 def _forward_of(conv, without=None):
     "The method of the convolution `conv`, or of its class, that takes input, weight and bias, and pads"

@@ -19,7 +19,7 @@ from ..core.dtypes import map_tensors
 from ..core.half import half_precision
 from ..core.misuse import check_optimizers
 from ..core.rehearse import unchanged
-from ..core.torch_internals import TorchDispatchMode,_shares_memory
+from ..core.torch_internals import TorchDispatchMode
 from ..core.nonfinite import check_called
 
 # %% ../../nbs/look/plan.ipynb #4362c36e
@@ -32,8 +32,8 @@ class LiveBytes(TorchDispatchMode):
     def _change(self, n): self.now += n
 
     def add(self, t):
-        "Count the storage of tensor `t` from now on, if it has memory of its own"
-        if t.layout==torch.strided and (s := t.untyped_storage()) not in self.known and not _shares_memory(t):
+        "Count the storage of tensor `t` from now on"
+        if t.layout==torch.strided and (s := t.untyped_storage()) not in self.known:
             self.known.add(s)
             self._change(s.nbytes())
             weakref.finalize(s, self._change, -s.nbytes()).atexit = False
@@ -139,11 +139,11 @@ class _CountedSteps:
         memo = {id(p):c for p,c in self._stepped.items()}
         self._copies = copy.deepcopy(self.opts, memo) # their state is in `memo`, too
         self._open = ExitStack()
+        self._backward = self._open.enter_context(unchanged(self.model))
+        self._open.enter_context(live)
         live.known.update(c.untyped_storage() for c in self._stepped.values())
         for t in (*params,*self.model.buffers()): live.add(t)
         self.weights = live.now
-        self._backward = self._open.enter_context(unchanged(self.model))
-        self._open.enter_context(live)
         for t in memo.values():
             if isinstance(t, torch.Tensor): live.add(t)
         self._had = live.now-self.weights

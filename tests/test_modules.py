@@ -1,6 +1,6 @@
 """The cells of each module's notebook pass with the module that is installed: `nbdev-test` needs nbdev, this doesn't
 
-It runs where nbdev is not, as in `make set`, and with --flags cells: `bench/mutations.py` edits modules, not notebooks."""
+It runs where nbdev is not, as in `make set`, and with --flags cells: `bench/mutations.py` edits modules alone."""
 import json,re
 
 import pytest

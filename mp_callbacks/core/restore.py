@@ -16,12 +16,11 @@ from functools import cache,partial
 from types import MemberDescriptorType,SimpleNamespace
 from fastcore.foundation import L
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .dtypes import half_dtypes,_keep_attributes,map_tensors,_parts_of
 from .modules import is_scripted
 from .own import _OwnView
-from .torch_internals import _copy_on_write,_shares_memory,_without_modes
+from .torch_internals import _copy_on_write,_is_alone,_shares_memory,_without_modes
 
 # %% ../../nbs/core/restore.ipynb #9b1c2a0e
 def remember_buffers(
@@ -217,29 +216,22 @@ def _tensor(o, res):
     if not o.is_inference(): res.append((_restore,*_remember(o)))
     return ()
 
-_moved = WeakTensorKeyDictionary() # parameters that were written -> what holds the memory that they had before
-
 def _parameter(o, res):
+    "As `_tensor`, but the copy shares the memory of `o` until somebody writes, if nothing else has that memory"
     if o.is_inference(): return ()
-    place = o.detach()
     with _without_modes(): # what counts bytes sees no copy until there is one
-        strided = o.layout is torch.strided
-        was_shared = strided and _shares_memory(place)
-        copies = [place.clone() if o in _moved else _copy_on_write(place)]
-        shares = strided and _shares_memory(copies[0])
-    res.append((_restore_parameter,o,place,copies,o._version,shares,was_shared))
+        if _is_alone(o): res.append((_restore_parameter,o,place := o.detach(),[_copy_on_write(place)],o._version))
+        else: res.append((_restore,*_remember(o)))
     return ()
 
-def _restore_parameter(p, place, copies, version, shares, was_shared):
-    "As `_restore`, but nothing is copied if nobody has written, so that `place` and the copy still share their memory"
+def _restore_parameter(p, place, copies, version):
+    "Put back a parameter: with the memory that the copy has kept, if somebody has written"
     copy = copies.pop() # from the list, which would hold it longer
-    if shares and _shares_memory(place):
-        p.data = place
-        del copy
-        if not was_shared: place.data_ptr() # ends the sharing: the memory is that of `place` alone again
-    else:
-        if shares: _moved[p] = copy.detach() # it has the first memory
-        _restore(p, place, copy, version)
+    if not _shares_memory(copy): _restore(p, place, copy, version) # one that was made at once
+    elif _shares_memory(place): p.data = place
+    else: p.data = copy
+    del place,copy
+    if _shares_memory(p): p.data_ptr() # ends the sharing: nobody else has the memory
 
 def _generator(o, res):
     if isinstance(o, random.Random): get,put = o.getstate,o.setstate

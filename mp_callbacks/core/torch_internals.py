@@ -51,6 +51,14 @@ _accumulate_hooks = _attribute('Tensor._post_accumulate_grad_hooks', lambda p: T
 _number_node = _of_torch('autograd.Function._set_sequence_nr', lambda ctx,number: None)
 _reset_reducer = _of_torch('distributed.Reducer._reset_state', lambda reducer: None)
 
+_uses_of = _of_torch('_C._storage_Use_Count', lambda storage: 3) # there may be others
+
+def _is_alone(t):
+    "Whether no other tensor, nor an array, has the memory of `t`, and no copy shares it"
+    if t.layout is not torch.strided or _shares_memory(t): return False
+    storage = t.untyped_storage() # Python's object of it is a use, too
+    return _uses_of(storage._cdata)==2
+
 def _copy_on_write(t):
     "A copy of `t` that shares its memory, until somebody writes into one of both, or asks for its `data_ptr`"
     with torch.inference_mode(False):

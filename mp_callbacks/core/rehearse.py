@@ -13,7 +13,7 @@ from contextlib import contextmanager,nullcontext
 from torch import nn
 
 from .grads import reached_leaves
-from .restore import fork_rngs,remember_contents,restore_contents
+from .restore import _parameter,fork_rngs,remember_contents,restore_contents
 
 # %% ../../nbs/core/rehearse.ipynb #4e0a5e09
 @contextmanager
@@ -23,7 +23,9 @@ def unchanged(
 ): # It gives a function of a loss and a loss scale that runs the backward pass
     "At the end of a `with`, put back gradients (none inside), parameters, buffers, attributes and random numbers"
     params,grads = [*model.parameters()],{}
-    before = remember_contents(model.modules(), () if weights else params)
+    own = [p for p in params if type(p) is nn.Parameter] if weights else params
+    before = remember_contents(model.modules(), own)
+    for p in own if weights else (): _parameter(p, before)
     def _take_grads(ts):
         for t in ts:
             if t not in grads: grads[t],t.grad = t.grad,None

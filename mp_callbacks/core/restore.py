@@ -217,7 +217,7 @@ def _tensor(o, res):
     return ()
 
 def _parameter(o, res):
-    "As `_tensor`, but the copy shares the memory of `o` until somebody writes, if nothing else has that memory"
+    "As `_tensor`, to restore once; the copy shares the memory of `o` until somebody writes, if nothing else has it"
     if o.is_inference(): return ()
     with _without_modes(): # what counts bytes sees no copy until there is one
         if _is_alone(o): res.append((_restore_parameter,o,place := o.detach(),[_copy_on_write(place)],o._version))
@@ -268,8 +268,7 @@ def _attributes(o, res):
 def _look_for(kind, near):
     "The function above for objects of class `kind`; None: they have no state that can be put back, or are references"
     np = sys.modules.get('numpy') # if nobody has imported it, there is none of its objects
-    if kind is torch.Tensor: return _tensor
-    if kind is nn.Parameter: return _parameter
+    if kind in (torch.Tensor,nn.Parameter): return _tensor
     rngs = (torch.Generator,random.Random,*([np.random.Generator,np.random.RandomState] if np else []))
     if issubclass(kind, rngs): return None if issubclass(kind, random.SystemRandom) else _generator
     if np and kind is np.ndarray: return _array

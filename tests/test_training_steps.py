@@ -107,3 +107,70 @@ def test_rescues():
     other.load_state_dict(steps.state_dict())
     assert other.rescued==steps.rescued
     assert new().explain(*data[0]).module=='1' and other.explain(*data[0]).where=='nothing'
+
+@pytest.mark.parametrize('when', ['forward','backward','loss','step'])
+def test_error(when):
+    "Leaves what was before the step, and the next one is as if it had not been"
+    model,e = mlp(True),ValueError('as asked')
+    steps,twin = [train_steps(make(model=o), data[:2]) for o in (model,deepcopy(model))]
+    hooks = dict(forward=model[2].register_forward_hook, backward=model[0].weight.register_hook)
+    if when in hooks: hook = hooks[when](raises(e))
+    if when=='step': steps.opt.step = raises(e)
+    with stays(state, steps), pytest.raises(ValueError, match='as asked'):
+        for batch in data[:2]: # the first of two batches is dropped, too
+            with steps.batch(*batch):
+                loss = mse_of(model, *batch)
+                if when=='loss': raise e
+                steps.backward(loss)
+        steps.make()
+    assert_clean(steps.model)
+    if when in hooks: hook.remove()
+    vars(steps.opt).pop('step', None)
+    assert same(state(train_steps(steps, data)), state(train_steps(twin, data)))
+
+def accumulated(steps, batches):
+    for batch in batches:
+        with steps.batch(*batch): steps.backward(mse_of(steps.model, *batch)/len(batches))
+    return steps.make()
+
+def test_accumulation():
+    "Has the gradients of the whole batch, and an overflow in any of the batches leaves nothing of the others"
+    whole,parts = [make(model=mlp(), half=half_precision(mlp(), torch.bfloat16), scale=1.) for _ in range(2)]
+    stats = accumulated(whole, [numbers()]),accumulated(parts, data)
+    assert abs(stats[0].norm/stats[1].norm-1)<.01
+    for at in range(4):
+        steps = train_steps(make(), data)
+        before = state(steps)
+        assert not accumulated(steps, [infinite(*o) if i==at else o for i,o in enumerate(data)]).finite
+        assert same(state(steps)[:-7], before[:-7]) and steps.state.skips==1
+        assert_clean(steps.model)
+
+def test_warns_and_stops():
+    "With the cause if it can be computed again, else with the gradient; then from the beginning"
+    bad = [infinite(*data[0])]*9
+    steps = make(warn_skips=3, max_skips=5)
+    (text,),e = heard(train_steps, steps, bad)
+    start = 'steps in a row were skipped, since step 0, because gradients were not finite. The inputs of this batch'
+    assert text.startswith(f'3 {start}') and str(e).startswith(f'5 {start}') and 'weights have not changed' in str(e)
+    assert (steps.state.steps,steps.state.skips,steps.loss_scale)==(5,0,1024.) and not steps.last.finite
+    assert_clean(train_steps(steps, data).model)
+    steps.compute_loss = None
+    (text,),_ = heard(train_steps, steps, bad[:3])
+    assert 'The loss was inf or nan before it was scaled: look at the data of this batch. Pass compute_loss=' in text
+    for o,why in ((bad[0], 'The inputs of this batch have inf or nan, 128 in all'),
+                  ((data[0][0],data[0][1]*math.inf), 'Looking for the cause failed: MemoryError: full')):
+        steps = make(warn_skips=1, max_skips=9)
+        steps.compute_loss = raises(MemoryError('full'))
+        (text,),_ = heard(train_steps, steps, [o])
+        assert text.startswith(f'Step 0 was skipped, because gradients were not finite. {why}.')
+    with pytest.raises(FloatingPointError, match='^Step 0 was skipped, because'): train_steps(make(max_skips=1), bad)
+
+def test_new_modules_in_a_step():
+    "A skipped step puts back buffers from before its first batch; one that appeared since is gone if it is infinite"
+    steps = make()
+    steps.model[0].register_forward_hook(lambda m, args, res: m.register_buffer('seen', res.detach()))
+    before = [b.clone() for b in steps.model.buffers()]
+    for batch in (data[0],infinite(*data[1])):
+        with steps.batch(*batch): steps.backward(mse_of(steps.model, *batch))
+        steps.model.append(nn.BatchNorm1d(1))
+    assert not steps.make().finite and same([*steps.model[:-2].buffers()], before)

@@ -218,10 +218,10 @@ def _tensor(o, res):
 
 def _parameter(o, res):
     "As `_tensor`, to restore once; the copy shares the memory of `o` until somebody writes, if nothing else has it"
-    if o.is_inference(): return ()
+    if o.is_inference() or not _is_alone(o): return _tensor(o, res)
     with _without_modes(): # what counts bytes sees no copy until there is one
-        if _is_alone(o): res.append((_restore_parameter,o,place := o.detach(),[_copy_on_write(place)],o._version))
-        else: res.append((_restore,*_remember(o)))
+        place = o.detach()
+        res.append((_restore_parameter,o,place,[_copy_on_write(place)],o._version))
     return ()
 
 def _restore_parameter(p, place, copies, version):

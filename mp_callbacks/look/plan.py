@@ -139,7 +139,7 @@ class _CountedSteps:
         memo = {id(p):c for p,c in self._stepped.items()}
         self._copies = copy.deepcopy(self.opts, memo) # their state is in `memo`, too
         self._open = ExitStack()
-        self._backward = self._open.enter_context(unchanged(self.model))
+        self._backward = self._open.enter_context(unchanged(self.model, weights=False)) # else trials inside would copy them
         self._open.enter_context(live)
         live.known.update(c.untyped_storage() for c in self._stepped.values())
         for t in (*params,*self.model.buffers()): live.add(t)

@@ -33,15 +33,16 @@ from .switch import Switch
 def _state_of(model, params):
     """What the choice for `model`, which has `params`, depends on
 
-    That is the device type, modules, those inside, forwards, compiled parts and dtypes."""
+    That is the device type, modules, those inside, forwards, compiled parts and dtypes. Modules are compared by their
+    ids: a module may have an `__eq__`."""
     modules = [*model.modules()]
     forwards = {o:getattr_static(o, 'forward', None) for o in {*map(type, modules)}}
     of_params = [(p.dtype,p.device) for p in params]
-    return _device_type(params),modules,_inside(modules),forwards,compiled_parts(model),of_params
+    return _device_type(params),[*map(id, modules)],_inside(modules),forwards,compiled_parts(model),of_params
 
 def _inside(modules):
-    "The modules that each of `modules` has inside, one after the other, with None where a module is registered as None"
-    return [o for parts in filter(None, map(attrgetter('_modules'), modules)) for o in parts.values()]
+    "Ids of the modules that each of `modules` has inside, one after the other"
+    return [id(o) for parts in filter(None, map(attrgetter('_modules'), modules)) for o in parts.values()]
 
 def _device_type(params): return next((p.device.type for p in params if p.dtype==torch.float32), None)
 
@@ -54,7 +55,8 @@ class ChosenWays:
         made_for:tuple, # From `_state_of`, of its model
     ):
         self.made_for = made_for
-        self.device_type,self.modules,self.inside,_,compiled,_ = made_for
+        self.device_type,_,self.inside,_,compiled,_ = made_for
+        self.modules = [*half.model.modules()]
         named = named_modules(half.model)
         self.ways = _choose(half, named, self.device_type, compiled)
         how = [(name,type(m).__qualname__,self.ways[name].name) for name,m in named.items()]

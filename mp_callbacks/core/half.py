@@ -13,7 +13,7 @@ from collections import Counter
 from contextlib import contextmanager
 from glob import escape
 from inspect import signature
-from operator import attrgetter,is_
+from operator import attrgetter
 from types import FunctionType,MethodType
 from fastcore.basics import ifnone
 from torch import nn
@@ -191,8 +191,7 @@ class half_precision:
         if not vars(self).keys()<=self._known: refuse_attributes(self, self._known, _how_to_set)
         self.params = [*self.model.parameters()]
         now = _state_of(self.model, self.params)
-        # a module may have an `__eq__`, so `outdated` looks which it is
-        if self._chosen is not None and now==self._chosen.made_for and not self.outdated: return
+        if self._chosen is not None and now==self._chosen.made_for: return
         self._choose(now)
 
     def _choose(self, made_for):
@@ -206,9 +205,7 @@ class half_precision:
     @property
     def outdated(self)->bool:
         "Whether modules have been added, removed, moved or replaced since `refresh`, which takes more time to say so"
-        if self._chosen is None: return True
-        now,before = _inside(self._chosen.modules),self._chosen.inside
-        return len(now)!=len(before) or not all(map(is_, now, before)) # a module may have an `__eq__`
+        return self._chosen is None or _inside(self._chosen.modules)!=self._chosen.inside
 
     @property
     def never_called(self)->bool:

@@ -9,7 +9,6 @@ __all__ = ['as_hypers', 'state_hypers', 'read_state', 'clear_state', 'write_stat
 
 # %% ../../nbs/learner/opt_state.ipynb #0f5a0001
 import json
-from numbers import Real
 
 # %% ../../nbs/learner/opt_state.ipynb #95669eb3
 def _first_hypers(opt):
@@ -29,7 +28,7 @@ def as_hypers(
 
     What isn't a number becomes one text, as JSON, and a name: fastai's `TensorBoardCallback` draws each hyper-parameter
     of each batch, and fails for one that isn't a number."""
-    numbers = {k:o for k,o in state.items() if isinstance(o, Real)}
+    numbers = {k:o for k,o in state.items() if isinstance(o, (int,float))}
     others = {k:o for k,o in state.items() if k not in numbers}
     if others: numbers[_text_name+_encode(others)] = 1
     return {_state_prefix+k:o for k,o in numbers.items()}

@@ -27,6 +27,7 @@ scripts = dict( # its options, and some of what it measures
     extras       = ('', 'search_us all_us step_us'),
     families     = ('--only torchvision', 'whole'),
     measured     = ('', 'named error_of_the_gradient validation_loss'),
+    later        = ('--seeds 1', 'result named measures'),
     fp8          = ('--only products report', 'taken_out'),
     first_minute = ('', 's venv_mb'),
     quality      = ('--tasks diabetes --seeds 1 --device cpu', 'loss'),
@@ -59,7 +60,7 @@ def test_report(call):
     assert [o[1] for o in table]==['bf16','fp16','bf16','bf16','fp16'] # convolutions in bfloat16 only
 
 measure_nothing = dict(train=['--only'], step=['--tensors','--elements'], compare=['--only'],
-                       quality=['--device','cpu'], mutations=['--n','0'], measured=['--only'],
+                       quality=['--device','cpu'], mutations=['--n','0'], measured=['--only'], later=['--parts'],
                        families=['--measured','--only']) # into measured_families_cpu
 
 @pytest.mark.slow

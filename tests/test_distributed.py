@@ -268,10 +268,12 @@ def measured(rank, mode):
     table = torch.cat([torch.randn(40,24),1990+5*torch.randn(40,24)])
     model = nn.Sequential(nn.Embedding.from_pretrained(table), nn.BatchNorm1d(24), nn.Linear(24,1))
     x = 40*rank+torch.arange(64)%40
-    learn = get_learner(DistributedDataParallel(model), as_dls(x, torch.randn(64,1)), opt_func=SGD)
-    learn = fitted(modes[mode](learn))
+    learn,seen = get_learner(DistributedDataParallel(model), as_dls(x, torch.randn(64,1)), opt_func=SGD),[]
+    def _look(cb): seen.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
+    learn = fitted(modes[mode](learn), 9, On('after_backward', _look))
     assert learn.mixed_precision.state.measured.names==('0',) and learn.mixed_precision.half.ways['0'].why=='measured'
-    agree([p.detach() for p in model.parameters()], learn.mixed_precision.state.measured)
+    assert learn.mixed_precision.state.measured.steps==(0,32) and len(seen)==36
+    agree(seen, learn.mixed_precision.state.measured)
 
 def alone_first(rank, mode, engine, start_epoch=0):
     """Rank 1 alone fits, and skips a step; then all train together, with the loss scale and the counters of rank 0

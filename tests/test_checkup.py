@@ -5,6 +5,7 @@ from mp_callbacks.learner import checkup,looks,precision
 from mp_callbacks.learner.checkup import Checkup,Line
 from mp_callbacks.core.devices import emulation
 from mp_callbacks.learner.looks import BatchTimes
+from mp_callbacks.look.noise import AddedNoise
 from sick_models import Overflows
 from test_looks import untouched
 
@@ -275,6 +276,21 @@ def test_does_not_fit(monkeypatch):
         return [*checkup._about_memory(learn, learn.mixed_precision, plan)]
     (about,text), = _advice(.95)
     assert about=='Does not fit' and 'learn.to_native_bf16(memory=True)' in text and not _advice(.85)
+
+def test_what_fits(monkeypatch):
+    "Beside how large a batch is worth it, where a limit is known: `memory=`, or that of the GPU, but for a tenth"
+    learn = get_learner().to_bf16()
+    plan,cb = learn.precision_plan(),learn.mixed_precision
+    noise = AddedNoise('bfloat16', .001, 0., 8, worth=(80.,100.,129.))
+    monkeypatch.setitem(checkup._findings, 'Noise', lambda *args: noise)
+    def _line(): return {o.title:o.text for o in learn.precision_checkup().lines}['Noise']
+    assert _line()==str(noise)
+    gb = .9*.001
+    cb.memory = .001
+    assert _line()==f'{noise} {plan.batch_size(gb).to_bf16:,} would fit into 0.001 GB.' and plan.batch_size(gb).to_bf16>9
+    cb.memory = None
+    monkeypatch.setattr(checkup, '_gpu_gb', lambda learn: .002)
+    assert _line().endswith(f'{plan.batch_size(.9*.002).to_bf16:,} would fit into 0.002 GB.')
 
 @pytest.mark.cuda
 def test_on_a_gpu():

@@ -488,8 +488,8 @@ def test_resumed(tmp_path):
     def new(): return year_learner(path=tmp_path).to_bf16()
     whole = fitted(fitted(new()))
     fitted(first := new()).save('half')
-    with asked() as found: fitted(second := new().load('half'))
-    assert not found and same_weights(whole, second) and measured_of(second)==measured_of(first)
+    with asked() as found,told() as said: fitted(second := new().load('half'))
+    assert not found and not said and same_weights(whole, second) and measured_of(second)==measured_of(first)
     file = torch.load(tmp_path/'models/half.pth', weights_only=False)
     file['opt']['hypers'] = [{k:o for k,o in d.items() if 'measured' not in k} for d in file['opt']['hypers']]
     torch.save(file, tmp_path/'models/old.pth')

@@ -383,7 +383,6 @@ class CheckedSteps(StepSettings):
         "Let the step leave no trace, and count it"
         self.step.drop(self.params())
         self.step.outcome = 'skipped'
-        if self._state.measured is not None: self._half.left = self._half.weights_state()
         finite = _losses_finite(self.model, self.step.stats.loss_finite)
         self.state = self._state.after(self.step.stats._replace(loss_finite=finite))
         self.recent = self.recent.one_more()

@@ -6,7 +6,7 @@ Docs: https://example.github.io/mp_callbacks/core/measure.html.md"""
 
 # %% auto #0
 __all__ = ['tolerance', 'least_steps', 'most_tries', 'most_waits', 'first_asks', 'each_ask', 'larger_items', 'most_operations',
-           'Measured', 'squared_norm', 'compare_with_autocast', 'gradients_apart', 'batch_gradients',
+           'Measured', 'squared_norm', 'compare_with_autocast', 'gradients_apart', 'sketch', 'batch_gradients',
            'measure_gradients', 'measure_predictions', 'first_items', 'numbers_per_item', 'weights_checksum',
            'copy_batch']
 
@@ -255,8 +255,10 @@ def gradients_apart(
 # %% ../../nbs/core/measure.ipynb #aea50016
 def _casts_ahead(half): return half is not None and half.rules # but not in the first call of a model
 
-def _sketch(grad):
-    """Sums of the numbers of a large gradient, each with a random sign, the same in each call; one that is small itself
+def sketch(
+    grad:torch.Tensor, # Any gradient, or None
+)->torch.Tensor: # About 1/32 of its numbers, in float32; `grad` itself if it has few, is sparse or sharded, or None
+    """Sums of the numbers of a large gradient, each with a random sign, the same in each call
 
     The norm is about that of the numbers, and so is that of a difference: the count sketch of Charikar et al. 2002,
     "Finding frequent items in data streams". The number of sums is odd, so that no sum is of one column."""
@@ -302,7 +304,7 @@ def measure_gradients(
     """Measure whether gradients are as exact as under autocast. Everything is as before afterwards.
 
     Raises what the batch raises under autocast or in float32, and `_NoEvidence` if gradients are inf, nan or all zero."""
-    with batch_gradients(half.model, compute_loss, _sketch) as gradients:
+    with batch_gradients(half.model, compute_loss, sketch) as gradients:
         for o in dict.fromkeys([scale,1.]):
             def _run(half): return gradients(half, 1. if half is None else o)
             try: return compare_with_autocast(half, _run, gradients_apart)

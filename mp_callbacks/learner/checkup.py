@@ -79,7 +79,9 @@ def precision_checkup(
     if 'Speed' not in failed: results['Speed'],faster = results['Speed']
     found,plan = [None if o in failed else results[o] for o in ('Batches','Memory')]
     noise = results['Noise'] if isinstance(results['Noise'], AddedNoise) else None
-    lines = [Line(title, o.summary() if o is plan else str(o), title) for title,o in results.items()]
+    texts = {k:o.summary() if o is plan else str(o) for k,o in results.items()}
+    if noise is not None and noise.worth is not None: texts['Noise'] += _what_fits(learn, cb, plan)
+    lines = [Line(title, text, title) for title,text in texts.items()]
     advice = [*notes.items(),*_what_to_do(learn, cb, found, failed),*_about_noise(noise),
               *_about_memory(learn, cb, plan),*faster.items()]
     todo = [Line('To do', text, about) for about,text in advice]
@@ -285,11 +287,24 @@ def _about_noise(noise):
         f"{noise.added/(1+noise.added):.0%} smaller: keep modules in float32 that differ most in "
         "learn.precision_report(), or use a format with more digits.")
 
-def _about_memory(learn, cb, plan):
+def _gpu_gb(learn):
+    "All memory of the learner's GPU, or None"
     device = fit_device(learn)
-    if cb is None or plan is None or device.type!='cuda' or not torch.cuda.is_available(): return
-    call,peaks,gpu = _call_name(cb.half),plan.table.peak,torch.cuda.get_device_properties(device).total_memory/2**30
-    peak = peaks.get(call, peaks.iloc[-1])/2**10 # that of FP8 is the last
+    if device.type=='cuda' and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(device).total_memory/2**30
+
+def _planned(cb, by_call): return by_call.get(_call_name(cb.half), by_call.iloc[-1]) # that of FP8 is the last
+
+def _what_fits(learn, cb, plan):
+    "How many items fit where there is a limit of memory, as a sentence; empty if that isn't known"
+    gb = _gpu_gb(learn) if cb.memory in (None,True) else cb.memory
+    if plan is None or gb is None: return ''
+    return f' {_planned(cb, plan.batch_size(gb*(1-share_left))):,} would fit into {gb:.3g} GB.'
+
+def _about_memory(learn, cb, plan):
+    gpu = _gpu_gb(learn)
+    if cb is None or plan is None or gpu is None: return
+    call,peak = _call_name(cb.half),_planned(cb, plan.table.peak)/2**10
     if peak>gpu*(1-share_left): yield 'Does not fit',(
         f"Tensors of a batch of {plan.items} need {peak:.3g} GB, and this GPU has {gpu:.3g}: learn.{call}(memory=True) "
         "computes blocks of the model again in the backward pass, so that the batch fits.")

@@ -186,7 +186,7 @@ def batch_noise(
     _check_batches(batches, 2, 8)
     _check_seconds(seconds)
     cb,end = _in_half_precision(learn),perf_counter()+seconds
-    noise,seen = BatchNoise(_half(learn), cb.loss_scale),[]
+    noise,seen = BatchNoise(_half(learn), cb.loss_scale, getattr(learn.dls.train, 'bs', None)),[]
     def _look():
         with _loss_again(learn) as compute_loss: noise.add(compute_loss)
         seen.append(1)

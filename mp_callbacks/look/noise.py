@@ -9,10 +9,12 @@ __all__ = ['most_added', 'AddedNoise', 'BatchNoise']
 
 # %% ../../nbs/look/noise.ipynb #d017e00f
 import math,torch
+import numpy as np
+from itertools import starmap
 from typing import NamedTuple
 
 from ..core.dtypes import dtype_name
-from ..core.measure import batch_gradients,squared_norm
+from ..core.measure import batch_gradients,sketch,squared_norm
 from ..core.half import half_precision
 
 # %% ../../nbs/look/noise.ipynb #d017e010
@@ -26,6 +28,7 @@ class AddedNoise(NamedTuple):
     bias:float=None # Of the mean gradient, without the noise of a mean of few batches, relative to its norm
     batches:int=0 # How many were compared
     left_out:int=0 # How many were not, as their gradients are not finite
+    worth:tuple=None # Items up to which larger batches save steps: at least, about, at most; None: not clear
 
     def __repr__(self):
         of_all = f"{self.left_out} of {self.batches+self.left_out} batches"
@@ -35,7 +38,11 @@ class AddedNoise(NamedTuple):
             return f"Not measured: {f'the gradients of {of_all} are not finite' if self.left_out else why}."
         share = f'{self.added:.2%}' if self.added>=5e-5 else 'less than 0.01%'
         without = f" Without {of_all}, whose gradients are not finite." if self.left_out else ''
-        return f"{self.precision} adds {share} to the noise of your batches.{without}"
+        worth = ''
+        if self.worth is not None:
+            least,n,most = (f'{o:,.0f}' for o in self.worth)
+            worth = f" Up to about {n} items ({least} to {most}) larger batches save steps."
+        return f"{self.precision} adds {share} to the noise of your batches.{without}{worth}"
 
 # %% ../../nbs/look/noise.ipynb #d017e012
 class BatchNoise:
@@ -43,9 +50,11 @@ class BatchNoise:
     def __init__(self,
         half:half_precision, # How the model computes
         scale:float=1., # Loss scale; it is halved where gradients overflow
+        items:int=None, # In a batch, to say how large a batch is worth it; None: not known
     ):
-        self.half,self.scale = half.without_measure(),scale
+        self.half,self.scale,self.items = half.without_measure(),scale,items
         self.batches = self.left_out = 0
+        self.sketches,self.products = [],[] # of each g; of each with itself and those before
         self.mean,self.off = [],[] # over batches, for each parameter: of g, and of h-g
         self.spread = self.squares = 0. # sums over batches: of |g-mean|², and of |h-g|²
 
@@ -79,6 +88,8 @@ class BatchNoise:
             self.squares += squared_norm([off])
             mean += new/n
             mean_off += (off-mean_off)/n
+        self.sketches.append([*map(sketch, full)])
+        self.products.append([_product(o, self.sketches[-1]) for o in self.sketches])
 
     @property
     def result(self)->AddedNoise: # Prints as a text
@@ -88,6 +99,32 @@ class BatchNoise:
         if n<2 or self.spread<=(n-1)*_least_noise**2*of_mean: return AddedNoise(name, None, None, n, self.left_out)
         noise_of_off = (self.squares-n*of_off)/(n-1)/n # the variance of the mean of h-g
         bias = math.sqrt(max(of_off-noise_of_off, 0.)/of_mean) if of_mean else math.inf
-        return AddedNoise(name, (self.squares/n)/(self.spread/(n-1)), bias, n, self.left_out)
+        worth = _worth(self.products, self.items)
+        return AddedNoise(name, (self.squares/n)/(self.spread/(n-1)), bias, n, self.left_out, worth)
 
 def _finite(grads): return math.isfinite(squared_norm(grads))
+def _product(some, others): return sum(starmap(_dot, zip(some, others)))
+def _dot(a, b): return torch.vdot(a.flatten(), b.flatten()).real.item()
+
+# %% ../../nbs/look/noise.ipynb #d017e013
+_errors = 1.645 # standard errors on each side of a normal distribution hold 90 %
+_widest = 2. # times the least is the most, else nothing is said
+_fewest = 4 # batches: with fewer the jackknife has no spread
+
+def _signal(products):
+    "Squared norm of the mean gradient, relative to the variance of a batch, without bias: from products of pairs"
+    n,own = len(products),np.trace(products)
+    of_mean = (products.sum()-own)/n/(n-1)
+    return of_mean/(own/n-of_mean)
+
+def _worth(products, items):
+    "Items up to which larger batches save steps: at least, about, at most; None if that isn't clear"
+    n = len(products)
+    if items is None or n<_fewest: return None
+    half = np.array([[*o,*[0.]*(n-len(o))] for o in products])
+    products = half+half.T-np.diag(np.diag(half))
+    without = np.array([_signal(np.delete(np.delete(products, i, 0), i, 1)) for i in range(n)])
+    error = _errors*math.sqrt((n-1)/n*((without-without.mean())**2).sum()) # of the jackknife (Tukey 1958)
+    signal = _signal(products)
+    if not error<signal or signal+error>_widest*(signal-error): return None
+    return items/(signal+error),items/signal,items/(signal-error)

@@ -1,6 +1,7 @@
 """Do notebooks and fast tests notice small changes of the code? Edits of modules, chosen by a seed, one at a time
 
     python bench/mutations.py --n 300 --seed 1 --notebooks
+    python bench/mutations.py --n 10 --seed 1 --of ModelToHalf calls
 
 A mutant is one edit of the syntax tree: a condition is negated, a statement dropped, a constant changed, a comparison
 exchanged (`<` for `<=`), or `and` for `or`. Each is tried in a copy of the repository, with three runners: the cells of
@@ -48,6 +49,14 @@ class Mutant(NamedTuple):
 
 exchanged = {ast.Lt:ast.LtE, ast.LtE:ast.Lt, ast.Gt:ast.GtE, ast.GtE:ast.Gt, ast.Eq:ast.NotEq, ast.NotEq:ast.Eq,
              ast.Is:ast.IsNot, ast.IsNot:ast.Is, ast.In:ast.NotIn, ast.NotIn:ast.In, ast.And:ast.Or, ast.Or:ast.And}
+
+def within(name):
+    "The modules and lines of the module or the class `name`"
+    if name in modules: return {name:range(1, 10**6)}
+    for k,file in modules.items():
+        for o in ast.parse((root/file).read_text(encoding='utf-8')).body:
+            if isinstance(o, ast.ClassDef) and o.name==name: return {k:range(o.lineno, o.end_lineno+1)}
+    raise ValueError(f'{name!r} is neither a module nor a class of one. Modules: {", ".join(modules)}.')
 
 def other_constant(o):
     "Another constant of the kind of `o`, or None"
@@ -273,14 +282,17 @@ def main():
     p.add_argument('--n', type=int, default=300, help='how many mutants [300]')
     p.add_argument('--seed', type=int, default=1, help='which [1]')
     p.add_argument('--only', nargs='+', choices=modules, default=[*modules], help='of these modules')
+    p.add_argument('--of', nargs='+', default=[], help='so many of each of these modules and classes')
     p.add_argument('--notebooks', action='store_true', help='ask each runner, and say what it finds')
     p.add_argument('--jobs', type=int, default=2, help='how many at once [2]')
     p.add_argument('--limit', type=float, default=600, help='end the tests of a mutant after so many seconds [600]')
     p.add_argument('--out', type=Path, default=root/'bench/results', help='folder for the results [bench/results]')
     args = p.parse_args()
     every = [o for k,file in modules.items() for o in mutants(k, (root/file).read_text(encoding='utf-8'))]
-    some = [o for o in every if o.module in args.only]
-    chosen = random.Random(args.seed).sample(some, min(args.n, len(some)))
+    chosen,rng = [],random.Random(args.seed)
+    for where in [within(o) for o in args.of] or [{k:range(1, 10**6) for k in args.only}]:
+        some = [o for o in every if o.line in where.get(o.module, ())]
+        chosen += rng.sample(some, min(args.n, len(some)))
     path = args.out/'mutations.csv'
     known = {*read(path, columns)[columns[:5]].astype(str).itertuples(index=False, name=None)}
     todo = [o for o in chosen if tuple(map(str, o[:5])) not in known]

@@ -1,4 +1,4 @@
-"""Export a model that was trained in half precision: TorchScript, torch.export and ONNX
+"""Export a model that was trained in half precision: TorchScript, torch.export and ONNX, and compare ways to serve it
 
 Between batches `learn.model` is an ordinary float32 model, so it is exported like any other. Prints how far the
 outputs of each file are from the model's own. ONNX needs `pip install onnx onnxscript`, and onnxruntime to run it."""
@@ -19,6 +19,8 @@ model = learn.model.cpu().eval() # float32 weights; without `eval`, dropout and 
 batch = dls.valid.one_batch()[0].cpu()
 with torch.no_grad(): expected = model(batch)
 def report(name, out): print(f'{name}: largest difference {(out-expected).abs().max():.0e}')
+
+print(learn.precision_serving().round(5).to_string()) # as it was trained, beside how it may be served
 
 torch.jit.trace(model, batch).save('digits.pt')
 report('TorchScript ', torch.jit.load('digits.pt')(batch))

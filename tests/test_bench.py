@@ -27,6 +27,7 @@ scripts = dict( # its options, and some of what it measures
     extras       = ('', 'search_us all_us step_us'),
     families     = ('--only torchvision', 'whole'),
     measured     = ('', 'named error_of_the_gradient validation_loss'),
+    batch_size   = ('--only diabetes --seeds 1', 'worth_after_0'),
     later        = ('--seeds 1', 'result named measures'),
     fp8          = ('--only products report', 'taken_out'),
     first_minute = ('', 's venv_mb'),
@@ -61,6 +62,7 @@ def test_report(call):
 
 measure_nothing = dict(train=['--only'], step=['--tensors','--elements'], compare=['--only'],
                        quality=['--device','cpu'], mutations=['--n','0'], measured=['--only'], later=['--parts'],
+                       batch_size=['--only'],
                        families=['--measured','--only']) # into measured_families_cpu
 
 @pytest.mark.slow

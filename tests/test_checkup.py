@@ -287,7 +287,8 @@ def test_what_fits(monkeypatch):
     assert _line()==str(noise)
     gb = .9*.001
     cb.memory = .001
-    assert _line()==f'{noise} {plan.batch_size(gb).to_bf16:,} would fit into 0.001 GB.' and plan.batch_size(gb).to_bf16>9
+    fits = plan.batch_size(gb).to_bf16
+    assert _line()==f'{noise} {fits:,} would fit into 0.001 GB.' and fits>9
     cb.memory = None
     monkeypatch.setattr(checkup, '_gpu_gb', lambda learn: .002)
     assert _line().endswith(f'{plan.batch_size(.9*.002).to_bf16:,} would fit into 0.002 GB.')

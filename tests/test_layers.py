@@ -204,7 +204,7 @@ def test_without_a_private_name(name, forked_before, tmp_path):
 
 methods = ('to_fp16 to_bf16 to_fp8 to_native_fp16 to_native_bf16 to_fp32 to_native_fp32 to_non_native_fp16 '
            'to_non_native_fp32 one_batch _with_events validation_context create_opt save export to_contiguous '
-           'find_nonfinite precision_plan precision_report precision_checkup').split()
+           'find_nonfinite precision_plan precision_report precision_serving precision_checkup').split()
 
 changes = '''if True:
     import fastai.basics,fastai.callback.all,fastai.callback.channelslast,sys,torch

@@ -199,7 +199,8 @@ def learner_with(holder, state):
     return get_learner(nn.Linear(8,1), loss_func=OfLoss(state) if holder=='loss' else PlainLoss(state).compute)
 
 of_learner = dict(find=lambda o: o.find_nonfinite(), report=lambda o: o.precision_report(2),
-                  noise=lambda o: batch_noise(o, 2), plan=lambda o: o.precision_plan(), times=batch_times)
+                  noise=lambda o: batch_noise(o, 2), plan=lambda o: o.precision_plan(), times=batch_times,
+                  serving=lambda o: o.precision_serving(2))
 holders = 'model','loss','plain_loss','callback'
 
 @pytest.mark.parametrize('look', of_learner)

@@ -7,8 +7,8 @@ Docs: https://example.github.io/mp_callbacks/core/measure.html.md"""
 # %% auto #0
 __all__ = ['tolerance', 'least_steps', 'most_tries', 'most_waits', 'first_asks', 'each_ask', 'larger_items', 'most_operations',
            'Measured', 'squared_norm', 'compare_with_autocast', 'gradients_apart', 'sketch', 'batch_gradients',
-           'measure_gradients', 'measure_predictions', 'first_items', 'numbers_per_item', 'weights_checksum',
-           'copy_batch']
+           'measure_gradients', 'predictions_apart', 'measure_predictions', 'first_items', 'numbers_per_item',
+           'weights_checksum', 'copy_batch']
 
 # %% ../../nbs/core/measure.ipynb #aea50009
 import math,torch,traceback,zlib
@@ -312,7 +312,10 @@ def measure_gradients(
                 if o==1: raise
 
 # %% ../../nbs/core/measure.ipynb #aea50018
-def _predictions_apart(some, others):
+def predictions_apart(
+    some:list, # Tensors of predictions, with the items first
+    others:list, # Tensors of these shapes
+)->float: # inf if not finite, or if all items of the others are equal
     "The norm of the difference of predictions, relative to how far `others` are from their mean over the items"
     return _relative((a.float()-b.float(), _spread(b.float())) for a,b in zip(some, others, strict=True))
 
@@ -331,7 +334,7 @@ def measure_predictions(
             given,named = copy_batch((args,kwargs))
             with rehearse(model, half): out = model.forward(*given, **named)
         return [t for t in leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    with single_process(model): return compare_with_autocast(half, _run, _predictions_apart, 'predictions')
+    with single_process(model): return compare_with_autocast(half, _run, predictions_apart, 'predictions')
 
 # %% ../../nbs/core/measure.ipynb #aea50020
 def _checksum(data):

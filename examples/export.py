@@ -20,7 +20,7 @@ batch = dls.valid.one_batch()[0].cpu()
 with torch.no_grad(): expected = model(batch)
 def report(name, out): print(f'{name}: largest difference {(out-expected).abs().max():.0e}')
 
-print(learn.precision_serving().round(5).to_string()) # as it was trained, beside how it may be served
+with learn.no_bar(): print(learn.precision_serving().round(5).to_string()) # served so, beside as it was trained
 
 torch.jit.trace(model, batch).save('digits.pt')
 report('TorchScript ', torch.jit.load('digits.pt')(batch))

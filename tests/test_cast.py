@@ -100,7 +100,7 @@ def test_kept_without_gradients(options):
             assert same(predict(model, 3), want.float())
     assert_plain(model)
     del first,want
-    assert left()==before
+    assert left()<=before
 
 @pytest.mark.parametrize('options', ways)
 def test_kept_until_training(options):
@@ -123,10 +123,10 @@ def test_kept_in_validation(call):
     n,before = sum(isinstance(m, nn.Linear) for m in learn.model.modules()),left()
     for run in (learn.validate,learn.get_preds):
         with Casts() as seen: run()
-        assert seen.single==2*n+len(learn.dls.valid) and not seen.together and left()==before
+        assert seen.single==2*n+len(learn.dls.valid) and not seen.together and left()<=before
     for event in ('after_pred','after_batch'):
         with pytest.raises(KeyError): learn.validate(cbs=Now(event, raises(KeyError("stop")), training=False))
-        assert left()==before
+        assert left()<=before
 
 def written(write):
     "Writes into the weights of a layer before it computes, in the middle of a call"

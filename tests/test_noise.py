@@ -75,10 +75,10 @@ def test_sums(make_model, dtype, rules, scale):
     off,n = h-g,len(batches)
     variance = (g-g.mean(0)).square().sum()/(n-1)
     of_mean = off.mean(0).square().sum()-(off-off.mean(0)).square().sum()/(n-1)/n
-    precision,added,bias,*counts = noise.result
+    precision,added,bias,*counts,worth = noise.result
     assert added==pytest.approx((off.square().sum()/n/variance).item(), rel=1e-3)
     assert bias==pytest.approx((of_mean.clamp(min=0).sqrt()/g.mean(0).norm()).item(), rel=1e-2, abs=1e-6)
-    assert precision==('bfloat16' if dtype==bf16 else 'float16') and counts==[n,0]
+    assert precision==('bfloat16' if dtype==bf16 else 'float16') and counts==[n,0] and worth is None
     held = [t for v in vars(noise).values() if isinstance(v, list) for t in v]
     assert len(held)==2*len([p for p in model.parameters() if p.requires_grad])
 
@@ -158,7 +158,7 @@ def test_what_is_left_out():
     assert str(found).endswith(' Without 1 of 4 batches, whose gradients are not finite.')
     large = batches[0][0]*1e6,batches[0][1] # float16 ends at 65504
     too_large = measured(model, half_precision(model, f16), batches=[batches[0],large]).result
-    assert too_large[1:]==(None,None,1,1)
+    assert too_large[1:]==(None,None,1,1,None)
     assert str(too_large)=='Not measured: the gradients of 1 of 2 batches are not finite.'
     for n,word in ((0,'none'),(1,'one')):
         found = measured(model, half(model), batches=batches[:n]).result
@@ -169,7 +169,7 @@ def test_same_gradients():
     model = mlp()
     for o in (batches[:1]*3,[batches[0],[t+1e-9 for t in batches[0]]]):
         found = measured(model, half(model), batches=o).result
-        assert found[1:]==(None,None,len(o),0)
+        assert found[1:]==(None,None,len(o),0,None)
         assert str(found)=='Not measured: all batches have the same gradients.'
 
 def test_loss_scale():

@@ -297,7 +297,7 @@ def _planned(cb, by_call): return by_call.get(_call_name(cb.half), by_call.iloc[
 
 def _what_fits(learn, cb, plan):
     "How many items fit where there is a limit of memory, as a sentence; empty if that isn't known"
-    gb = _gpu_gb(learn) if cb.memory in (None,True) else cb.memory
+    gb = _gpu_gb(learn) if cb.memory is None or cb.memory is True else cb.memory
     if plan is None or gb is None: return ''
     return f' {_planned(cb, plan.batch_size(gb*(1-share_left))):,} would fit into {gb:.3g} GB.'
 

@@ -26,7 +26,7 @@ from ..look.fp8_report import Fp8Report,measure_fp8
 from ..look.noise import AddedNoise,BatchNoise
 from ..look.serving import measure_serving
 from .fastai_internals import LeanCallback,_autocast_closed,_batch_order,_is_dry_run,_keep_quiet,_dry_run_name
-from .fastai_internals import _training_batches,_within_batch
+from .fastai_internals import _is_fastai_precision,_training_batches,_within_batch
 from .explain_skips import _diagnose_batch,_loss_again,_unchanged_learner
 from .opt_state import clear_state
 from .memory import _check_first_dimensions,_set_items
@@ -223,8 +223,11 @@ def precision_serving(
 )->pd.DataFrame: # As from `measure_serving`
     """How far predictions of the model are from those in training, if it is converted to be served
 
-    See [serving](../look/serving.ipynb). The learner doesn't change. Raises `ValueError` without validation batches."""
+    See [serving](../look/serving.ipynb). The learner doesn't change. Raises `ValueError` without validation batches, and
+    beside fastai's own mixed precision."""
     _check_batches(batches, 1, 8)
+    if any(map(_is_fastai_precision, learn.cbs)): raise ValueError(
+        "fastai's own MixedPrecision computes otherwise than this package. Call learn.to_native_fp16() for autocast alone.")
     seen = []
     def _look():
         seen.append(learn.xb)

@@ -88,6 +88,7 @@ class BatchNoise:
             self.squares += squared_norm([off])
             mean += new/n
             mean_off += (off-mean_off)/n
+        if self.items is None: return
         self.sketches.append([*map(sketch, full)])
         self.products.append([_product(o, self.sketches[-1]) for o in self.sketches])
 
@@ -120,9 +121,9 @@ def _signal(products):
 def _worth(products, items):
     "Items up to which larger batches save steps: at least, about, at most; None if that isn't clear"
     n = len(products)
-    if items is None or n<_fewest: return None
-    half = np.array([[*o,*[0.]*(n-len(o))] for o in products])
-    products = half+half.T-np.diag(np.diag(half))
+    if n<_fewest: return None
+    lower = np.array([[*o,*[0.]*(n-len(o))] for o in products])
+    products = lower+lower.T-np.diag(np.diag(lower))
     without = np.array([_signal(np.delete(np.delete(products, i, 0), i, 1)) for i in range(n)])
     error = _errors*math.sqrt((n-1)/n*((without-without.mean())**2).sum()) # of the jackknife (Tukey 1958)
     signal = _signal(products)

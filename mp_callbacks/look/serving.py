@@ -29,36 +29,43 @@ def measure_serving(
 )->pd.DataFrame: # A row for each way to serve it: MB, distance, and for class scores KL and changed
     """How far predictions of `model`, converted as people serve it, are from those in its training precision
 
-    It computes with copies in evaluation mode, and doesn't change."""
-    given = None if half is None else half.without_measure().replace(model=deepcopy(model).eval())
-    twin = deepcopy(model).eval() if given is None else given.model
-    want = _predict(twin, batches, given)
+    It computes with copies in evaluation mode, and doesn't change. Raises `ValueError` where nothing is predicted."""
+    twin = _copied(model)
+    want = _predict(twin, batches, half and half.without_measure().replace(model=twin))
+    if not want or not all(want):
+        raise ValueError("Nothing to compare: give batches for which the model returns floating-point tensors.")
     rows = {}
-    for name,convert in _ways().items():
+    for name,convert in _ways(model).items():
         try:
-            served,dtype = convert(deepcopy(model).eval())
+            served,dtype = convert(_copied(model))
             found = _predict(served, cast_tree(batches, dtype))
-            rows[name] = dict(MB=_file_size(served)/1e6, distance=predictions_apart(found, want),
-                              **_decisions(found[0], want[0], axis))
+            rows[name] = dict(MB=_file_size(served)/1e6, distance=predictions_apart(sum(found, []), sum(want, [])),
+                              **_decisions(found, want, axis))
         except Exception as e: rows[name] = dict(error=f'{type(e).__name__}: {e}')
     return pd.DataFrame(rows).T.rename_axis('served in').infer_objects()
 
-def _ways():
+def _copied(model):
+    "A copy in evaluation mode, without the graph of tensors that modules keep, as fastai's `WeightDropout` does"
+    computed = [t for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor) and not t.is_leaf]
+    return deepcopy(model, {id(t):t.detach().clone() for t in computed}).eval()
+
+def _ways(model):
     "Functions of a model, by name: the model as it is served, and the dtype of its inputs"
     def _in(dtype): return lambda model: (model.to(dtype),dtype)
     res = {o:_in(float_dtype(o)) for o in ('float32','bfloat16','float16')}
     quantize = getattr(getattr(torch.ao, 'quantization', None), 'quantize_dynamic', None) # it is deprecated
-    if quantize: res[_int8] = lambda model: (quantize(model.cpu(), {nn.Linear}, torch.qint8),torch.float32)
+    if quantize and any(isinstance(m, nn.Linear) for m in model.modules()):
+        res[_int8] = lambda model: (quantize(model.cpu(), {nn.Linear}, torch.qint8),torch.float32)
     return res
 
 @torch.no_grad()
 def _predict(model, batches, half=None):
-    "Float32 tensors of the predictions of all batches, on the CPU"
+    "Lists of the predictions of each batch, as float32 tensors on the CPU"
     device,seen = next((o.device for o in model.parameters()), torch.device('cpu')),[]
     for args in batches:
         with half or nullcontext(): out = model(*map_tensors(lambda t: t.to(device), args))
         seen.append([o.float().cpu() for o in leaves(out) if isinstance(o, torch.Tensor) and o.is_floating_point()])
-    return [torch.cat(o) for o in zip(*seen)]
+    return seen
 
 def _file_size(model):
     torch.save(model.state_dict(), file := io.BytesIO())
@@ -67,6 +74,10 @@ def _file_size(model):
 def _decisions(found, want, axis):
     "The Kullback-Leibler divergence of class scores, and how many decisions are others"
     if axis is None: return {}
-    new,old = [o.log_softmax(axis) for o in (found,want)]
-    return dict(KL=(old.exp()*(old-new)).sum(axis).mean().item(),
-                changed=(new.argmax(axis)!=old.argmax(axis)).float().mean().item())
+    kl,changed = [],[]
+    for (a,*_),(b,*_) in zip(found, want):
+        new,old = a.log_softmax(axis),b.log_softmax(axis)
+        terms = torch.where(old.isneginf(), 0., old.exp()*(old-new)) # scores may be masked with -inf
+        kl.append(terms.sum(axis).flatten())
+        changed.append((a.argmax(axis)!=b.argmax(axis)).float().flatten())
+    return dict(KL=torch.cat(kl).mean().item(), changed=torch.cat(changed).mean().item())

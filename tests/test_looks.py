@@ -21,6 +21,7 @@ def frozen(o):
     if isinstance(o, (list,tuple,L)): return [frozen(v) for v in o]
     if isinstance(o, Metric): return id(o),frozen(vars(o))
     if isinstance(o, random.Random): return id(o),o.getstate()
+    if isinstance(o, ref): return ref # PyTorch itself renews those of an LSTM to its weights when it is copied
     return o if isinstance(o, (str,bool,int,float,type(None))) else id(o)
 
 def attributes(o): return {k:frozen(v) for k,v in vars(o).items() if k!='_parameters'}

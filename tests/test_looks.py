@@ -296,3 +296,43 @@ def test_serving():
     learn.dls.loaders[1] = learn.dls.valid.new(dataset=[])
     with pytest.raises(ValueError, match='no batch with targets.*dls.valid'): learn.precision_serving()
     with pytest.raises(ValueError, match='batches=0 must be'): learn.precision_serving(0)
+
+# --- A skipped step, computed again
+
+def skipping(name, mode, path, at=2):
+    "A learner, after a fit in which the step of batch `at` was skipped, and its file"
+    def _spoil(learn): learn.loss_grad.register_hook(lambda g: g*math.inf)
+    learn = modes[mode](makes[name](path=path), replay=path/'nights')
+    learn.fit(1, cbs=Now('before_backward', _spoil, at=at))
+    file, = (path/'nights').ls()
+    return learn,file
+
+@pytest.mark.parametrize('name,mode', [pytest.param(k, o, id=f'{k}-{o}') for k,o in zip(makes, cycle([*modes][1:]))])
+def test_replay(name, mode, tmp_path):
+    "To the same bits, by the learner that has skipped the step and by another, and nothing of them changes"
+    set_seed(3)
+    learn,file = skipping(name, mode, tmp_path)
+    set_seed(5)
+    other = modes[mode](makes[name](path=tmp_path))
+    for o in (other,learn):
+        with untouched(o): found = o.replay(file)
+        kept_elsewhere = name=='language_model' # its hidden state
+        assert found.same!=kept_elsewhere and not found.others, str(found)
+    other.fit(1)
+
+@pytest.mark.parametrize('e', [RuntimeError('as asked'),KeyboardInterrupt()], ids=repr)
+def test_interrupted_replay(e, tmp_path):
+    set_seed(3)
+    learn,file = skipping('plain', 'fp16', tmp_path)
+    for at in (1,2): # what explains, and what compares
+        calls = iter([noop]*(at-1)+[raises(e)])
+        with learn.model[0].register_forward_hook(lambda *args: next(calls, noop)()):
+            with untouched(learn), pytest.raises(type(e)): learn.replay(file)
+    assert learn.replay(file).same
+
+def test_no_replay_in_a_batch(tmp_path):
+    learn,file = skipping('plain', 'bf16', tmp_path)
+    with pytest.raises(RuntimeError, match='in the middle of a batch|inside a batch'):
+        learn.fit(1, cbs=Now('after_loss', lambda learn: learn.replay(file)))
+    with pytest.raises(ValueError, match='trains in float32'): get_learner().replay(file)
+    with pytest.raises(ValueError, match='another model'): modes['bf16'](makes['loss_alone']()).replay(file)

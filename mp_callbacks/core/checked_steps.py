@@ -13,22 +13,27 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from operator import is_
 from numbers import Integral
+from pathlib import Path
 from torch import float32,nn
 
 from .devices import emulation,warn_caller
 from .loss_scale import DynamicLossScale,StaticLossScale,as_loss_scale
 from .grads import StepStats,_check_clip,prepare_grads,_remove_grads
 from .modules import named_modules,parameter_name,unwrap
-from .processes import is_sharded,reset_ddp,_reset_shards,reshard,several_ranks,training_group,without_ddp
-from .restore import BufferCopies
+from .processes import is_sharded,reset_ddp,_reset_shards,reshard,several_ranks,single_process
+from .processes import training_group,without_ddp
+from .restore import BufferCopies,remember_contents,restore_contents
+from .rehearse import unchanged
 from .error_notes import note_dtypes
 from .blame import keep_option
-from .measure import larger_items,_in_all_processes,measure_gradients,_measure_part,numbers_per_item
-from .measure import weights_checksum
+from .measure import Measured,larger_items,_in_all_processes,measure_gradients,_measure_part
+from .measure import numbers_per_item,weights_checksum
 from .half import half_precision
 from .training_state import TrainingState
 from .pending_step import PendingStep
 from .backward import other_leaves,scaled_backward
+from .replay import Replay,ReplayFolder,as_replay_folder,check_recordable,draw_batch,most_files,read_step
+from .replay import record_step,write_step
 from .skips import RecentSkips,changed_weights,find_cure,_losses_finite,_losses_text,_skips_text
 from .misuse import check_bools,check_not_rounded,_note_closure
 
@@ -43,6 +48,7 @@ class StepSettings:
         max_skips:int=_default_max_skips, # Stop with an error after this many skipped steps in a row
         warn_skips:int=32, # Warn, or rescue, after this many; from 2**24 a scale takes 24 to reach 1
         rescue:bool=False, # After `warn_skips` skipped steps in a row, keep modules in float32, if that is the cure
+        replay:str|Path|ReplayFolder=None, # Folder for skipped steps, to [compute them again](replay.ipynb)
     ):
         _check_clip(clip)
         check_bools(rescue=rescue)
@@ -52,6 +58,7 @@ class StepSettings:
         if warn_skips>max_skips and warn_skips!=StepSettings.__init__.__kwdefaults__['warn_skips']: warn_caller(
             f"warn_skips={warn_skips} has no effect: training stops after max_skips={max_skips}. Use fewer.")
         self.clip,self.max_skips,self.warn_skips,self.rescue = clip,max_skips,warn_skips,rescue
+        self.replay_folder = as_replay_folder(replay)
 
     def must_report(self,
         skips:int, # Skipped steps in a row
@@ -81,6 +88,13 @@ class CheckedSteps(StepSettings):
     _half,_kept = None,[] # the `half_precision` that was chosen last, and the rescued modules that it was made for
     half_settings_changed = False # whether `new_half` says something else from the next step on
     _expects_leaves = True # whether other leaves than parameters got gradients in the last batch, and may in the next
+    searched = False # whether the last skipped step was one of the search for the first loss scale
+    tensor_classes = () # of batches, beside PyTorch's own
+    replay_call = 'steps.replay' # what computes a skipped step again
+    _drawn = None # the open batch, as a `DrawnBatch`, if its step may be written into a file
+    _recordable = False # whether a batch and the model were checked for it
+    files = () # pairs of a skipped step's number and its file, of this fit
+    _row = None # number of the first of the skipped steps in a row of which the last file is
 
     def __init__(self,
         scaling:StaticLossScale|DynamicLossScale, # Loss scale of the first step
@@ -121,6 +135,10 @@ class CheckedSteps(StepSettings):
     )->str:
         "What has become of the weights since step `first`"
         return changed_weights(self.model, first)
+
+    def place(self)->dict:
+        "Numbers of the epoch and of the batch in it, if they are known"
+        return {}
 
     # --- State
 
@@ -196,7 +214,7 @@ class CheckedSteps(StepSettings):
 
     def new_epoch(self):
         "Count skipped steps anew, and look everywhere for other leaves than parameters"
-        self.recent,self._expects_leaves = self.recent.new_epoch(),True
+        self.recent,self._expects_leaves,self._recordable = self.recent.new_epoch(),True,False
 
     # --- How the model computes
 
@@ -330,7 +348,9 @@ class CheckedSteps(StepSettings):
                 if not before and self.step is not None and self.step.outcome:
                     self.step = None
                     _remove_grads(self.opt_params())
-            finally: self.open_batches = before
+            finally:
+                self.open_batches = before
+                if not before: self._drawn = None
 
     def begin_batch(self):
         "Remember what the batch may change, and see whether an optimizer steps by itself"
@@ -360,6 +380,8 @@ class CheckedSteps(StepSettings):
         may_report = self.must_report(state.skips+1) or state.bad_losses+1==self.warn_skips
         if may_report or self.recent.may_warn(state.scaling): step.batches.append(batch)
         step.losses.append(loss.detach())
+        if self._drawn is not None: # fastai's accumulation writes its loss later
+            step.drawn.append(self._drawn._replace(loss=loss.detach().clone()))
         return scaled_backward(loss, state.scaling.loss_scale, self._half, [*params,*others], step)
 
     # --- A step
@@ -381,11 +403,18 @@ class CheckedSteps(StepSettings):
 
     def skip(self):
         "Let the step leave no trace, and count it"
+        searching = self.recent.count is None
         self.step.drop(self.params())
         self.step.outcome = 'skipped'
         finite = _losses_finite(self.model, self.step.stats.loss_finite)
         self.state = self._state.after(self.step.stats._replace(loss_finite=finite))
         self.recent = self.recent.one_more()
+        # where a loss is infinite, or the scale doesn't shrink, none is looked for
+        self.searched = searching and self._state.before is None and self._state.scaling.loss_scale<self.last.scale
+        first = self._state.steps-self._state.skips
+        if not self.searched and first!=self._row and len(self.files)<most_files-1: # the last one is for an error
+            self._row = first
+            self._write_step()
         self._report_skips()
 
     def made(self):
@@ -407,6 +436,62 @@ class CheckedSteps(StepSettings):
         self.step = None
         step.drop(params)
 
+    # --- A skipped step, computed again
+
+    def draw(self,
+        batch:tuple, # As the loop, or the data loader, gave it
+    ):
+        "Begin a batch of a step that may be written into a file. Raises a `TypeError` if a file can't have it."
+        if not self._recordable: check_recordable(batch, self.model, self.tensor_classes)
+        self._drawn,self._recordable = draw_batch(batch, [*self.model.parameters()]),True
+
+    def _write_step(self):
+        "Write the skipped step into a file, and return it; None: nobody wants it, or it can't be written"
+        step,half,n = self.step,self._half,self._state.steps-1
+        if self.files and self.files[-1][0]==n: return self.files[-1][1]
+        if not step.drawn or len(self.files)>=most_files: return None
+        folder,checkpoint = self.replay_folder
+        try:
+            for o in step.drawn: check_recordable(o.batch, half.model, self.tensor_classes)
+            file = write_step(record_step(
+                unwrap(half.model), step.others, step.drawn, checkpoint, step=n, place=self.place(),
+                scale=self.last.scale, half=repr(half), ways=half.model_checksum, rescued=[*self._state.rescued],
+                measured=self._state.measured and self._state.measured.as_dict()), folder)
+        except Exception as e: # a full disk, say: training goes on
+            warn_caller(f"The skipped step {n} is not written into {str(folder)!r}. {type(e).__name__}: {e}")
+            return None
+        self.files = *self.files,(n,file)
+        return file
+
+    def compute_again(self,
+        file:str|Path, # From a folder of `replay=`
+        run, # Function of a `RecordedStep` and a `half_precision`: pairs of a loss and a `Finding`, one for each batch
+    )->Replay:
+        """Compute a recorded step again by `run`, with its weights and precision, and compare. Nothing is left of it.
+
+        Raises `ValueError` for another file, or one of another model, and `RuntimeError` inside a batch."""
+        if self.open_batches: raise RuntimeError(
+            f"{self.replay_call} is called inside a batch. Call it between batches.")
+        step = read_step(file, self.device, self.tensor_classes)
+        model,others = unwrap(self.model),self.loss_modules()
+        half = self._recorded_half(step)
+        before = remember_contents(others)
+        with single_process(model), unchanged(model):
+            try:
+                changed = step.restore(model, others)
+                losses,findings = zip(*run(step, half))
+            finally: restore_contents(before)
+        return Replay.of(step, losses, findings, changed, half)
+
+    def _recorded_half(self, step):
+        "How the model computes with what was rescued and measured until the recorded step"
+        half = self.new_half(unwrap(self.model))
+        state = TrainingState(self.initial, rescued=step.rescued, measured=step.measured and Measured.load(step.measured))
+        if names := self._rescued_names(state): half = half.keeping(names)
+        known = state.measured
+        half = half.replace(measure=known if known and known.model==half.model_checksum else False)
+        return half.without_measure()
+
     # --- Warnings
 
     def _report_skips(self):
@@ -425,6 +510,7 @@ class CheckedSteps(StepSettings):
         text = _skips_text(state, found, self.weights_since(state.steps-state.skips))
         if self.rescue and self._rescue(found, text): return
         if state.skips<self.max_skips: return warn_caller(f"{text} After {self.max_skips} training will stop.")
+        if file := self._write_step(): text += f" To compute this step again: {self.replay_call}({str(file)!r})."
         self.restart() # for what comes next
         raise FloatingPointError(text)
 

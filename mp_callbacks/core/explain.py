@@ -13,6 +13,7 @@ from torch import nn
 from .grads import StepStats
 from .modules import parameter_name,unwrap
 from .processes import single_process,several_ranks
+from .measure import copy_batch
 from .half import half_precision
 from .nonfinite import Finding,bad_items,_count_nonfinite,diagnose,item_places
 
@@ -24,7 +25,9 @@ def explain_batch(
     scale:float, # Loss scale
 )->Finding:
     "What is not finite first in a batch, and in which rows"
-    def _loss(batch): return compute_loss(half.model, *batch[0], *batch[1])
+    def _loss(batch):
+        xb,yb = copy_batch(batch)
+        return compute_loss(half.model, *xb, *yb)
     found = diagnose(half.model, lambda: _loss(batch), half, *batch, scale)
     return found.naming(*bad_items(half.model, _loss, batch, half)) if found.where in item_places else found
 

@@ -8,7 +8,7 @@ Docs: https://example.github.io/mp_callbacks/core/measure.html.md"""
 __all__ = ['tolerance', 'least_steps', 'most_tries', 'most_waits', 'first_asks', 'each_ask', 'larger_items', 'most_operations',
            'Measured', 'squared_norm', 'compare_with_autocast', 'gradients_apart', 'sketch', 'batch_gradients',
            'measure_gradients', 'predictions_apart', 'measure_predictions', 'first_items', 'numbers_per_item',
-           'weights_checksum', 'copy_batch']
+           'checksum', 'weights_checksum', 'copy_batch']
 
 # %% ../../nbs/core/measure.ipynb #aea50009
 import math,torch,traceback,zlib
@@ -360,21 +360,28 @@ def numbers_per_item(
         if isinstance(t, torch.Tensor) and (shape := t.shape) and shape[0]: n += shape.numel()//shape[0]
     return n
 
+def checksum(
+    t:torch.Tensor, # Any plain tensor
+    before:int=0, # Checksum of what comes before it
+)->int: # The host waits for it
+    "A checksum of the numbers in `t`"
+    return zlib.crc32(t.detach().cpu().flatten().view(torch.uint8).numpy(), before)
+
 def weights_checksum(
     params, # Parameters
 )->int: # The host waits for them
     "A checksum of the numbers in `params`, but for those of classes of their own"
     res = 0
-    for p in params:
-        if type(p) is not nn.Parameter: continue # such as quantized ones, which may have no numbers of this kind
-        res = zlib.crc32(p.detach().cpu().flatten().view(torch.uint8).numpy(), res)
+    for p in params: # quantized ones, say, may have no numbers of this kind
+        if type(p) is nn.Parameter: res = checksum(p, res)
     return res
 
 def copy_batch(
     batch, # Tensors in any structure
+    copy=torch.clone, # Function of a tensor; `noop`: only containers are of one's own
 ): # A structure like `batch`
     "Tensors and containers of one's own, without the graph that made them: a pass may change, empty or free them"
-    return map_tensors(lambda t: _keep_attributes(t, t.detach().clone().requires_grad_(t.requires_grad)), batch)
+    return map_tensors(lambda t: _keep_attributes(t, copy(t.detach()).requires_grad_(t.requires_grad)), batch)
 
 def _measure_part(
     half, # The `half_precision` of the model

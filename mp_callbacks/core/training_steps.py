@@ -12,6 +12,7 @@ import torch
 from contextlib import contextmanager
 from inspect import signature
 from operator import attrgetter
+from pathlib import Path
 from weakref import WeakSet
 from fastcore.meta import delegates
 from torch import nn
@@ -22,6 +23,8 @@ from .grads import StepStats,_remove_grads
 from .modules import unwrap
 from .processes import single_process,without_ddp
 from .measure import copy_batch
+from .replay import Replay
+from .restore import set_rng_states
 from .half import check_device,half_precision
 from .explain import explain_batch,explain_batches,_name_culprit
 from .misuse import attributes,check_bools,check_float32,check_optimizers,check_unscaled,check_options
@@ -72,7 +75,8 @@ class TrainingSteps(CheckedSteps):
         self._model,self._opt,self._first_half = model,opt,half
         self.compute_loss = compute_loss
         super().__init__(as_loss_scale(loss_scale), **kwargs)
-        if self.rescue and compute_loss is None: raise ValueError("rescue=True needs compute_loss=, to find the cause.")
+        for name,wanted in {'rescue=True':self.rescue, 'replay=':self.replay_folder}.items():
+            if wanted and compute_loss is None: raise ValueError(f"{name} needs compute_loss=, to compute a batch again.")
         check_device(self.device, half)
         self._known = attributes(self)
 
@@ -114,6 +118,7 @@ class TrainingSteps(CheckedSteps):
         batch = _split(batch)
         self._check_not_stepped()
         with self._alone(), self.guarded():
+            if self.replay_folder is not None: self.draw(batch)
             if self.step is None:
                 self.compares = True
                 _remove_grads(self.opt_params()) # such as a generator's loss has left in a critic
@@ -163,6 +168,24 @@ class TrainingSteps(CheckedSteps):
             "compute_loss=, a function of a model and of the batch that returns the loss.")
         half = self.half.replace(model=unwrap(self.model))
         with single_process(half.model): return explain_batch(self.compute_loss, _split(batch), half, self.loss_scale)
+
+    def replay(self,
+        file:str|Path, # From a folder of `replay=`
+    )->Replay: # Prints as a text
+        """Compute a recorded step again, with its weights, random numbers and precision, and say what was not finite
+
+        Nothing is left of it. Raises `ValueError` without `compute_loss`, for another file, or one of another model,
+        and `RuntimeError` inside a batch."""
+        if self.compute_loss is None: raise ValueError("To compute a step again, give TrainingSteps compute_loss=, a "
+            "function of a model and of the batch that returns the loss.")
+        def _run(step, half):
+            for o in step.batches:
+                set_rng_states(o.rngs, half.params)
+                found = explain_batch(self.compute_loss, o.batch, half, step.scale)
+                xb,yb = copy_batch(o.batch)
+                with half: loss = self.compute_loss(half.model, *xb, *yb)
+                yield loss.item(),found
+        return self.compute_again(file, _run)
 
     def find_cause(self):
         "What was not finite first in the pending step, and what to do"

@@ -27,7 +27,7 @@ from .fastai_internals import _open_batch
 from .opt_state import clear_state
 from .memory import _check_memory
 from .recorder import PrecisionRecorder
-from .looks import find_nonfinite,precision_plan,precision_report,precision_serving
+from .looks import find_nonfinite,precision_plan,precision_report,precision_serving,replay
 from .checkup import precision_checkup
 
 # %% ../../nbs/learner/calls.ipynb #b17aa64d
@@ -149,7 +149,7 @@ def _set_precision(learn, new, model_to_half=None):
 
 # %% ../../nbs/learner/calls.ipynb #a0ba863c
 Learner.find_nonfinite,Learner.precision_plan,Learner.precision_report = find_nonfinite,precision_plan,precision_report
-Learner.precision_serving = precision_serving
+Learner.precision_serving,Learner.replay = precision_serving,replay
 Learner.precision_checkup = precision_checkup
 
 # %% ../../nbs/learner/calls.ipynb #1d558af3

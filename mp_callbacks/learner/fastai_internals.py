@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from fastai.callback.core import *
+from fastai.torch_core import TensorBase
 from fastcore.basics import defaults
 
 from ..core.processes import several_ranks
@@ -95,6 +96,12 @@ def _batch_order(dl, n):
     order = getattr(dl, '_DataLoader__idxs', None)
     theirs = getattr(getattr(dl, 'create_item', None), '__module__', '') in ('fastai.data.load','fastai.tabular.core')
     return [*order][n*dl.bs:(n+1)*dl.bs] if order is not None and theirs and dl.indexed and dl.bs else None
+
+# %% ../../nbs/learner/fastai_internals.ipynb #7e500002
+def _fastai_tensors(kind=TensorBase):
+    "The classes of tensors in fastai's modules that have been imported"
+    own = [kind] if kind.__module__.partition('.')[0]=='fastai' else []
+    return [*own,*[o for k in kind.__subclasses__() for o in _fastai_tensors(k)]]
 
 # %% ../../nbs/learner/fastai_internals.ipynb #3e56f279
 def _keep_average(learn, skipped):

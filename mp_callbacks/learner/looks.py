@@ -6,7 +6,7 @@ Docs: https://example.github.io/mp_callbacks/learner/looks.html.md"""
 
 # %% auto #0
 __all__ = ['find_nonfinite', 'precision_report', 'precision_plan', 'BatchTimes', 'batch_times', 'batch_noise',
-           'precision_serving']
+           'precision_serving', 'replay']
 
 # %% ../../nbs/learner/looks.ipynb #8d9c9a6d
 from contextlib import nullcontext
@@ -19,6 +19,8 @@ from torch.profiler import ProfilerActivity,profile
 from ..core.modules import unwrap
 from ..core.processes import single_process
 from ..core.rehearse import unchanged
+from ..core.replay import Replay
+from ..core.restore import set_rng_states
 from ..core.nonfinite import Finding,bad_items,item_places,most_named
 from ..look.half_report import PrecisionReport,measure_precision
 from ..look.plan import MemoryPlan,plan_memory
@@ -46,6 +48,7 @@ def find_nonfinite(
     processes each looks at batches of all, and waits for none. Raises `ValueError` if there is no batch, and
     `RuntimeError` in the middle of one, or if something would wait for other processes."""
     _check_seconds(seconds)
+    batches = _only(batch)
     half,cb,found,items,end = _half(learn),_precision_callback(learn),[],[],perf_counter()+seconds
     def _look():
         loaded = learn.as_loaded.batch
@@ -58,10 +61,10 @@ def find_nonfinite(
             if not most: items.extend(o for o in dict.fromkeys(bad) if o not in items) # a loader may draw one twice
             elif not items: found[-1] = found[-1].naming(bad, most)
         return '' if 0<len(items)<most_named and perf_counter()<end else 'found'
-    late = _look_at(learn, _look, batch)=='late'
+    late = _look_at(learn, _look, batches)=='late'
     n,worst = len(found),next((o for o in (found[-1],*found) if o.where!='nothing'), found[-1])
     if worst.where!='nothing': return worst.naming(items[:most_named])
-    late |= _look_at(learn, _look, batch, training=False)=='late'
+    late |= _look_at(learn, _look, batches, training=False)=='late'
     if found[-1].where!='nothing':
         mode = 'In evaluation mode'+', on dls.valid'*(batch is None)
         return found[-1]._replace(text=f"{mode}: {found[-1].text}").naming(items[:most_named])
@@ -128,7 +131,7 @@ def precision_plan(
         with _loss_again(learn) as compute_loss:
             def loss(n): return compute_loss(lambda: _set_items(learn, batch, n))
             return plan_memory(unwrap(learn.model), loss, learn.opt, find_bs(learn.yb), half)
-    return _look_at(learn, _look, batch)
+    return _look_at(learn, _look, _only(batch))
 
 # %% ../../nbs/learner/looks.ipynb #111f0ds2
 class BatchTimes(NamedTuple):
@@ -164,7 +167,7 @@ def batch_times(
             gpu = sum(_kernels(_compute)) if device.type=='cuda' and not rows else math.nan
         rows.append(dict(there=there, compute=compute, gpu=gpu, end=perf_counter()))
         return len(rows)==4
-    _look_at(learn, _look, batch)
+    _look_at(learn, _look, _only(batch))
     times = pd.DataFrame(rows)
     times['load'] = times.there-times.end.shift()
     return BatchTimes(*[1e3*o if o>0 else None for o in times[[*BatchTimes._fields]].median()])
@@ -207,6 +210,11 @@ def _check_batch(batch):
     raise TypeError(f"batch is a {type(batch).__name__}, and must be a tuple of inputs and targets. Pass one as "
                     "dls.one_batch() returns it.")
 
+def _only(batch):
+    "A list of `batch` alone; None: all batches of `dls` are asked for"
+    _check_batch(batch)
+    return None if batch is None else [batch]
+
 def _check_seconds(seconds):
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds>=0: raise ValueError(
         f"seconds={seconds!r} must be a number, 0 or more. Leave it out to look at all batches.")
@@ -245,11 +253,39 @@ def _score_axis(learn):
     crosses = isinstance(getattr(loss, 'func', loss), (nn.CrossEntropyLoss,LabelSmoothingCrossEntropy))
     return getattr(loss, 'axis', 1) if crosses else None
 
+# %% ../../nbs/learner/looks.ipynb #4e9a0023
+def replay(
+    learn, # `Learner` in the precision that it was trained in
+    file:str|Path, # From the folder of the option `replay`
+)->Replay: # Prints as a text
+    """Compute a skipped step again, with its weights, random numbers and precision, and say what was not finite first
+
+    See [replay](../core/replay.ipynb). The learner doesn't change. Raises `ValueError` for a learner in float32, for
+    another file, or one of another model, and `RuntimeError` in the middle of a batch."""
+    def _run(step, half):
+        seen = []
+        def _look():
+            found = _diagnose_batch(learn, half, step.scale)
+            with _loss_again(learn) as compute_loss, half: seen.append((compute_loss().item(),found))
+            return len(seen)==len(step.batches)
+        _look_at(learn, _look, _Drawn(step.batches, half.params))
+        return seen
+    return _in_half_precision(learn).steps.compute_again(file, _run)
+
 # %% ../../nbs/learner/looks.ipynb #aa30d200
 class _AsLoaded(LeanCallback):
     "Remember the `batch` that other callbacks may change"
     order,name = -1000,'as_loaded'
     def before_batch(self): self.batch = (*self.learn.xb,*self.learn.yb)
+
+class _Drawn:
+    "A loader of `DrawnBatch`es, which leaves the random numbers as they were after each"
+    def __init__(self, batches, params): self.batches,self.params = batches,params
+    def __len__(self): return len(self.batches)
+    def __iter__(self):
+        for o in self.batches:
+            set_rng_states(o.rngs, self.params)
+            yield o.batch
 
 class _DryRun(LeanCallback):
     "Call `look` in the batches of a fit, instead of a forward pass, until it returns true"
@@ -270,14 +306,13 @@ class _DryRun(LeanCallback):
     def after_train(self): raise CancelFitException # before metrics are reset for a validation
 
 # %% ../../nbs/learner/looks.ipynb #aa30d2s1
-def _look_at(learn, look, batch=None, training=True):
-    """Call `look` with `learn` at the start of `batch`, or of each batch, and return what it returns, once that is true
+def _look_at(learn, look, batches=None, training=True):
+    """Call `look` with `learn` at the start of each of `batches`, and return what it returns, once that is true
 
-    The callbacks have changed the batch then, and the model has not been called."""
-    _check_batch(batch)
+    None are those of `dls`. The callbacks have changed the batch then, and the model has not been called."""
     if _is_dry_run(learn) or _within_batch(learn):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
-    cb = _DryRun(look, _training_batches(learn, training) if batch is None else [batch], training)
+    cb = _DryRun(look, _training_batches(learn, training) if batches is None else batches, training)
     with (single_process(learn.model), _unchanged_learner(learn, training), unchanged(learn.model, weights=False),
           learn.no_mbar(), learn.no_logging(), _autocast_closed(learn)):
         learn.model = unwrap(learn.model)

@@ -11,7 +11,6 @@ __all__ = ['fit_device', 'keep_freed_memory', 'LearnerHalf', 'is_precision', 'Pr
 import math,torch
 from contextlib import contextmanager
 from functools import cache,partial
-from inspect import signature
 from itertools import chain
 from operator import attrgetter
 from torch import nn
@@ -29,9 +28,9 @@ from ..core.half import check_device,half_precision
 from ..core.misuse import check_float32
 from ..core.devices import warn_caller
 from ..core.skips import FitSkips
-from ..core.checked_steps import CheckedSteps,StepSettings
+from ..core.checked_steps import CheckedSteps
 from .fastai_internals import LeanCallback,_cancels,_hand_over_loss,_is_fastai_precision,_is_dry_run,_keep_average
-from .fastai_internals import _reset_hidden,_within_batch
+from .fastai_internals import _fastai_tensors,_reset_hidden,_within_batch
 from .explain_skips import explain_step,_float32_loss,_loss_again,_loss_modules,_weights_since
 from .optimizers import steps_at_once
 from .memory import MemoryBudget,_check_memory
@@ -59,7 +58,7 @@ class LearnerHalf(half_precision):
 
 class _LearnerSteps(CheckedSteps):
     "The training steps of a learner, with their state in its optimizer"
-    cancels,measures = _cancels,True
+    cancels,measures,replay_call = _cancels,True,'learn.replay'
 
     def __init__(self,
         cb, # `PrecisionCallback` of the learner
@@ -86,6 +85,8 @@ class _LearnerSteps(CheckedSteps):
     def loss_modules(self): return _loss_modules(self.cb.learn)
     def predictions(self): return self.cb.learn.pred
     def weights_since(self, first): return _weights_since(self.cb.learn, first, self.cb.order)
+    def place(self): return dict(epoch=self.cb.learn.epoch, batch=self.cb.learn.iter)
+    tensor_classes = property(lambda self: _fastai_tensors(), doc="fastai's classes of tensors")
 
     @contextmanager
     def again(self, batch):
@@ -131,17 +132,16 @@ class _LearnerSteps(CheckedSteps):
 
     def skip(self):
         "Skip the step, and count it for the end of the fit"
-        stats,searching,fit = self.last,self.recent.count is None,self.of_fit
+        stats,fit = self.last,self.of_fit
         super().skip()
-        # where a loss is infinite, or the scale doesn't shrink, none is looked for
-        fit.add(stats, searching and self._state.before is None and self._state.scaling.loss_scale<stats.scale)
+        fit.add(stats, self.searched)
         fit.told |= not self._state.skips # what cures it was done
 
     @contextmanager
     def fit(self):
         "Context manager around the epochs of a fit"
         learn,outer,recent = self.cb.learn,self.of_fit,self.recent
-        self.of_fit = FitSkips()
+        self.of_fit,self.files,self._row = FitSkips(),(),None
         try: yield
         except CancelFitException:
             self._end_fit(learn)
@@ -205,7 +205,7 @@ class PrecisionCallback(_PrecisionPart):
     part = None # another callback of the learner that belongs to this precision
     _default = 'steps' # what is not here is there
     _xtra = ['half','state','scaling','loss_scale','initial','rescued','policy','drop_overflow',
-             *signature(StepSettings).parameters]
+             'clip','max_skips','warn_skips','rescue']
 
     def __init__(self,
         scaling:StaticLossScale|DynamicLossScale, # Loss scale of the first step
@@ -289,13 +289,19 @@ class PrecisionCallback(_PrecisionPart):
         "Context manager around one batch of the learner, with its events"
         self.budget.batch = b
         try:
-            with self.steps.guarded(self.learn.training), _float32_loss(self.learn): yield
+            with self.steps.guarded(self.learn.training), _float32_loss(self.learn):
+                if self.steps.replay_folder is not None: self._draw(b)
+                yield
         except CheckpointError as e:
             if hasattr(e, 'add_note'): e.add_note( # since Python 3.11
                 "Checkpointing computes the forward pass again, in half precision only inside the learner's backward "
                 "pass. If you compute gradients elsewhere, do it inside `with learn.mixed_precision.autocast:`.")
             raise
         finally: self.budget.batch = None
+
+    def _draw(self, b):
+        "Begin a batch, whose step may be written into a file if the learner is to learn from it"
+        if self.learn.training and not _is_dry_run(self.learn): self.steps.draw(b)
 
     @contextmanager
     def do_batch(self):

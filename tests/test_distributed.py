@@ -241,6 +241,19 @@ def asked(rank, engine):
                 with pytest.raises(ValueError, match='find_nonfinite'): learn.precision_report()
         assert type(learn.dls.train) is not DistributedDL
 
+def replayed(rank, mode):
+    "Each process writes a file of its own batch, and computes it again alone"
+    x,y = rows(rank)
+    if rank==1: x[40] = torch.inf
+    learn = modes[mode](get_learner(DistributedDataParallel(Net()), as_dls(x, y), opt_func=adamw), replay='nights')
+    learn.fit(1)
+    file, = Path('nights').glob(f'*_rank{rank}.pt')
+    if rank==0:
+        with stays(params, learn.model): found = learn.replay(file)
+        assert found.same and found.finding.where=='nothing'
+    dist.barrier()
+    if rank==1: assert learn.replay(file).same and learn.replay(file).finding.where=='inputs'
+
 def asked_gathers(rank):
     "A loss that gathers: an error before anything waits, also if one process asks alone"
     def _gathering(pred, y):
@@ -352,7 +365,7 @@ slow = [
     case(measured, mode='fp16'),
     case(fine_tuned, mode='native_bf16'), case(saved, mode='bf16'), case(told, mode='bf16'),
     case(compressed, dtype=torch.float16, hook='bf16_compress_hook'),
-    case(compressed, dtype=torch.bfloat16, hook='fp16_compress_hook'), case(asked, engine='hand'), case(asked_gathers),
+    case(compressed, dtype=torch.bfloat16, hook='fp16_compress_hook'), case(asked, engine='hand'), case(asked_gathers), case(replayed, mode='bf16'),
     case(rescued), case(rescued, alone=True), case(not_rescued),
     case(alone_first, mode='native_fp16', engine='hand'),
     case(alone_first, mode='fp16', engine='fastai', start_epoch=1),

@@ -7,6 +7,7 @@ from learners import *
 from mp_callbacks.core.measure import measure_gradients,measure_predictions
 from mp_callbacks.core.nonfinite import bad_items,diagnose
 from mp_callbacks.core.rehearse import rehearse
+from mp_callbacks.core.replay import draw_batch,record_step,write_step
 from mp_callbacks.learner.looks import batch_noise,batch_times
 from mp_callbacks.look.half_report import PrecisionReport,measure_precision
 from mp_callbacks.look.noise import BatchNoise
@@ -198,9 +199,17 @@ def learner_with(holder, state):
     if holder=='callback': return get_learner(nn.Linear(8,1), cbs=OfCallback(state))
     return get_learner(nn.Linear(8,1), loss_func=OfLoss(state) if holder=='loss' else PlainLoss(state).compute)
 
+def replayed(learn):
+    "Compute a batch again, as if its step had been skipped"
+    steps,half = learn.mixed_precision.steps,learn.mixed_precision.half
+    drawn = draw_batch(learn.dls.one_batch(), half.params)._replace(loss=torch.tensor(0.))
+    step = record_step(learn.model, steps.loss_modules(), [drawn], step=0, place={}, scale=1., half=repr(half),
+                       ways=half.model_checksum, rescued=[], measured=None)
+    with TemporaryDirectory() as folder: learn.replay(write_step(step, Path(folder)))
+
 of_learner = dict(find=lambda o: o.find_nonfinite(), report=lambda o: o.precision_report(2),
                   noise=lambda o: batch_noise(o, 2), plan=lambda o: o.precision_plan(), times=batch_times,
-                  serving=lambda o: o.precision_serving(2))
+                  serving=lambda o: o.precision_serving(2), replay=replayed)
 holders = 'model','loss','plain_loss','callback'
 
 @pytest.mark.parametrize('look', of_learner)

@@ -6,7 +6,7 @@ pytestmark = pytest.mark.filterwarnings('ignore')
 
 @pytest.fixture(scope='module')
 def run():
-    with forking('fastai.basics,fastai.callback.all,mp_callbacks.all') as run: yield run
+    with forking('fastai.basics,fastai.callback.all,mp_callbacks.all,torch._dynamo') as run: yield run
 
 learner = '''if True:
     from fastai.basics import *

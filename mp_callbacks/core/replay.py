@@ -148,10 +148,10 @@ def write_step(
     folder:Path, # Where; it is made if it isn't there
 )->Path: # The file, which has a name that no other has
     "Write `step` into a new file. After an error there is none."
-    rank = f'_rank{torch.distributed.get_rank()}' if several_ranks() else ''
-    names = (f'step_{step.step}{rank}{o and f"_{o}" or ""}' for o in count())
+    rank = [f'rank{torch.distributed.get_rank()}'] if several_ranks() else []
+    def _path(n): return folder/f"{'_'.join([f'step_{step.step}', *rank, *([str(n)] if n else [])])}.pt"
+    path = next(o for o in map(_path, count()) if not o.exists())
     folder.mkdir(parents=True, exist_ok=True)
-    path = next(o for o in (folder/f'{name}.pt' for name in names) if not o.exists())
     unfinished = path.with_suffix('.unfinished')
     fields = step._asdict() | {'batches':[_plain(o)._asdict() for o in step.batches]}
     try:

@@ -58,13 +58,15 @@ sys.meta_path.insert(0, LeftOut)
 """
 
 @pytest.mark.slow
-def test_fastai_after_the_demo(tmp_path):
+def test_fastai_after_the_demo():
     "What README's first lines import, and a fit and a checkup, need nothing that `make demo` leaves out"
     code, = re.findall(r'^```python\n(.*?)^```', (root/'README.md').read_text(encoding='utf-8'), re.M|re.S)
     imports = ''.join(o+'\n' for o in code.splitlines() if 'import' in o)
     assert 'fastai.vision.all' in imports and 'mp_callbacks.all' in imports
     train = """
-learn = synth_learner(data=synth_dbunch(cuda=False)).to_bf16()
+items = [*zip(torch.randn(64,4), torch.randn(64,1))]
+dls = DataLoaders.from_dsets(items, items[:16], bs=16, num_workers=0, device='cpu')
+learn = Learner(dls, nn.Linear(4,1), MSELossFlat()).to_bf16()
 learn.fit(1)
 print(learn.precision_checkup())
 """

@@ -13,7 +13,7 @@ def main(new):
     for o in filter(None, files.split('\0')):
         try: text = (root/o).read_text(encoding='utf-8')
         except UnicodeDecodeError: continue # a picture
-        changed = re.sub(rf'github\.com/{re.escape(old)}/(?=mp_callbacks)', f'github.com/{new}/', text)
+        changed = re.sub(rf'(github(?:\.com)?)/{re.escape(old)}/(?=mp_callbacks)', rf'\1/{new}/', text) # or Colab's
         changed = re.sub(rf'\b{re.escape(old)}\.github\.io/(?=mp_callbacks)', f'{new}.github.io/', changed)
         if changed!=text: (root/o).write_text(changed, encoding='utf-8')
 

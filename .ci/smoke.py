@@ -1,4 +1,4 @@
-"What a user does first: README's example, all calls, save, load, a skipped step, Ctrl-C, report and doctor"
+"What a user does first: train with all calls, save, load, a skipped step, Ctrl-C, report and doctor"
 import platform
 from tempfile import TemporaryDirectory
 

@@ -28,8 +28,9 @@ cfg  = get_config(here)
 base = cfg.doc_url.rstrip('/')+'/'
 blob = f'{cfg.git_url}/blob/{cfg.branch}/' # the repository's files
 vocabularies = {'jmp','mpx','emily','fastai16'} # their names, often ours or plain words, don't become links
-# The cell that makes a notebook work in Colab. A page links to Colab if its notebook has it.
+# The cell that makes a notebook work in Colab. A page links to Colab if its notebook has it; its badge is for GitHub.
 install = f'! [ -e /content ] && pip install -Uqq git+{cfg.git_url}'
+badge = '[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)]'
 sidebar = {k: v if isinstance(v, list) else [v] for part in yaml.safe_load((here/'mkdocs.yml').read_text())['nav']
            for k,v in part.items()}
 generated,root_files = 'names.md',['CONTRIBUTING.md','CHANGELOG.md'] # pages that come from no notebook
@@ -265,7 +266,7 @@ def convert(fn, d, files):
         cells += sorted(run, key=lambda c: subject(symbols[c.id], ns)[1]) if is_symbol else run
     for c in cells:
         opts,src = options(c)
-        if c.cell_type=='markdown' and not src.startswith('<!-- WARNING'): res.append(to_dialect(src, d))
+        if c.cell_type=='markdown' and not src.startswith(('<!-- WARNING',badge)): res.append(to_dialect(src, d))
         if c.cell_type!='code': continue
         if c.id in symbols: res.append(symbol_md(symbols[c.id], ns, shown, d))
         elif src and opts.get('echo')!='false': res.append(d.code(src, opts.get('code-summary')))
@@ -313,12 +314,13 @@ def check_sidebar(found):
     if lost := sorted({*found}-listed): sys.exit(f'{", ".join(lost)}: not in the sidebar. Add it to {where}.')
     if gone := sorted(listed-{*found}): sys.exit(f'{", ".join(gone)}: in {where}, but there is no such page.')
 
+def on_github(fn): return blob+fn.relative_to(cfg.config_path).as_posix()
+def in_colab(fn): return on_github(fn).replace('github.com', 'colab.research.google.com/github')
+
 def notebook_links(fn):
     "Links to the notebook `fn` on GitHub and, if it installs this package there, in Colab"
-    url = blob+fn.relative_to(cfg.config_path).as_posix()
-    links = f'[Notebook]({url})'
-    if install not in fn.read_text(encoding='utf-8'): return links
-    return links+f' · [Open in Colab]({url.replace("github.com", "colab.research.google.com/github")})'
+    links = f'[Notebook]({on_github(fn)})'
+    return links+f' · [Open in Colab]({in_colab(fn)})' if install in fn.read_text(encoding='utf-8') else links
 
 def site_page(title, desc, md, links=''):
     "A page for Zensical: its metadata, title, links, description and text"
@@ -332,17 +334,27 @@ def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding='utf-8')
 
+def llms(about):
+    "llms.txt: what nbdev writes from the home page, and the plain pages, with title and description from `about`"
+    def _line(page): return f'- [{about[page][0]}]({base}{Path(page).with_suffix(".html.md")}): {about[page][1]}'
+    parts = {k: [_line(o) for o in v if o in about] for k,v in sidebar.items()}
+    lists = ['\n'.join([f'## {k}\n', *v]) for k,v in parts.items() if v]
+    return '\n\n'.join([(cfg.path('nbs_path')/'llms.txt').read_text(encoding='utf-8').strip(), *lists])+'\n'
+
 def pages(dest):
-    "Write to the folder `dest` a page for each notebook, each page as plain Markdown, and mkdocs.yml"
+    "Write to the folder `dest` a page for each notebook, each page as plain Markdown, llms.txt and mkdocs.yml"
     root = cfg.path('nbs_path')
     nbs = {nbpath2html(o.relative_to(root)).with_suffix('.md'): o for o in sorted(nbglob(root, as_path=True))}
     check_sidebar([*(o.as_posix() for o in nbs), generated, *root_files])
     shutil.rmtree(dest, ignore_errors=True)
+    about = {}
     for page,fn in nbs.items():
         html,plain = dest/'pages'/page,(dest/'md'/page).with_suffix('.html.md')
         write(html, site_page(*convert(fn, Site(page), html.with_suffix('')), notebook_links(fn)))
         title,desc,md = convert(fn, Plain(page), plain.with_name(page.stem))
+        about[page.as_posix()] = title,desc
         write(plain, f'# {title}\n\n> {desc}\n\n{md}')
+    write(dest/'md/llms.txt', llms(about))
     for name in root_files:
         write(dest/'pages'/name, site_page(*convert_file(cfg.config_path/name, Site(Path(name)))))
     write(dest/'pages'/generated, site_page(*name_index(Site(Path(generated)))))
@@ -358,7 +370,7 @@ def readme(folder):
     title,desc,md = convert(nb, GitHub(), folder/'README_files')
     made_from = nb.relative_to(cfg.config_path).as_posix()
     note = f'<!-- Made from {made_from} by docs/pages.py: edit the notebook, then make check -->'
-    return f'# {title}\n\n{note}\n\n> {desc}\n\n{md}'
+    return f'# {title}\n\n> {desc}\n\n{md}\n{note}\n' # at the end, as what one sees first is for users
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

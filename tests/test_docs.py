@@ -102,13 +102,28 @@ def test_colab(name):
     "What users read can be run in Colab: it installs this package before anything runs, and the page has no such cell"
     assert cells(name, 'code')[0]==f'#| hide\n#| eval: false\n{pages.install}'
 
+@pytest.mark.parametrize('name', [o for o in nbs if re.match('tutorials/|howto/', o)])
+def test_badge(name, tmp_path):
+    "On GitHub, what users run shows where to run it"
+    assert cells(name, 'markdown')[1]==f'{pages.badge}({pages.in_colab(nbs[name])})'
+    assert pages.badge not in pages.convert(nbs[name], site, tmp_path)[2]
+
 def test_first_screen():
-    "README is short. First: what to write, the picture, what it saves, a report. Its numbers come from cells"
+    "README is short. In its first 40 lines: how to install, what to write, what it answers, the picture"
     text = (root/'README.md').read_text(encoding='utf-8')
-    begin = text.partition('\n## ')[0]
-    first = ('```python\nfrom fastai','```diff\n','![','- **On a GPU**','- **On a CPU**','- **Not faster**',
-             '```text\nMachine')
-    assert text.count('\n')<=100 and sorted(first, key=lambda o: begin.index(f'\n{o}'))==[*first]
+    begin = '\n'.join(text.splitlines()[:40])
+    first = '> Mixed','```sh\npip install','```python\nfrom fastai','```diff\n','| you ask | it answers |','!['
+    assert sorted(first, key=lambda o: begin.index(f'\n{o}'))==[*first]
+    prose = re.sub(r'^```.*?^```|<!--.*?-->|\]\([^)]*\)', '', text, flags=re.M|re.S)
+    assert len(re.findall(r'\S*\w\S*', prose))<=750 and text.count('](')<=35
+
+def test_searched_words():
+    "What fastai users look for, in README, and in what `help(mp_callbacks)` and machines read"
+    import mp_callbacks
+    looked_for = {'to_fp16','to_bf16','master weights','GradScaler','MixedPrecision','NativeMixedPrecision',
+                  'ModelToHalf','nbdev'}
+    for text in ((root/'README.md').read_text(encoding='utf-8'), mp_callbacks.__doc__, pages.llms({})):
+        assert {o for o in looked_for if o not in text}==set()
 
 def blocks(name):
     "The blocks of Python on the page `name` that are not cells"

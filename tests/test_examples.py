@@ -123,9 +123,9 @@ def test_fsdp2(in_two, tmp_path):
     assert len([*(tmp_path/'checkpoint').glob('*.distcp')])==2 # each process has written its part
 
 def test_named():
-    "README names each, and the page of examples shows each, as none is long; test_notebooks and `as_saved` look there"
+    "The page of examples names and shows each, as none is long; test_notebooks and `as_saved` look there"
     assert {k:n for k,o in examples.items() if k!='distributed' and (n := len(o.read_text().splitlines()))>64}=={}
-    readme = (root/'README.md').read_text()
-    assert {o for o in examples if f'/examples/{o}.py' not in readme}==set()
+    text = '\n'.join(''.join(o['source']) for o in page if o['cell_type']=='markdown')
+    assert {o for o in examples if f'/examples/{o}.py' not in text}==set()
     code = '\n'.join(''.join(o['source']) for o in page if o['cell_type']=='code')
     for f in ('show','run'): assert {*re.findall(rf"^{f}\('(\w+)'", code, re.M)}==examples.keys()-{'distributed'}

@@ -1,5 +1,5 @@
 "What gets published: the files in wheel and sdist and their metadata; and each fact about the project has one source"
-import shutil,tarfile,zipfile
+import shutil,tarfile,yaml,zipfile
 from configparser import ConfigParser
 from email.parser import HeaderParser
 
@@ -78,9 +78,29 @@ def test_one_owner():
     "All addresses have the owner that pyproject.toml names, so that .ci/owner.py finds them"
     owner = re.match('https://github.com/([^/]+)/', project['urls']['Repository'])[1]
     found = set()
-    written = [o for pat in ('nbs/**/*.ipynb','mp_callbacks/**/*.py','*.md','pyproject.toml') for o in root.glob(pat)]
+    patterns = 'nbs/**/*.ipynb','mp_callbacks/**/*.py','*.md','*.cff','pyproject.toml','.github/**/*'
+    written = [o for pat in patterns for o in root.glob(pat) if o.is_file()]
     for o in written:
         text = o.read_text(encoding='utf-8')
-        for o in (r'github\.com/([\w-]+)/mp_callbacks', r'//([\w-]+)\.github\.io/mp_callbacks'):
+        for o in (r'github(?:\.com)?/([\w-]+)/mp_callbacks', r'//([\w-]+)\.github\.io/mp_callbacks'):
             found |= {*re.findall(o, text)}
     assert found=={owner}
+
+def test_citation():
+    "It has author, version, licence and address of the project"
+    cited = yaml.safe_load((root/'CITATION.cff').read_text(encoding='utf-8'))
+    assert cited['authors']==[dict(name=cfg['author'])] and cited['license']==cfg['license']
+    assert cited['version']==mp_callbacks.__version__ and cited['title']==project['name']
+    assert (cited['repository-code'],cited['url'])==(project['urls']['Repository'],project['urls']['Documentation'])
+
+def test_templates():
+    "Forms and workflows are YAML with what GitHub needs, and the form for bugs asks for the checkup's text"
+    folder = root/'.github'
+    def _read(file): return yaml.safe_load(file.read_text(encoding='utf-8'))
+    read = {o.relative_to(folder).as_posix(): _read(o) for o in folder.rglob('*.yml')}
+    workflows = {k: v for k,v in read.items() if k.startswith('workflows/')}
+    assert {*workflows}=={f'workflows/{o}.yml' for o in ('ci','site','release')}
+    assert all({'name','permissions','jobs'}<={*o} for o in workflows.values())
+    bug = read['ISSUE_TEMPLATE/bug.yml']
+    assert {'name','description','body'}<={*bug} and 'precision_checkup()' in str(bug['body'])
+    assert (folder/'pull_request_template.md').exists()

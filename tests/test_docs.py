@@ -270,7 +270,11 @@ words = { # what people type who have a problem, and the page that answers; test
     'PyG':               'howto/graphs',           'new_zeros':     'howto/graphs',
     'GradNorm':          'howto/multi_task',       'ArcFace':       'howto/metric_learning',
     'tsai':              'howto/time_series',      'generate':      'howto/generate',
-    'telemetry':         'howto/telemetry',        'manual optimization': 'howto/other_trainers'}
+    'telemetry':         'howto/telemetry',        'manual optimization': 'howto/other_trainers',
+    'GAN':               'howto/two_networks',     'critic':        'howto/two_networks',
+    'alternating':       'howto/two_networks',     'custom loss':   'howto/own_losses',
+    'float16 loss':      'howto/own_losses',       'detect_anomaly': 'howto/troubleshooting',
+    'zero_grad':         'tutorials/your_own_loop', 'unscale_':     'howto/from_other_libraries'}
 
 @pytest.mark.parametrize('word', words)
 def test_words(word): assert re.search(rf'\b{word}\b', '\n'.join(cells(words[word], 'markdown')))

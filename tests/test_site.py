@@ -113,7 +113,6 @@ answers = [ # words that people type, and the page that answers
     ('ONNX', 'howto/examples'), ('wandb', 'howto/examples'), ('predict in float32', 'howto/examples'),
     ('own loop clipping', 'tutorials/your_own_loop'), ('two optimizers', 'howto/two_networks'),
     ('actor critic', 'howto/two_networks'), ('loss with exp and log in float16', 'howto/own_losses'),
-    ('unscale_', 'tutorials/your_own_loop'), ('zero_grad', 'howto/from_other_libraries'),
     ('resume after Ctrl-C', 'howto/examples'),
     *words.items()]
 

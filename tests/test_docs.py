@@ -285,16 +285,32 @@ words = { # what people type who have a problem, and the page that answers; test
     'PyG':               'howto/graphs',           'new_zeros':     'howto/graphs',
     'GradNorm':          'howto/multi_task',       'ArcFace':       'howto/metric_learning',
     'tsai':              'howto/time_series',      'generate':      'howto/generate',
-    'telemetry':         'howto/telemetry',        'manual optimization': 'howto/other_trainers'}
+    'telemetry':         'howto/telemetry',        'manual optimization': 'howto/other_trainers',
+    'GAN':               'howto/two_networks',     'critic':        'howto/two_networks',
+    'alternating':       'howto/two_networks',     'custom loss':   'howto/own_losses',
+    'float16 loss':      'howto/own_losses',       'detect_anomaly': 'howto/troubleshooting',
+    'zero_grad':         'tutorials/your_own_loop', 'unscale_':     'tutorials/your_own_loop'}
 
 @pytest.mark.parametrize('word', words)
 def test_words(word): assert re.search(rf'\b{word}\b', '\n'.join(cells(words[word], 'markdown')))
 
-def shown(name):
-    "The code of the page `name` that readers see, in order"
+def shown_cells(name):
+    "The code of the page `name` that readers see, cell by cell"
     opts = [pages.options(o) for o in read_nb(nbs[name]).cells if o.cell_type=='code']
     left_out = {'hide','export','exporti','exports','default_exp'}
-    return '\n'.join(code for o,code in opts if not left_out & {*o} and o.get('echo')!='false')
+    return [code for o,code in opts if not left_out & {*o} and o.get('echo')!='false']
+
+def shown(name): return '\n'.join(shown_cells(name))
+
+compound = ast.With,ast.For,ast.While,ast.If,ast.Try,ast.FunctionDef,ast.ClassDef
+
+@pytest.mark.parametrize('name', [o for o in nbs if re.match('index|tutorials/|howto/|look/serving', o)])
+def test_blank_lines(name):
+    "A plain interpreter, into which a cell is pasted, needs one between a block and the next statement"
+    for code in shown_cells(name):
+        lines,body = code.splitlines(),ast.parse(re.sub(r'^[!%].*', 'pass', code, flags=re.M)).body
+        for a,b in zip(body, body[1:]):
+            if isinstance(a, compound): assert '' in lines[a.end_lineno:b.lineno-1], lines[b.lineno-1]
 
 def defined(tree):
     "Names that `tree` assigns, defines, imports or takes as arguments, in any scope"

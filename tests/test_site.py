@@ -111,7 +111,9 @@ answers = [ # words that people type, and the page that answers
     ('undo', 'howto/migrate'), ('back to float32', 'howto/migrate'), ('keep layer in float32', 'howto/keep'),
     ('multi-GPU', 'howto/several_gpus'), ('DDP', 'howto/several_gpus'), ('fit into 16 GB', 'howto/it_doesnt_fit'),
     ('ONNX', 'howto/examples'), ('wandb', 'howto/examples'), ('predict in float32', 'howto/examples'),
-    ('own loop clipping', 'tutorials/your_own_loop'), ('resume after Ctrl-C', 'howto/examples'),
+    ('own loop clipping', 'tutorials/your_own_loop'), ('two optimizers', 'howto/two_networks'),
+    ('actor critic', 'howto/two_networks'), ('loss with exp and log in float16', 'howto/own_losses'),
+    ('resume after Ctrl-C', 'howto/examples'),
     *words.items()]
 
 def test_search(new_tab):

@@ -34,6 +34,7 @@ from .checked_steps import CheckedSteps,StepSettings
 # %% ../../nbs/core/training_steps.ipynb #9b00001f
 _how_to_set = ("It has compute_loss, loss_scale, clip, max_skips, warn_skips and rescue. How the model computes is said "
                "once, in TrainingSteps(model, opt, half).")
+_several = "Several optimizers step together: TrainingSteps(model, [a, b])."
 first_scale = DynamicLossScale(2.**10, period=500, headroom=default_headroom) # that of `to_fp16`
 
 _elsewhere = { # options of a learner's calls -> what to write in a loop
@@ -130,6 +131,7 @@ class TrainingSteps(CheckedSteps):
                 self.begin_batch()
                 self.step.batch = batch
                 yield
+                if not self.step.losses: self._check_scaled()
                 self.step.batch = None
             finally: half.release(holder)
 
@@ -221,18 +223,22 @@ class TrainingSteps(CheckedSteps):
 
     def _check_pending(self):
         "Raise a `RuntimeError` if there is no whole step that can be made"
-        several = "Several optimizers step together: TrainingSteps(model, [a, b])."
         if self.step is None:
-            raise RuntimeError(f"There is no step to make. First compute a batch in steps.batch(). {several}")
+            raise RuntimeError(f"There is no step to make. First compute a batch in steps.batch(). {_several}")
         if self.step.batch: raise RuntimeError(
             "steps.make() is inside `with steps.batch():`. Call it after the `with`.")
-        if not self.step.losses and any(p.grad is not None for p in self.params()): raise RuntimeError(
-            "The backward pass had no loss scale, and may have computed checkpointed parts in float32. Use "
-            f"steps.backward(loss) instead of loss.backward(). {several}")
+        if not self.step.losses: self._check_scaled()
         for o in self.opts: # Accelerate's, whose `step` does nothing while it accumulates
             if not getattr(getattr(o, 'gradient_state', None), 'sync_gradients', True): raise RuntimeError(
                 "Accelerate accumulates gradients, and its optimizer doesn't step after this batch. Write "
                 "`if accelerator.sync_gradients: steps.make()`.")
+
+    def _check_scaled(self):
+        "Raise a `RuntimeError` if there are gradients, as of a backward pass that wasn't our own"
+        if any(p.grad is not None for p in self.params()): raise RuntimeError(
+            "The backward pass had not the loss scale of this TrainingSteps, and may have computed checkpointed parts in "
+            f"float32. Use steps.backward(loss) instead of loss.backward(). {_several} For a network b that the loss of "
+            "a goes through: `with a.batch(), b.half:`.")
 
     def _check_called(self):
         "Warn if no batch of the first step has called the model itself"

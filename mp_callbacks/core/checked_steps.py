@@ -48,7 +48,7 @@ class StepSettings:
         max_skips:int=_default_max_skips, # Stop with an error after this many skipped steps in a row
         warn_skips:int=32, # Warn, or rescue, after this many; from 2**24 a scale takes 24 to reach 1
         rescue:bool=False, # After `warn_skips` skipped steps in a row, keep modules in float32, if that is the cure
-        replay:str|Path|ReplayFolder=None, # Folder for skipped steps, to [compute them again](replay.ipynb)
+        replay:str|Path|ReplayFolder=None, # Folder for skipped steps, to [compute them again](../core/replay.ipynb)
     ):
         _check_clip(clip)
         check_bools(rescue=rescue)

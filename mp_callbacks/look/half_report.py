@@ -10,6 +10,7 @@ __all__ = ['PrecisionReport', 'measure_precision']
 # %% ../../nbs/look/half_report.ipynb #ac4b63b2
 import math,torch
 from types import SimpleNamespace
+from fastcore.basics import noop
 import matplotlib.pyplot as plt,numpy as np,pandas as pd
 from torch import nn
 
@@ -95,6 +96,7 @@ def measure_precision(
     compute_loss, # Function without arguments that calls `model` on a batch and returns the loss, a float32 scalar
     half:half_precision, # How the model computes
     earlier=(), # For each earlier batch of this report its `compute_loss`: `keep` is to be right for these, too
+    show=noop, # Function that gets the name of a module while it is tried in float32, for a progress bar
 ):
     """Add to `report` what half precision does in one batch
 
@@ -124,7 +126,10 @@ def measure_precision(
     batches += [(loss,_run(None, 1., loss)) for loss in earlier]
     # what isn't finite in half precision first, as `diagnose` would try
     spoils = [c.name for c in seen.calls if not all(o.isfinite().all() for o in c.out)]
-    report.keep = shortest_keep(half, _works, spoils[0] if spoils else '')
+    def _tried(half):
+        show([*half.keep][-1]) # the last name, as `shortest_keep` adds them
+        return _works(half)
+    report.keep = shortest_keep(half, _tried, spoils[0] if spoils else '')
 
 # %% ../../nbs/look/half_report.ipynb #cb9aeda8
 _low,_high = -126,130 # exponents of float32

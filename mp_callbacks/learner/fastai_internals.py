@@ -14,7 +14,7 @@ from functools import partial
 
 from fastai.callback.core import *
 from fastcore.basics import defaults,noop
-from fastprogress.fastprogress import progress_bar
+from fastai.imports import progress_bar
 
 from ..core.processes import several_ranks
 

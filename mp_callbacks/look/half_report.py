@@ -16,6 +16,7 @@ from torch import nn
 
 from ..core.dtypes import dtype_name
 from ..core.loss_scale import default_cap,default_headroom
+from ..core.tables import Table
 from ..core.half import half_precision
 from ..core.blame import keep_option,shortest_keep
 from ..core.nonfinite import tensors,trace_batch
@@ -51,7 +52,7 @@ class PrecisionReport:
             rows.append((n, m.kind, share, _relative(m.out_error), _relative(m.grad_error), *lost))
         names = ('module','kind','largest/max','output error','gradient error','activation gradients lost',
                  'activation gradients lost, safe scale','weight gradients lost','weight gradients lost, safe scale')
-        return pd.DataFrame(rows, columns=names).set_index('module')
+        return Table(rows, columns=names).set_index('module')
 
     def _repr_html_(self): return self.table.map(lambda o: o if isinstance(o, str) else f'{o:.2g}').to_html()
 
@@ -61,6 +62,8 @@ class PrecisionReport:
         ax=None, # Matplotlib axes to draw on; None: new ones
     ): # The axes
         "Show how large each module's gradients are, and the range of the format at the present and at the safe scale"
+        if not self.modules: raise ValueError(
+            "The report has no batch to plot. Add one with measure_precision(report, model, compute_loss, half).")
         if ax is None: _,ax = plt.subplots(figsize=(7, 1.5+.25*len(self.modules)))
         counts = np.array([o.acts+o.weights for o in self.modules.values()])
         counts = counts/counts.max(1, keepdims=True).clip(min=1)
@@ -68,11 +71,15 @@ class PrecisionReport:
         ax.imshow(counts, aspect='auto', cmap='Blues', extent=(_low-1,_high-1,len(counts)-.5,-.5), interpolation='none')
         info = torch.finfo(self.dtype)
         ends = np.log2([info.smallest_normal*info.eps/2,info.max])
+        if len(seen):
+            low,high,end = seen[0]-3.5,seen[-1]+3,ends[1]-math.log2(self.scale)+3
+            # so that most of the picture is data: bfloat16 ends so far away that there would be nothing else to see
+            ax.set_xlim(low, end if high<end<2*high-low else high)
         for scale,style in {self.safe_scale:':', self.scale:'-'}.items():
             for x in ends-math.log2(scale): ax.axvline(x, color='tab:red', ls=style)
-            ax.plot([], [], color='tab:red', ls=style, label=f'range at loss scale 2^{math.log2(scale):.3g}')
+            beyond = f', up to 2^{x:.0f}' if x>ax.get_xlim()[1] else ''
+            ax.plot([], [], color='tab:red', ls=style, label=f'range at loss scale 2^{math.log2(scale):.3g}{beyond}')
         ax.set(xlabel='power of two of a gradient', yticks=range(len(counts)), yticklabels=[*self.modules])
-        if len(seen): ax.set_xlim(seen[0]-3.5, max(seen[-1], ends[1]-math.log2(self.scale))+3)
         ax.legend(loc='lower center', bbox_to_anchor=(.5,1), ncols=2, frameon=False)
         return ax
 

@@ -22,6 +22,7 @@ from sklearn.datasets import load_digits
 from .core.tables import Table
 from .core.devices import device_name,support
 from .learner.calls import *
+from .learner.precision import fit_device
 
 # %% ../nbs/demo.ipynb #398a82a6
 def mlp(width):
@@ -71,13 +72,14 @@ class StepByStep:
         lr:float, # Maximum learning rate
     ):
         self.learn,self.times,self.n_steps = learn,[],epochs*len(learn.dls.train)
-        self.steps,self.device = self._fit(epochs, lr),torch.device(learn.dls.device)
+        self.steps,self.device = self._fit(epochs, lr),fit_device(learn)
         self.held = sum(o.nbytes for o in [*learn.model.parameters(),*learn.model.buffers()]) # bytes between steps
         self.peak = math.nan # most bytes in a step, on a GPU of NVIDIA or AMD
 
     def _fit(self, epochs, lr):
         "Yield after each batch, as a fit can't be left and entered again"
-        learn,scheds = self.learn,dict(lr=combined_cos(.25, lr/25, lr, lr/1e5), mom=combined_cos(.25, *self.learn.moms))
+        learn = self.learn
+        scheds = dict(lr=combined_cos(.25, lr/25, lr, lr/1e5), mom=combined_cos(.25, *learn.moms))
         learn.create_opt()
         with learn.no_bar(),learn.no_logging(),learn.added_cbs(ParamScheduler(scheds)):
             try:

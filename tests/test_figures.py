@@ -161,7 +161,7 @@ def test_no_other_times(page):
     assert re.findall(r'(?<![\w.])\d[\d.,]* ?(?:ms|milliseconds)\b', s)==[]
 
 # Cells that measure show another machine's numbers after each run
-measures = re.compile(r'perf_counter|process_time|StepTimer|timeit|measure_precision')
+measures = re.compile(r'perf_counter|process_time|StepByStep|timeit|measure_precision')
 about_speed = re.compile(r'\b(faster|slower|(less|half the) time|(twice|half) as fast|times as (fast|long))\b')
 
 @pytest.mark.parametrize('page', pages)

@@ -224,9 +224,9 @@ class half_precision:
 
     def policy(self)->'pd.DataFrame': # One row per module with parameters or with a reason
         "Table of the modules: class, size and dtype of own parameters, way and dtype of computing, and the reason"
-        import pandas as pd # it takes as long as all of core, and loops seldom need it
+        from mp_callbacks.core.tables import Table # pandas takes as long as all of core, and loops seldom need it
         self.refresh()
-        return pd.DataFrame(self._rows(), columns=['module','kind','size','params','way','compute','why'])
+        return Table(self._rows(), columns=['module','kind','size','params','way','compute','why'])
 
     def _rows(self):
         "Rows of `policy`, for the modules that were there when it was chosen"

@@ -25,7 +25,7 @@ from ..core.nonfinite import Finding
 from ..look.noise import AddedNoise,most_added
 from ..look.checkpointing import share_left
 from ..look.plan import MemoryPlan
-from .fastai_internals import _is_fastai_precision,_training_batches
+from .fastai_internals import _bar,_is_fastai_precision,_show,_training_batches
 from .explain_skips import _call_name
 from .precision import LearnerHalf,fit_device,is_precision,_precision_callback
 from .recorder import _count_outcomes
@@ -69,13 +69,15 @@ def precision_checkup(
     for a `batch` that is none."""
     _check_batch(batch)
     cb,results,failed,faster,notes = _precision_callback(learn),{},[],{},{}
-    for title,find in _findings.items():
-        try: results[title] = find(learn, cb, batch)
-        except Exception as e: # whatever the model, the data or a callback raises
-            note = ' '.join(getattr(e, '__notes__', [])) # since Python 3.11
-            results[title] = ' '.join(f"Not asked: {type(e).__name__}: {e} {note}".split())
-            failed.append(title)
-            if note: notes.setdefault('An error of the model', note)
+    with _bar(learn, 'checkup', len(_findings)):
+        for i,(title,find) in enumerate(_findings.items()):
+            _show(learn, i)
+            try: results[title] = find(learn, cb, batch)
+            except Exception as e: # whatever the model, the data or a callback raises
+                note = ' '.join(getattr(e, '__notes__', [])) # since Python 3.11
+                results[title] = ' '.join(f"Not asked: {type(e).__name__}: {e} {note}".split())
+                failed.append(title)
+                if note: notes.setdefault('An error of the model', note)
     if 'Speed' not in failed: results['Speed'],faster = results['Speed']
     found,plan = [None if o in failed else results[o] for o in ('Batches','Memory')]
     noise = results['Noise'] if isinstance(results['Noise'], AddedNoise) else None

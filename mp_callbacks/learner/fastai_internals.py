@@ -8,13 +8,14 @@ Docs: https://example.github.io/mp_callbacks/learner/fastai_internals.html.md"""
 __all__ = ['LeanCallback']
 
 # %% ../../nbs/learner/fastai_internals.ipynb #abb3314b
-import math,sys,torch
+import math,sys,time,torch
 from contextlib import contextmanager
 from functools import partial
 
 from fastai.callback.core import *
 from fastai.torch_core import TensorBase
-from fastcore.basics import defaults
+from fastcore.basics import defaults,noop
+from fastai.imports import progress_bar
 
 from ..core.processes import several_ranks
 
@@ -75,11 +76,12 @@ def _within_batch(learn):
     return id(learn) in _open
 
 def _keep_quiet(learn):
-    "Turn off the recorder and what waits for other processes, for the next fit, after which they are put back"
+    "Turn off recorder, progress bar and what waits for other processes, for the next fit, after which they are put back"
     learn.gather_preds = None # `CSVLogger` records nothing while the learner has this
     for cb in learn.cbs:
         if cb.name=='recorder': cb.run_train = cb.run_valid = False
-        if cb.name=='distributed_trainer': cb.run = False # it waits for the other processes
+        # one waits for the other processes, the other shows the last training loss beside its bar
+        if cb.name in ('distributed_trainer','progress'): cb.run = False
 
 def _autocast_closed(learn):
     "Inside a `with`, fastai's `MixedPrecision` does nothing: at another `after_loss` it would close autocast again"
@@ -89,6 +91,40 @@ def _training_batches(learn, training=True):
     "`dls.train` or `dls.valid`, without the `DistributedDL` that an interrupted fit has left, where all processes meet"
     dl = learn.dls.train if training else learn.dls.valid
     return dl.dl if type(dl).__name__=='DistributedDL' else dl # importing its class would patch `Learner`
+
+# %% ../../nbs/learner/fastai_internals.ipynb #ba7b0002
+_bars = {} # `id` of a learner -> function that shows in its open bar how much is done, and a text
+
+def _show(learn, done=None, text=''):
+    "Show in the open bar of `learn`, if there is one, how much is `done` (None: as much as before), and a `text`"
+    _bars.get(id(learn), noop)(done, text)
+
+_widest = 44 # characters beside a bar, so that a terminal of 80 has room for count and time, too
+
+@contextmanager
+def _bar(learn, title, total):
+    "Inside a `with`, `_show` shows in a bar with a `title`, or if there is one already, in that one"
+    outer,bar,so_far = _bars.get(id(learn)),None,0
+    if outer is None and total and 'progress' in vars(learn): bar = progress_bar(range(total), leave=False)
+    def _in_bar(done, text):
+        nonlocal so_far
+        room = _widest-len(title)-2
+        bar.comment = f"{title}: {text if len(text)<=room else '…'+text[1-room:]}" if text else title
+        if done is not None:
+            so_far = done
+            return bar.update(done)
+        bar.last_t,bar.pred_t = time.time(),None # how long the rest takes isn't known while the count stays
+        bar.update_bar(so_far)
+    def _in_outer(done, text): outer(None, f"{title} {text or f'{done}/{total}'}")
+    _bars[id(learn)] = _in_outer if outer else _in_bar if bar else noop
+    try:
+        _show(learn, 0)
+        yield
+    finally:
+        if bar: bar.on_iter_end()
+        if outer: _bars[id(learn)] = outer
+        else: del _bars[id(learn)]
+
 
 # %% ../../nbs/learner/fastai_internals.ipynb #ba7c0002
 def _batch_order(dl, n):

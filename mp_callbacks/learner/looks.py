@@ -27,8 +27,8 @@ from ..look.plan import MemoryPlan,plan_memory
 from ..look.fp8_report import Fp8Report,measure_fp8
 from ..look.noise import AddedNoise,BatchNoise
 from ..look.serving import measure_serving
-from .fastai_internals import LeanCallback,_autocast_closed,_batch_order,_is_dry_run,_keep_quiet,_dry_run_name
-from .fastai_internals import _is_fastai_precision,_training_batches,_within_batch
+from .fastai_internals import LeanCallback,_autocast_closed,_bar,_batch_order,_is_dry_run,_keep_quiet,_dry_run_name
+from .fastai_internals import _is_fastai_precision,_show,_training_batches,_within_batch
 from .explain_skips import _diagnose_batch,_loss_again,_unchanged_learner
 from .opt_state import clear_state
 from .memory import _check_first_dimensions,_set_items
@@ -61,10 +61,11 @@ def find_nonfinite(
             if not most: items.extend(o for o in dict.fromkeys(bad) if o not in items) # a loader may draw one twice
             elif not items: found[-1] = found[-1].naming(bad, most)
         return '' if 0<len(items)<most_named and perf_counter()<end else 'found'
-    late = _look_at(learn, _look, batches)=='late'
+    title = 'looking for inf and nan'
+    late = _look_at(learn, _look, title, batches)=='late'
     n,worst = len(found),next((o for o in (found[-1],*found) if o.where!='nothing'), found[-1])
     if worst.where!='nothing': return worst.naming(items[:most_named])
-    late |= _look_at(learn, _look, batches, training=False)=='late'
+    late |= _look_at(learn, _look, title, batches, training=False)=='late'
     if found[-1].where!='nothing':
         mode = 'In evaluation mode'+', on dls.valid'*(batch is None)
         return found[-1]._replace(text=f"{mode}: {found[-1].text}").naming(items[:most_named])
@@ -108,10 +109,10 @@ def precision_report(
     def _look():
         with _loss_again(learn) as compute_loss: # it may be called in a later batch
             if half.fp8: measure_fp8(report, half.model, compute_loss, half)
-            else: measure_precision(report, half.model, compute_loss, half, losses)
+            else: measure_precision(report, half.model, compute_loss, half, losses, partial(_show, learn, None))
             losses.append(compute_loss)
         return len(losses)==batches
-    _look_at(learn, _look)
+    _look_at(learn, _look, 'measuring half precision', most=batches)
     return report
 
 # %% ../../nbs/learner/looks.ipynb #111f0ds1
@@ -131,7 +132,7 @@ def precision_plan(
         with _loss_again(learn) as compute_loss:
             def loss(n): return compute_loss(lambda: _set_items(learn, batch, n))
             return plan_memory(unwrap(learn.model), loss, learn.opt, find_bs(learn.yb), half)
-    return _look_at(learn, _look, _only(batch))
+    return _look_at(learn, _look, 'planning memory', _only(batch), most=1)
 
 # %% ../../nbs/learner/looks.ipynb #111f0ds2
 class BatchTimes(NamedTuple):
@@ -167,7 +168,7 @@ def batch_times(
             gpu = sum(_kernels(_compute)) if device.type=='cuda' and not rows else math.nan
         rows.append(dict(there=there, compute=compute, gpu=gpu, end=perf_counter()))
         return len(rows)==4
-    _look_at(learn, _look, _only(batch))
+    _look_at(learn, _look, 'timing batches', _only(batch), most=4)
     times = pd.DataFrame(rows)
     times['load'] = times.there-times.end.shift()
     return BatchTimes(*[1e3*o if o>0 else None for o in times[[*BatchTimes._fields]].median()])
@@ -196,7 +197,7 @@ def batch_noise(
         with _loss_again(learn) as compute_loss: noise.add(compute_loss)
         seen.append(1)
         return len(seen)==batches or perf_counter()>end
-    _look_at(learn, _look)
+    _look_at(learn, _look, 'measuring noise', most=batches)
     return noise.result
 
 def _in_half_precision(learn):
@@ -240,7 +241,7 @@ def precision_serving(
     def _look():
         seen.append(learn.xb)
         return len(seen)==batches
-    _look_at(learn, _look, training=False)
+    _look_at(learn, _look, 'comparing predictions', training=False, most=batches)
     if not seen: raise ValueError(
         "There was no batch with targets. Use a DataLoaders whose dls.valid has some, or measure_serving of "
         "mp_callbacks.look.serving with batches of your own.")
@@ -268,7 +269,7 @@ def replay(
             found = _diagnose_batch(learn, half, step.scale)
             with _loss_again(learn) as compute_loss, half: seen.append((compute_loss().item(),found))
             return len(seen)==len(step.batches)
-        _look_at(learn, _look, _Drawn(step.batches, half.params))
+        _look_at(learn, _look, 'computing a step again', _Drawn(step.batches, half.params))
         return seen
     return _in_half_precision(learn).steps.compute_again(file, _run)
 
@@ -301,23 +302,25 @@ class _DryRun(LeanCallback):
         self.run = False # the look may call the event again
         with torch.set_grad_enabled(self.train): self.result = self.look()
         self.run = True
+        _show(self.learn, self.learn.iter+1)
         raise CancelTrainException if self.result else CancelBatchException
 
     def after_train(self): raise CancelFitException # before metrics are reset for a validation
 
 # %% ../../nbs/learner/looks.ipynb #aa30d2s1
-def _look_at(learn, look, batches=None, training=True):
+def _look_at(learn, look, title, batches=None, training=True, most=math.inf):
     """Call `look` with `learn` at the start of each of `batches`, and return what it returns, once that is true
 
-    None are those of `dls`. The callbacks have changed the batch then, and the model has not been called."""
+    None are those of `dls`. The callbacks have changed the batch then, and the model has not been called. `title` is
+    that of a progress bar, which counts to at most `most`."""
     if _is_dry_run(learn) or _within_batch(learn):
         raise RuntimeError("The learner is in the middle of a batch. Ask between batches, or after the fit.")
-    cb = _DryRun(look, _training_batches(learn, training) if batches is None else batches, training)
+    if batches is None: batches = _training_batches(learn, training)
+    cb = _DryRun(look, batches, training)
     with (single_process(learn.model), _unchanged_learner(learn, training), unchanged(learn.model, weights=False),
-          learn.no_mbar(), learn.no_logging(), _autocast_closed(learn)):
+          learn.no_logging(), _autocast_closed(learn), _bar(learn, title, min(most, len(batches)))):
         learn.model = unwrap(learn.model)
         _keep_quiet(learn)
-        if hasattr(learn, 'progress'): vars(learn.progress).pop('mbar', None) # the bar of a fit that goes on
         learn.fit(1, cbs=[_AsLoaded(),cb])
     if cb.result is None and training: raise ValueError(
         "There was no batch with targets. Use a DataLoaders whose dls.train has some, or pass dls.one_batch() of one.")

@@ -19,6 +19,7 @@ from ..core.grads import largest_number
 from ..core.misuse import attributes,refuse_attributes
 from ..core.modules import parameter_name
 from ..core.processes import is_sharded
+from ..core.tables import Table
 from .fastai_internals import LeanCallback,_add_columns,_is_dry_run,_within_batch
 from .precision import _precision_callback
 
@@ -171,7 +172,7 @@ def _add_tensors(self:PrecisionRecorder, step):
 @patch(as_prop=True)
 def tensor_log(self:PrecisionRecorder)->pd.DataFrame:
     "One row per measured step and parameter"
-    return pd.DataFrame(self.tensor_rows, columns=TensorRow._fields)
+    return Table(self.tensor_rows, columns=TensorRow._fields)
 
 @patch
 def plot_tensors(self:PrecisionRecorder,
@@ -179,6 +180,9 @@ def plot_tensors(self:PrecisionRecorder,
     ax=None, # Matplotlib axes; None: new ones
 ): # The axes
     "Draw a number of each parameter over the measured steps, in color"
+    if not self.tensor_rows: raise ValueError(
+        f"With tensors={self.tensors}, no parameter was measured so far. Use PrecisionRecorder(tensors=100), or fewer than "
+        "a fit has steps, and a call such as learn.to_bf16(), and train.")
     log = self.tensor_log.drop_duplicates(['name','step'], keep='last')
     table = log.pivot(index='name', columns='step', values=column).loc[log.name.unique()]
     if ax is None: _,ax = plt.subplots(figsize=(6,1+.25*len(table)), layout='constrained')
@@ -194,7 +198,7 @@ def plot_tensors(self:PrecisionRecorder,
 @patch(as_prop=True)
 def log(self:PrecisionRecorder)->pd.DataFrame:
     "One row per step"
-    return pd.DataFrame(self.rows, columns=LogRow._fields).astype(LogRow.__annotations__)
+    return Table(self.rows, columns=LogRow._fields).astype(LogRow.__annotations__)
 
 @patch(as_prop=True)
 def last_fit(self:PrecisionRecorder)->pd.DataFrame:
@@ -206,6 +210,7 @@ def plot(self:PrecisionRecorder,
     axs=None, # Matplotlib axes, one for each panel; None: new ones
 ): # The axes
     "Plot loss, gradient norm and loss scale (unless it is always 1), and mark skipped steps, and measured ones"
+    if not self.rows: raise ValueError(f"{self.summary()} There is something to plot after the first step of a fit.")
     log,panels = self.log,dict(loss='training loss', norm='gradient norm', scale='loss scale')
     if (log.scale==1).all(): del panels['scale']
     if axs is None:

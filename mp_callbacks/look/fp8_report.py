@@ -8,11 +8,12 @@ Docs: https://example.github.io/mp_callbacks/look/fp8_report.html.md"""
 __all__ = ['Fp8Report', 'measure_fp8']
 
 # %% ../../nbs/look/fp8_report.ipynb #f8a00015
-import math,torch,pandas as pd
+import math,torch
 from dataclasses import replace
 from torch import nn
 
 from ..core.half import half_precision
+from ..core.tables import Table
 from ..core.blame import ddmin,keep_option
 from ..core.nonfinite import trace_batch
 from .half_report import _clones,_compare_gradients,_error_in_words,_relative
@@ -40,9 +41,9 @@ class Fp8Report:
         self.error = self.digits_error = self.bfloat16_error = 0. # of all gradients, in the worst batch
 
     @property
-    def table(self)->pd.DataFrame:
+    def table(self)->Table:
         "One row for each layer in FP8. Shares are from 0 to 1, in the worst batch; errors are relative to float32."
-        return pd.DataFrame.from_dict(self.layers, orient='index', columns=_columns)
+        return Table.from_dict(self.layers, orient='index', columns=_columns)
 
     def outliers(self)->list: # Triples of layer, factor and `largest/median`
         "The factors whose median is near the end of the range of their format"
@@ -67,6 +68,8 @@ class Fp8Report:
         ax=None, # Matplotlib axes to draw on; None: new ones
     ): # The axes
         "How far the largest number of each factor is above its median, and where this is too far for its format"
+        if not self.layers: raise ValueError(
+            "The report has no batch to plot. Add one with measure_fp8(report, model, compute_loss, half).")
         ratios = self.table.filter(like='largest/median').rename(columns=lambda o: o.partition(' ')[0])
         ax = ratios[::-1].plot.barh(ax=ax, logx=True, figsize=(6, 1.2+.5*len(ratios)) if ax is None else None)
         for dtype,style in {self.recipe.grad_dtype:':', torch.float8_e4m3fn:'-'}.items():

@@ -10,11 +10,13 @@ __all__ = ['PrecisionReport', 'measure_precision']
 # %% ../../nbs/look/half_report.ipynb #ac4b63b2
 import math,torch
 from types import SimpleNamespace
+from fastcore.basics import noop
 import matplotlib.pyplot as plt,numpy as np,pandas as pd
 from torch import nn
 
 from ..core.dtypes import dtype_name
 from ..core.loss_scale import default_cap,default_headroom
+from ..core.tables import Table
 from ..core.half import half_precision
 from ..core.blame import keep_option,shortest_keep
 from ..core.nonfinite import tensors,trace_batch
@@ -50,7 +52,7 @@ class PrecisionReport:
             rows.append((n, m.kind, share, _relative(m.out_error), _relative(m.grad_error), *lost))
         names = ('module','kind','largest/max','output error','gradient error','activation gradients lost',
                  'activation gradients lost, safe scale','weight gradients lost','weight gradients lost, safe scale')
-        return pd.DataFrame(rows, columns=names).set_index('module')
+        return Table(rows, columns=names).set_index('module')
 
     def _repr_html_(self): return self.table.map(lambda o: o if isinstance(o, str) else f'{o:.2g}').to_html()
 
@@ -60,6 +62,8 @@ class PrecisionReport:
         ax=None, # Matplotlib axes to draw on; None: new ones
     ): # The axes
         "Show how large each module's gradients are, and the range of the format at the present and at the safe scale"
+        if not self.modules: raise ValueError(
+            "The report has no batch to plot. Add one with measure_precision(report, model, compute_loss, half).")
         if ax is None: _,ax = plt.subplots(figsize=(7, 1.5+.25*len(self.modules)))
         counts = np.array([o.acts+o.weights for o in self.modules.values()])
         counts = counts/counts.max(1, keepdims=True).clip(min=1)
@@ -67,11 +71,15 @@ class PrecisionReport:
         ax.imshow(counts, aspect='auto', cmap='Blues', extent=(_low-1,_high-1,len(counts)-.5,-.5), interpolation='none')
         info = torch.finfo(self.dtype)
         ends = np.log2([info.smallest_normal*info.eps/2,info.max])
+        if len(seen):
+            low,high,end = seen[0]-3.5,seen[-1]+3,ends[1]-math.log2(self.scale)+3
+            # so that most of the picture is data: bfloat16 ends so far away that there would be nothing else to see
+            ax.set_xlim(low, end if high<end<2*high-low else high)
         for scale,style in {self.safe_scale:':', self.scale:'-'}.items():
             for x in ends-math.log2(scale): ax.axvline(x, color='tab:red', ls=style)
-            ax.plot([], [], color='tab:red', ls=style, label=f'range at loss scale 2^{math.log2(scale):.3g}')
+            beyond = f', up to 2^{x:.0f}' if x>ax.get_xlim()[1] else ''
+            ax.plot([], [], color='tab:red', ls=style, label=f'range at loss scale 2^{math.log2(scale):.3g}{beyond}')
         ax.set(xlabel='power of two of a gradient', yticks=range(len(counts)), yticklabels=[*self.modules])
-        if len(seen): ax.set_xlim(seen[0]-3.5, max(seen[-1], ends[1]-math.log2(self.scale))+3)
         ax.legend(loc='lower center', bbox_to_anchor=(.5,1), ncols=2, frameon=False)
         return ax
 
@@ -95,6 +103,7 @@ def measure_precision(
     compute_loss, # Function without arguments that calls `model` on a batch and returns the loss, a float32 scalar
     half:half_precision, # How the model computes
     earlier=(), # For each earlier batch of this report its `compute_loss`: `keep` is to be right for these, too
+    show=noop, # Function that gets the name of a module while it is tried in float32, for a progress bar
 ):
     """Add to `report` what half precision does in one batch
 
@@ -124,7 +133,10 @@ def measure_precision(
     batches += [(loss,_run(None, 1., loss)) for loss in earlier]
     # what isn't finite in half precision first, as `diagnose` would try
     spoils = [c.name for c in seen.calls if not all(o.isfinite().all() for o in c.out)]
-    report.keep = shortest_keep(half, _works, spoils[0] if spoils else '')
+    def _tried(half):
+        show([*half.keep][-1]) # the last name, as `shortest_keep` adds them
+        return _works(half)
+    report.keep = shortest_keep(half, _tried, spoils[0] if spoils else '')
 
 # %% ../../nbs/look/half_report.ipynb #cb9aeda8
 _low,_high = -126,130 # exponents of float32

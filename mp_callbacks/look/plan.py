@@ -19,6 +19,7 @@ from ..core.dtypes import map_tensors
 from ..core.half import half_precision
 from ..core.misuse import check_optimizers
 from ..core.rehearse import unchanged
+from ..core.tables import Table
 from ..core.torch_internals import TorchDispatchMode
 from ..core.nonfinite import check_called
 
@@ -65,7 +66,7 @@ class MemoryPlan(NamedTuple):
     def table(self)->pd.DataFrame:
         "MB of weights, gradients, optimizer state and activations, and the peak, in each precision"
         cols = ['weights','gradients','optimizer','activations','peak']
-        return pd.DataFrame({k:[_most(o, self.items) for o in v] for k,v in self.steps.items()}, cols).T/2**20
+        return Table({k:[_most(o, self.items) for o in v] for k,v in self.steps.items()}, cols).T/2**20
 
     def batch_size(self,
         gb:float, # Memory for tensors, in GB

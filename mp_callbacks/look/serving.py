@@ -9,12 +9,12 @@ __all__ = ['measure_serving']
 
 # %% ../../nbs/look/serving.ipynb #5e410009
 import io,torch
-import pandas as pd
 from copy import deepcopy
 from contextlib import nullcontext
 from torch import nn
 
 from ..core.dtypes import cast_tree,float_dtype,leaves,map_tensors
+from ..core.tables import Table
 from ..core.measure import predictions_apart
 from ..core.half import half_precision
 
@@ -26,7 +26,7 @@ def measure_serving(
     batches:list, # Tuples of the arguments of its `forward`
     half:half_precision=None, # How it computes in training; None: in float32
     axis:int=None, # Dimension of class scores in the predictions; None: they are no class scores
-)->pd.DataFrame: # A row for each way to serve it: MB, distance, and for class scores KL and changed
+)->Table: # A row for each way to serve it: MB, distance, and for class scores KL and changed
     """How far predictions of `model`, converted as people serve it, are from those in its training precision
 
     It computes with copies in evaluation mode, and doesn't change. Raises `ValueError` where nothing is predicted."""
@@ -42,7 +42,7 @@ def measure_serving(
             rows[name] = dict(MB=_file_size(served)/1e6, distance=predictions_apart(sum(found, []), sum(want, [])),
                               **_decisions(found, want, axis))
         except Exception as e: rows[name] = dict(error=f'{type(e).__name__}: {e}')
-    return pd.DataFrame(rows).T.rename_axis('served in').infer_objects()
+    return Table(rows).T.rename_axis('served in').infer_objects()
 
 def _copied(model):
     "A copy in evaluation mode, without the graph of tensors that modules keep, as fastai's `WeightDropout` does"

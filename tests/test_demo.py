@@ -78,7 +78,7 @@ print(learn.precision_checkup())
 
 @pytest.fixture
 def run(capsys, tmp_path, monkeypatch):
-    "Exit code and output of the demo, with made-up steps: of 3 milliseconds or those of a precision, each times `rounds`"
+    "Exit code and output of the demo, whose steps take 3 milliseconds, or those of a precision, each times `rounds`"
     def _run(*args, rounds=(1.,1.,1.), **ms):
         def _result(precision, training, validate):
             answer = support('cpu', demo.precisions[precision])

@@ -71,7 +71,7 @@ def test_readme_after_the_demo():
 
 @pytest.fixture
 def run(capsys, tmp_path, monkeypatch):
-    "Exit code and output of the demo, with made-up steps: of 3 milliseconds or those of a precision, each times `rounds`"
+    "Exit code and output of the demo, with made-up steps: of 3 milliseconds or those of a precision, times `rounds`"
     def _run(*args, rounds=(1.,1.,1.), **ms):
         def _result(precision, training, validate):
             answer = support('cpu', demo.precisions[precision])

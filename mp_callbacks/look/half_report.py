@@ -72,9 +72,9 @@ class PrecisionReport:
         info = torch.finfo(self.dtype)
         ends = np.log2([info.smallest_normal*info.eps/2,info.max])
         if len(seen):
-            low,high,end = seen[0]-3.5,seen[-1]+3,ends[1]-math.log2(self.scale)+3
-            # so that most of the picture is data: bfloat16 ends so far away that there would be nothing else to see
-            ax.set_xlim(low, end if high<end<2*high-low else high)
+            # bfloat16 ends so far away that most of the picture would be empty
+            last = max(seen[-1], ends[1]-math.log2(self.scale)) if self.dtype==torch.float16 else seen[-1]
+            ax.set_xlim(seen[0]-3.5, last+3)
         for scale,style in {self.safe_scale:':', self.scale:'-'}.items():
             for x in ends-math.log2(scale): ax.axvline(x, color='tab:red', ls=style)
             beyond = f', up to 2^{x:.0f}' if x>ax.get_xlim()[1] else ''

@@ -317,7 +317,7 @@ def test_replay(name, mode, tmp_path):
     for o in (other,learn):
         with untouched(o): found = o.replay(file)
         kept_elsewhere = name=='language_model' # its hidden state
-        assert found.same!=kept_elsewhere and not found.others, str(found)
+        assert found.same!=kept_elsewhere and not found.other_tensors, str(found)
     other.fit(1)
 
 @pytest.mark.parametrize('e', [RuntimeError('as asked'),KeyboardInterrupt()], ids=repr)

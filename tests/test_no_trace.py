@@ -7,7 +7,7 @@ from learners import *
 from mp_callbacks.core.measure import measure_gradients,measure_predictions
 from mp_callbacks.core.nonfinite import bad_items,diagnose
 from mp_callbacks.core.rehearse import rehearse
-from mp_callbacks.core.replay import draw_batch,record_step,write_step
+from mp_callbacks.core.replay import record_batch,record_step,write_step
 from mp_callbacks.learner.looks import batch_noise,batch_times
 from mp_callbacks.look.half_report import PrecisionReport,measure_precision
 from mp_callbacks.look.noise import BatchNoise
@@ -202,9 +202,9 @@ def learner_with(holder, state):
 def replayed(learn):
     "Compute a batch again, as if its step had been skipped"
     steps,half = learn.mixed_precision.steps,learn.mixed_precision.half
-    drawn = draw_batch(learn.dls.one_batch(), half.params)._replace(loss=torch.tensor(0.))
-    step = record_step(learn.model, steps.loss_modules(), [drawn], step=0, place={}, scale=1., half=repr(half),
-                       ways=half.model_checksum, rescued=[], measured=None)
+    recorded = record_batch(learn.dls.one_batch(), half.params)._replace(loss=torch.tensor(0.))
+    step = record_step(learn.model, steps.loss_modules(), [recorded], by='learn.replay', step=0, place={}, scale=1.,
+                       half=repr(half), half_checksum=half.model_checksum, rescued=[], measured=None)
     with TemporaryDirectory() as folder: learn.replay(write_step(step, Path(folder)))
 
 of_learner = dict(find=lambda o: o.find_nonfinite(), report=lambda o: o.precision_report(2),

@@ -32,7 +32,7 @@ from .half import half_precision
 from .training_state import TrainingState
 from .pending_step import PendingStep
 from .backward import other_leaves,scaled_backward
-from .replay import Replay,ReplayFolder,as_replay_folder,check_recordable,draw_batch,most_files,read_step
+from .replay import Replay,ReplayFolder,as_replay_folder,check_recordable,record_batch,most_files,read_step
 from .replay import record_step,write_step
 from .skips import RecentSkips,changed_weights,find_cure,_losses_finite,_losses_text,_skips_text
 from .misuse import check_bools,check_not_rounded,_note_closure
@@ -91,10 +91,9 @@ class CheckedSteps(StepSettings):
     searched = False # whether the last skipped step was one of the search for the first loss scale
     tensor_classes = () # of batches, beside PyTorch's own
     replay_call = 'steps.replay' # what computes a skipped step again
-    _drawn = None # the open batch, as a `DrawnBatch`, if its step may be written into a file
+    _recorded = None # the open batch, as a `RecordedBatch`, if its step may be written into a file
     _recordable = False # whether a batch and the model were checked for it
-    files = () # pairs of a skipped step's number and its file, of this fit
-    _row = None # number of the first of the skipped steps in a row of which the last file is
+    files = () # of skipped steps, in a learner of this fit
 
     def __init__(self,
         scaling:StaticLossScale|DynamicLossScale, # Loss scale of the first step
@@ -350,7 +349,7 @@ class CheckedSteps(StepSettings):
                     _remove_grads(self.opt_params())
             finally:
                 self.open_batches = before
-                if not before: self._drawn = None
+                if not before: self._recorded = None
 
     def begin_batch(self):
         "Remember what the batch may change, and see whether an optimizer steps by itself"
@@ -380,8 +379,8 @@ class CheckedSteps(StepSettings):
         may_report = self.must_report(state.skips+1) or state.bad_losses+1==self.warn_skips
         if may_report or self.recent.may_warn(state.scaling): step.batches.append(batch)
         step.losses.append(loss.detach())
-        if self._drawn is not None: # fastai's accumulation writes its loss later
-            step.drawn.append(self._drawn._replace(loss=loss.detach().clone()))
+        if self._recorded is not None: # fastai's accumulation writes its loss later
+            step.recorded.append(self._recorded._replace(loss=loss.detach().clone()))
         return scaled_backward(loss, state.scaling.loss_scale, self._half, [*params,*others], step)
 
     # --- A step
@@ -403,18 +402,17 @@ class CheckedSteps(StepSettings):
 
     def skip(self):
         "Let the step leave no trace, and count it"
-        searching = self.recent.count is None
+        searching,was_searched = self.recent.count is None,self.searched and self._state.skips>0
         self.step.drop(self.params())
         self.step.outcome = 'skipped'
         finite = _losses_finite(self.model, self.step.stats.loss_finite)
-        self.state = self._state.after(self.step.stats._replace(loss_finite=finite))
+        try: self.state = self._state.after(self.step.stats._replace(loss_finite=finite))
+        except FloatingPointError as e: raise FloatingPointError(f"{e}{self._to_replay()}") from e # of the scale
         self.recent = self.recent.one_more()
         # where a loss is infinite, or the scale doesn't shrink, none is looked for
         self.searched = searching and self._state.before is None and self._state.scaling.loss_scale<self.last.scale
-        first = self._state.steps-self._state.skips
-        if not self.searched and first!=self._row and len(self.files)<most_files-1: # the last one is for an error
-            self._row = first
-            self._write_step()
+        if not self.searched and (was_searched or self._state.skips==1): # the first one in a row
+            self._write_step(most_files-1)
         self._report_skips()
 
     def made(self):
@@ -438,31 +436,39 @@ class CheckedSteps(StepSettings):
 
     # --- A skipped step, computed again
 
-    def draw(self,
+    def record(self,
         batch:tuple, # As the loop, or the data loader, gave it
     ):
         "Begin a batch of a step that may be written into a file. Raises a `TypeError` if a file can't have it."
-        if not self._recordable: check_recordable(batch, self.model, self.tensor_classes)
-        self._drawn,self._recordable = draw_batch(batch, [*self.model.parameters()]),True
+        if not self._recordable:
+            check_recordable(batch, self.model, self.tensor_classes)
+            self.replay_folder.folder.mkdir(parents=True, exist_ok=True)
+        self._recorded,self._recordable = record_batch(batch, [*self.model.parameters()]),True
 
-    def _write_step(self):
-        "Write the skipped step into a file, and return it; None: nobody wants it, or it can't be written"
-        step,half,n = self.step,self._half,self._state.steps-1
-        if self.files and self.files[-1][0]==n: return self.files[-1][1]
-        if not step.drawn or len(self.files)>=most_files: return None
+    def _write_step(self, most=most_files):
+        "Write the skipped step into a file, of `most` in a fit: a new one takes the place of the last but the first"
+        step,half = self.step,self._half
+        if not step.recorded or step.file: return
         folder,checkpoint = self.replay_folder
         try:
-            for o in step.drawn: check_recordable(o.batch, half.model, self.tensor_classes)
-            file = write_step(record_step(
-                unwrap(half.model), step.others, step.drawn, checkpoint, step=n, place=self.place(),
-                scale=self.last.scale, half=repr(half), ways=half.model_checksum, rescued=[*self._state.rescued],
-                measured=self._state.measured and self._state.measured.as_dict()), folder)
+            for o in step.recorded: check_recordable(o.batch, half.model, self.tensor_classes)
+            step.file = write_step(record_step(
+                unwrap(half.model), step.others, step.recorded, checkpoint, by=self.replay_call, step=step.stats.step,
+                place=self.place(), scale=step.stats.scale, half=repr(half), half_checksum=half.model_checksum,
+                rescued=[*self._state.rescued], measured=self._state.measured and self._state.measured.as_dict()), folder)
         except Exception as e: # a full disk, say: training goes on
-            warn_caller(f"The skipped step {n} is not written into {str(folder)!r}. {type(e).__name__}: {e}")
-            return None
-        self.files = *self.files,(n,file)
-        return file
+            return warn_caller(f"The skipped step {step.stats.step} is not written into {str(folder)!r}. "
+                               f"{type(e).__name__}: {e}")
+        for o in self.files[most-1:]: o.unlink(missing_ok=True)
+        self.files = *self.files[:most-1],step.file
 
+    def _to_replay(self):
+        "Write the skipped step into a file, and return a sentence that says so; empty: there is none"
+        self._write_step()
+        return f" To compute this step again: {self.replay_call}({str(self.step.file)!r})." if self.step.file else ''
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
     def compute_again(self,
         file:str|Path, # From a folder of `replay=`
         run, # Function of a `RecordedStep` and a `half_precision`: pairs of a loss and a `Finding`, one for each batch
@@ -473,15 +479,22 @@ class CheckedSteps(StepSettings):
         if self.open_batches: raise RuntimeError(
             f"{self.replay_call} is called inside a batch. Call it between batches.")
         step = read_step(file, self.device, self.tensor_classes)
-        model,others = unwrap(self.model),self.loss_modules()
-        half = self._recorded_half(step)
-        before = remember_contents(others)
+        if step.by!=self.replay_call: raise ValueError(f"{file} is of another kind of training. Use {step.by}(file).")
+        model,loss_modules = unwrap(self.model),self.loss_modules()
+        before = remember_contents(loss_modules)
+        trained = [(p,p.requires_grad) for m in (model,*loss_modules) for p in m.parameters()]
         with single_process(model), unchanged(model):
             try:
-                changed = step.restore(model, others)
+                changed = step.restore(model, loss_modules)
+                half = self._recorded_half(step)
                 losses,findings = zip(*run(step, half))
-            finally: restore_contents(before)
-        return Replay.of(step, losses, findings, changed, half)
+                if len(losses)!=len(step.batches): raise RuntimeError(
+                    f"{file} has {len(step.batches)} batches, and a callback has ended the fit after {len(losses)} of them. "
+                    "Use a learner without it.")
+                return Replay.of(step, losses, findings, changed, half)
+            finally:
+                restore_contents(before)
+                for p,trains in trained: p.requires_grad_(trains)
 
     def _recorded_half(self, step):
         "How the model computes with what was rescued and measured until the recorded step"
@@ -510,7 +523,7 @@ class CheckedSteps(StepSettings):
         text = _skips_text(state, found, self.weights_since(state.steps-state.skips))
         if self.rescue and self._rescue(found, text): return
         if state.skips<self.max_skips: return warn_caller(f"{text} After {self.max_skips} training will stop.")
-        if file := self._write_step(): text += f" To compute this step again: {self.replay_call}({str(file)!r})."
+        text += self._to_replay()
         self.restart() # for what comes next
         raise FloatingPointError(text)
 

@@ -28,7 +28,8 @@ class PendingStep:
         self.in_backward = False # whether a backward pass is open
         self.losses = [] # of its batches
         self.batches = [] # their inputs and targets, if the step may have to be explained
-        self.drawn = [] # `DrawnBatch`es of a step that may be written into a file
+        self.recorded = [] # `RecordedBatch`es of a step that may be written into a file
+        self.file = None # where it was written, if it was
         self.tensors = [] # those that have got gradients, beside parameters
         self.stats = None # `StepStats` of the gradients, as soon as they are complete
         self.learns = True # whether a parameter of the optimizer has a gradient

@@ -119,7 +119,7 @@ class TrainingSteps(CheckedSteps):
         batch = _split(batch)
         self._check_not_stepped()
         with self._alone(), self.guarded():
-            if self.replay_folder is not None: self.draw(batch)
+            if self.replay_folder is not None: self.record(batch)
             if self.step is None:
                 self.compares = True
                 _remove_grads(self.opt_params()) # such as a generator's loss has left in a critic
@@ -181,6 +181,7 @@ class TrainingSteps(CheckedSteps):
         if self.compute_loss is None: raise ValueError("To compute a step again, give TrainingSteps compute_loss=, a "
             "function of a model and of the batch that returns the loss.")
         def _run(step, half):
+            step.set_modes(half.model)
             for o in step.batches:
                 set_rng_states(o.rngs, half.params)
                 found = explain_batch(self.compute_loss, o.batch, half, step.scale)

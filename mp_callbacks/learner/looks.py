@@ -266,12 +266,15 @@ def replay(
     def _run(step, half):
         seen = []
         def _look():
+            step.set_modes(half.model) # fastai's fit has let all of them train
             found = _diagnose_batch(learn, half, step.scale)
             with _loss_again(learn) as compute_loss, half: seen.append((compute_loss().item(),found))
             return len(seen)==len(step.batches)
-        _look_at(learn, _look, 'computing a step again', _Drawn(step.batches, half.params))
+        _look_at(learn, _look, 'computing a step again', _Recorded(step.batches, half.params))
         return seen
-    return _in_half_precision(learn).steps.compute_again(file, _run)
+    if (cb := _precision_callback(learn)) is None: raise ValueError(
+        "This learner trains in float32. Call to_fp16() or another call, as before the training that wrote the file.")
+    return cb.steps.compute_again(file, _run)
 
 # %% ../../nbs/learner/looks.ipynb #aa30d200
 class _AsLoaded(LeanCallback):
@@ -279,8 +282,8 @@ class _AsLoaded(LeanCallback):
     order,name = -1000,'as_loaded'
     def before_batch(self): self.batch = (*self.learn.xb,*self.learn.yb)
 
-class _Drawn:
-    "A loader of `DrawnBatch`es, which leaves the random numbers as they were after each"
+class _Recorded:
+    "A loader of `RecordedBatch`es, which leaves the random numbers as they were after each"
     def __init__(self, batches, params): self.batches,self.params = batches,params
     def __len__(self): return len(self.batches)
     def __iter__(self):

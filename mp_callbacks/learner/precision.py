@@ -141,7 +141,7 @@ class _LearnerSteps(CheckedSteps):
     def fit(self):
         "Context manager around the epochs of a fit"
         learn,outer,recent = self.cb.learn,self.of_fit,self.recent
-        self.of_fit,self.files,self._row = FitSkips(),(),None
+        self.of_fit,self.files = FitSkips(),()
         try: yield
         except CancelFitException:
             self._end_fit(learn)
@@ -290,7 +290,7 @@ class PrecisionCallback(_PrecisionPart):
         self.budget.batch = b
         try:
             with self.steps.guarded(self.learn.training), _float32_loss(self.learn):
-                if self.steps.replay_folder is not None: self._draw(b)
+                if self.steps.replay_folder is not None: self._record(b)
                 yield
         except CheckpointError as e:
             if hasattr(e, 'add_note'): e.add_note( # since Python 3.11
@@ -299,9 +299,9 @@ class PrecisionCallback(_PrecisionPart):
             raise
         finally: self.budget.batch = None
 
-    def _draw(self, b):
+    def _record(self, b):
         "Begin a batch, whose step may be written into a file if the learner is to learn from it"
-        if self.learn.training and not _is_dry_run(self.learn): self.steps.draw(b)
+        if self.learn.training and not _is_dry_run(self.learn): self.steps.record(b)
 
     @contextmanager
     def do_batch(self):

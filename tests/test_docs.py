@@ -289,7 +289,8 @@ words = { # what people type who have a problem, and the page that answers; test
     'GAN':               'howto/two_networks',     'critic':        'howto/two_networks',
     'alternating':       'howto/two_networks',     'custom loss':   'howto/own_losses',
     'float16 loss':      'howto/own_losses',       'detect_anomaly': 'howto/troubleshooting',
-    'zero_grad':         'tutorials/your_own_loop', 'unscale_':     'tutorials/your_own_loop'}
+    'zero_grad':         'tutorials/your_own_loop', 'unscale_':     'tutorials/your_own_loop',
+    'night':             'core/replay',            'timeseries':    'howto/time_series'}
 
 @pytest.mark.parametrize('word', words)
 def test_words(word): assert re.search(rf'\b{word}\b', '\n'.join(cells(words[word], 'markdown')))

@@ -113,7 +113,9 @@ answers = [ # words that people type, and the page that answers
     ('ONNX', 'howto/examples'), ('wandb', 'howto/examples'), ('predict in float32', 'howto/examples'),
     ('own loop clipping', 'tutorials/your_own_loop'), ('two optimizers', 'howto/two_networks'),
     ('actor critic', 'howto/two_networks'), ('loss with exp and log in float16', 'howto/own_losses'),
-    ('resume after Ctrl-C', 'howto/examples'),
+    ('resume after Ctrl-C', 'howto/examples'), ('what went wrong at night', 'core/replay'),
+    ('gradient accumulation two optimizers', 'tutorials/your_own_loop'), ('cross-validation', 'howto/kfold'),
+    ('segmentation Dice float16', 'howto/segmentation'), ('nan after epochs', 'howto/troubleshooting'),
     *words.items()]
 
 def test_search(new_tab):

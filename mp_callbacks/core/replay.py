@@ -1,4 +1,4 @@
-"""Write a skipped step into a file, and compute it again to the same bits: on another day, in another process
+"""What went wrong at night: write a skipped step into a file, and compute it again to the same bits, in another process
 
 Docs: https://example.github.io/mp_callbacks/core/replay.html.md"""
 

@@ -266,3 +266,25 @@ def test_fp8_waits_for_nothing():
 @pytest.mark.skipif(has_fp8, reason='this GPU has FP8')
 def test_fp8_is_refused():
     with pytest.raises(ValueError, match="doesn't multiply in FP8"): get_learner().to_fp8()
+
+@results
+@pytest.mark.parametrize('mode', ['fp16','native_bf16'])
+def test_replay(mode, tmp_path):
+    "A skipped step computes again to the same bits, with the device's random numbers; a file of a CPU does, too"
+    def _make(device='cuda'):
+        model = flattened(nn.Linear(768,64), nn.BatchNorm1d(64), nn.Dropout(.5), nn.Linear(64,1))
+        learn = get_learner(lambda: model)
+        learn.dls.to(device)
+        return learn
+    def _spoil(learn): learn.loss_grad.register_hook(lambda g: g*math.inf)
+    learn = modes[mode](_make(), replay=tmp_path)
+    learn.fit(1, cbs=Now('before_backward', _spoil, at=3))
+    file, = tmp_path.ls()
+    set_seed(5)
+    for o in (modes[mode](_make()),learn): assert o.replay(file).same
+    if mode!='native_bf16': return
+    learn = modes[mode](_make('cpu'), replay=tmp_path/'cpu')
+    learn.fit(1, cbs=Now('before_backward', _spoil, at=3))
+    file, = (tmp_path/'cpu').ls()
+    found = modes[mode](_make()).replay(file)
+    assert not found.other_tensors and 'device is ' in str(found)

@@ -170,34 +170,3 @@ def test_reload_of_fastai(forked, tmp_path):
         for module in ('fastai.callback.fp16','mp_callbacks.learner.calls'):
             importlib.reload(importlib.import_module(module))
             assert owners()=={module}, module""", tmp_path)
-
-def in_place(x, w): return x.index_add(0, torch.tensor([0]), 2*w[:1])
-
-@has_notes
-@pytest.mark.parametrize('call', calls)
-def test_note_to_the_model_itself(call):
-    "An error of its own `forward`, not of a module in it"
-    model = Does(lambda m, x: in_place(m.layer(x), torch.ones(1,1)), layer=nn.Linear(8,1))
-    note = note_of(getattr(get_learner(model), call)().fit, 1)
-    assert note.startswith('In the model (Does), with its operations in half precision: What is written to')
-    assert note.endswith('on that line. Or use learn.to_fp32().')
-
-def _halved(learn): learn.model.half()
-def _two(learn): learn.add_cb(fp16.MixedPrecision())
-def _replaced(learn): learn.to_bf16(keep='2').model = nn.Sequential(nn.Linear(8,1))
-def _interrupted(event): return lambda learn: learn.add_cb(Now(event, raises(KeyboardInterrupt())))
-
-@pytest.mark.parametrize('look', [Learner.validate, lambda learn: learn.get_preds(with_loss=True)])
-@pytest.mark.parametrize('spoil,error', [(_halved,ValueError), (_two,ValueError), (_replaced,ValueError),
-    (_interrupted('before_fit'),KeyboardInterrupt), (_interrupted('before_epoch'),KeyboardInterrupt)])
-def test_validation_after_an_error(spoil, error, look):
-    "An error at the start of a validation leaves the learner as before: the next one doesn't wait for a lock"
-    learn = get_learner().to_bf16()
-    spoil(learn)
-    kept = [*learn.cbs],learn.logger,learn.create_mbar,learn.loss_func.reduction
-    with pytest.raises(error): look(learn)
-    assert not learn.lock.locked()
-    assert ([*learn.cbs],learn.logger,learn.create_mbar,learn.loss_func.reduction)==kept
-    learn.model = mlp()
-    learn.to_bf16()
-    look(learn)

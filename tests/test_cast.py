@@ -525,10 +525,3 @@ def test_interrupted(where, each):
         assert same(grads(model, half, times=1)[0], want), n
         n += each
     assert n>32*each
-
-def test_aligned():
-    "Vectors that share a block of memory begin where a kernel reads whole lines"
-    copies = cast.CastAll.apply(bf16, *[torch.ones(n) for n in (65,64,130,128,195)])
-    assert not any([o.data_ptr()%64 for o in copies])
-    blocks = [o.untyped_storage().data_ptr() for o in copies]
-    assert blocks[1]==blocks[3] and len({*blocks})==4 # those of 64 and 128 numbers

@@ -342,23 +342,3 @@ def test_removed_in_a_batch(event, mode):
     with told: learn.fit(1, cbs=Now(event, remove))
     assert learn.mixed_precision.learn is learn
     fitted(learn, 1, On('after_fit', remove))
-
-@pytest.mark.parametrize('half', [f32,bf16,f16,'autocast'])
-@pytest.mark.parametrize('kind', ['method','part','before the batch'])
-def test_model_that_is_not_called(kind, half, monkeypatch):
-    "Nothing is in half precision: a warning, once, that says what to write; none in float32, or if it is called"
-    monkeypatch.setattr(torch._dynamo.utils, 'counters', {}) # as if no other test had compiled anything
-    model = Does(lambda m, x: m.body(x), body=mlp())
-    model.loss = lambda x, y: F.mse_loss(model.body(x), y)
-    how = half_precision(model, bf16, rules=False) if half=='autocast' else half
-    steps = new(how, model=model)
-    def _step(xy):
-        if kind=='before the batch': loss = mse_of(model, *xy)
-        with steps.batch():
-            if kind=='method': loss = model.loss(*xy)
-            if kind=='part': loss = mse_of(model.body, *xy)
-            steps.backward(loss)
-        steps.make()
-    found = told(lambda: [_step(o) for o in data])
-    assert len(found)==(half!=f32) and all('this Does was not called itself. Write model(…) there' in o for o in found)
-    if half!='autocast': assert told(train, new(how))==[]

@@ -408,17 +408,3 @@ def test_learners_that_ask(loss_func, mode):
     got,want = train(mode),train(None)
     assert (got-want).norm()<(.1 if 'bf16' in mode else .02)*want.norm()
     assert (train(None, lambda out, y: F.mse_loss(out[0], y))-want).norm()>.3*want.norm()
-
-@pytest.mark.parametrize('dtype,rules', half_modes)
-def test_returned_parameters(dtype, rules):
-    "A view of a parameter that the model returns, too"
-    def _forward(m, x):
-        table = m.table.view(4, 8)
-        return m.b(m.a(x)*table[0]),table
-    def gradient(dtype):
-        torch.manual_seed(0)
-        model = Does(_forward, table=torch.rand(32), a=nn.Linear(8,8), b=nn.Linear(8,1))
-        with half_precision(model, dtype, rules=rules) if dtype else nullcontext(): pred,table = model(numbers(16)[0])
-        assert type(table) is torch.Tensor and table.dtype==f32
-        return torch.autograd.grad(pred.square().sum(), table)[0]
-    assert off(gradient(dtype), gradient(None))<.02

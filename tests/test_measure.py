@@ -6,7 +6,7 @@ from collections import deque
 
 from learners import *
 from mp_callbacks.core import measure,processes
-from mp_callbacks.core.measure import Measured,first_items
+from mp_callbacks.core.measure import Measured
 from measured_models import convolves,rows
 from mp_callbacks.core.ways import Way
 
@@ -656,17 +656,3 @@ def test_what_loss_and_callbacks_count(way):
     (learn,counted),(other,wanted) = run(),run(measure=False)
     assert measured_of(learn).names==() and measured_of(learn).error is None
     assert counted==wanted and same_weights(learn, other)
-
-def test_a_part_of_the_batch():
-    "Is enough where the loss can be computed for it; else the whole batch is taken"
-    seen = []
-    def forward(m, x):
-        seen.append(len(x))
-        return m.body(x)
-    fitted(in_mode('bf16', Does(forward, body=mlp()), dls=as_dls(*numbers(64), bs=64)))
-    assert seen[:3]==[16]*3 and {*seen[3:]}=={64}
-    seen.clear()
-    def loss(pred, y): return F.mse_loss(pred.view(64), y.view(64))
-    learn = fitted(in_mode('bf16', Does(forward, body=mlp()), dls=as_dls(*numbers(64), bs=64), loss_func=loss))
-    assert 64 in seen[:3] and measured_of(learn).why=='' and measured_of(learn).names==()
-    assert first_items((torch.ones(64),torch.ones(3)))[0].shape==(64,)

@@ -127,13 +127,3 @@ def test_tensorboard(columns, tmp_path):
     assert read['mp_loss_scale_0'][:-1]==log_of(learn).scale[1:].tolist() # the next step's
     assert any(k.startswith('mp_state ') for k in learn.opt.hypers[0]) # a text, which is a name
     assert np.allclose(read['train_loss'], log_of(learn).loss) and len(read['valid_loss'])==2
-
-def tensor_log(learn): return learn.precision_recorder.tensor_log
-
-def test_tensors_of_a_skipped_step():
-    "What is infinite, and where; nothing is updated. With accumulation the gradients are those of the whole step"
-    def tensors(mode, cb): return tensor_log(fitted(in_mode(mode, cbs=[PrecisionRecorder(tensors=1),cb])))
-    df = tensors('fp16', overflow(1, layer=2))
-    bad = df[df.inf+df.nan>0]
-    assert {*bad.step}=={1} and '2.weight' in {*bad.name} and (df[df.step==1].change==0).all() and len(df)==4*6
-    assert [*tensors('bf16', GradientAccumulation(32)).step.unique()]==[0,1]

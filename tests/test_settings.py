@@ -92,11 +92,3 @@ def test_others_may_set_in_a_loop():
     named_steps('foo', 1, Mine)
     named_steps('compute_loss', mse_of)
     named_steps('make', noop) # as mocks do
-
-def new(call='to_fp16', **kwargs): return getattr(get_learner(), call)(**kwargs)
-def native(): return fitted(get_learner().to_native_fp16(init_scale=2.**10))
-
-def test_scaler_of_a_preset():
-    assert native().scaler.get_growth_interval()==2000
-    learn = fitted(new('to_native_fp16', init_scale='keras'))
-    assert learn.scaler.get_scale()==2.**15

@@ -344,12 +344,11 @@ class CheckedSteps(StepSettings):
         finally:
             try:
                 if self._half is not None: self._half.release(opened) # again, as Ctrl-C may have ended the first time
+                if not before: self._recorded = None
                 if not before and self.step is not None and self.step.outcome:
                     self.step = None
                     _remove_grads(self.opt_params())
-            finally:
-                self.open_batches = before
-                if not before: self._recorded = None
+            finally: self.open_batches = before
 
     def begin_batch(self):
         "Remember what the batch may change, and see whether an optimizer steps by itself"
